@@ -1,16 +1,19 @@
-"""Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload; within 8 minutes.
+"""Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload;
+within 8 minutes.
 
   PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] [--parts=product,attention,steps,offload] [--tiny]
 
-Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without transformers; neither vLLM
-nor grain nor a network. Each part runs in its own process, so that its peak memory is its own. A part that lacks time
-or a dependency is skipped, and the reason is printed.
+Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without
+transformers; neither vLLM nor grain nor a network. Each part runs in its own process, so that its
+peak memory is its own. A part that lacks time or a dependency is skipped, and the reason is
+printed.
 
-product: bf16 products of large matrices, the measured peak. attention: values and gradients of each implementation in
-bf16 against the reference in float32. steps: GRPO updates of Qwen2.5's shapes with random weights (bf16 computation,
-float32 parameters and AdamW, layers recomputed in the backward pass) here and in PyTorch (SDPA under autocast,
-gradient checkpointing, fused AdamW, the head recomputed in chunks), on the same rows of equal length. offload: a
-gigabyte between device and pinned host memory. `--tiny` checks on any machine that the script works.
+product: bf16 products of large matrices, the measured peak. attention: values and gradients of each
+implementation in bf16 against the reference in float32. steps: GRPO updates of Qwen2.5's shapes
+with random weights (bf16 computation, float32 parameters and AdamW, layers recomputed in the
+backward pass) here and in PyTorch (SDPA under autocast, gradient checkpointing, fused AdamW, the
+head recomputed in chunks), on the same rows of equal length. offload: a gigabyte between device and
+pinned host memory. `--tiny` checks on any machine that the script works.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from jaxrl_llm.ops.attention import attention
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.ops.places import Places
 
-_PARTS = flags.DEFINE_list('parts', ['product', 'attention', 'steps', 'offload'], 'What is measured.')
+_PARTS = flags.DEFINE_list(
+  'parts', ['product', 'attention', 'steps', 'offload'], 'What is measured.'
+)
 _MODELS = flags.DEFINE_list('models', ['0.5B', '1.5B'], 'Whose steps are measured.')
 _CHUNK_LEN = flags.DEFINE_integer('chunk_len', 2048, 'Tokens of a row.', lower_bound=16)
 _CHUNKS = flags.DEFINE_integer('chunks', 8, 'Rows of a micro-batch.', lower_bound=1)
@@ -48,10 +53,16 @@ _MICRO_BATCHES = flags.DEFINE_integer('micro_batches', 4, 'Of a step.', lower_bo
 _STEPS = flags.DEFINE_integer('steps', 6, 'Timed steps.', lower_bound=1)
 _SCAN = flags.DEFINE_bool('scan_layers', True, 'One compiled layer for all.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'Of ModelOptions.')
-_NOMINAL = flags.DEFINE_float('nominal_tflops', 989.0, 'What the maker says of dense bf16 products.')
+_NOMINAL = flags.DEFINE_float(
+  'nominal_tflops', 989.0, 'What the maker says of dense bf16 products.'
+)
 _MINUTES = flags.DEFINE_float('minutes', 7.5, 'After so long nothing more is begun.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Shapes that show on a CPU that this script works, and nothing else.')
-_ONLY = flags.DEFINE_string('only', None, 'One part in this process, which prints its result as JSON; internal.')
+_TINY = flags.DEFINE_bool(
+  'tiny', False, 'Shapes that show on a CPU that this script works, and nothing else.'
+)
+_ONLY = flags.DEFINE_string(
+  'only', None, 'One part in this process, which prints its result as JSON; internal.'
+)
 
 QWEN = dict(rope_theta=1e6, max_position_embeddings=32768)
 MODELS = {
@@ -108,7 +119,9 @@ def product() -> dict[str, float]:
   a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
   repeats = 10
   # Each product depends on the one before; values stay near 1.
-  chain = jax.jit(lambda a, b: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ b) * jnp.bfloat16(size**-0.5), a))
+  chain = jax.jit(
+    lambda a, b: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ b) * jnp.bfloat16(size**-0.5), a)
+  )
   took = seconds(lambda: chain(a, b).block_until_ready())
   return {'tflops': 2 * size**3 * repeats / took / 1e12}
 
@@ -131,7 +144,9 @@ def distance(found, wanted) -> float:
 
 
 def attention_part(model: str) -> dict[str, object]:
-  """Distances of each implementation's values and query, key and value gradients from the reference's."""
+  """Distances of each implementation's values and query, key and value gradients from the
+  reference's.
+  """
   spec = spec_of(model)
   rows, length = (2, 64) if _TINY.value else (4, _CHUNK_LEN.value)
   heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.num_key_value_heads)
@@ -140,7 +155,12 @@ def attention_part(model: str) -> dict[str, object]:
   arrays = [jax.random.normal(key, shape(n), jnp.bfloat16) for key, n in zip(keys, heads)]
   weight = jax.random.normal(keys[3], shape(heads[0]), jnp.float32)
   # Segments of unequal lengths, and padding at the end of every row.
-  ids = np.searchsorted([length // 8, length // 2, length - length // 16], np.arange(length), side='right') + 1
+  ids = (
+    np.searchsorted(
+      [length // 8, length // 2, length - length // 16], np.arange(length), side='right'
+    )
+    + 1
+  )
   positions = np.arange(length) - np.searchsorted(ids, ids)
   tiled = lambda row: jnp.asarray(np.tile(row, (rows, 1)), jnp.int32)
   places = Places(tiled(np.where(ids == 4, 0, ids)), tiled(positions))
@@ -150,7 +170,9 @@ def attention_part(model: str) -> dict[str, object]:
 
     def function(q, k, v):
       out = compute(q, k, v, places)
-      return (out.astype(jnp.float32) * weight * (places.segment_ids > 0)[..., None, None]).sum(), out
+      return (
+        out.astype(jnp.float32) * weight * (places.segment_ids > 0)[..., None, None]
+      ).sum(), out
 
     both = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))
     given = [x.astype(dtype) for x in arrays]
@@ -173,10 +195,14 @@ def attention_part(model: str) -> dict[str, object]:
 
 def own_step(model: str) -> dict[str, float]:
   spec = spec_of(model)
-  options = ModelOptions(scan_layers=_SCAN.value, remat=_REMAT.value, dtype='bfloat16', param_dtype='float32')
+  options = ModelOptions(
+    scan_layers=_SCAN.value, remat=_REMAT.value, dtype='bfloat16', param_dtype='float32'
+  )
   rows = rows_of(spec)
   length = len(rows[0].tokens)
-  token_chunk = plan_token_chunk(chunks=_CHUNKS.value, time=length, vocab=spec.vocab_size, budget_bytes=2 << 30)
+  token_chunk = plan_token_chunk(
+    chunks=_CHUNKS.value, time=length, vocab=spec.vocab_size, budget_bytes=2 << 30
+  )
   learner = Learner(spec, options, token_chunk=token_chunk)
   batch = pack_rows(rows, chunks=_CHUNKS.value, chunk_len=length)
   before = time.perf_counter()
@@ -184,7 +210,12 @@ def own_step(model: str) -> dict[str, float]:
   compiling = time.perf_counter() - before
   took = seconds(lambda: learner.step(batch), warm_up=1)
   memory = jax.devices()[0].memory_stats() or {}
-  return {'seconds': took, 'peak': memory.get('peak_bytes_in_use', 0), 'norm': norm, 'compiling': compiling}
+  return {
+    'seconds': took,
+    'peak': memory.get('peak_bytes_in_use', 0),
+    'norm': norm,
+    'compiling': compiling,
+  }
 
 
 def torch_step(model: str) -> dict[str, float]:
@@ -200,7 +231,9 @@ def torch_step(model: str) -> dict[str, float]:
   torch.manual_seed(0)
   decoder, kind = torch_decoder(spec)
   decoder.to(device).train()
-  optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+  optimizer = torch.optim.AdamW(
+    decoder.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+  )
   rows = rows_of(spec)
   tokens = torch.tensor(np.stack([row.tokens for row in rows])).long().to(device)
   advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device)
@@ -214,12 +247,18 @@ def torch_step(model: str) -> dict[str, float]:
     with torch.autocast(device, torch.bfloat16):
       hidden, kernel = decoder(ids)
       head = lambda row: torch.utils.checkpoint.checkpoint(
-        logprobs, hidden[row, prompt_len - 1 : -1], kernel, ids[row, prompt_len:], use_reentrant=False
+        logprobs,
+        hidden[row, prompt_len - 1 : -1],
+        kernel,
+        ids[row, prompt_len:],
+        use_reentrant=False,
       )
       found = torch.stack([head(row) for row in range(len(ids))])
     ratio = torch.exp(found - found.detach())
     clipped = ratio.clamp(0.8, 1.2)
-    return -torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None]).mean(1).sum() / count
+    return (
+      -torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None]).mean(1).sum() / count
+    )
 
   def step():
     for start in range(0, count, size):
@@ -236,7 +275,9 @@ def torch_step(model: str) -> dict[str, float]:
 
 
 def torch_decoder(spec: ModelSpec):
-  """Returns a module from ids to (hidden states, the head's kernel), and whether it is transformers' or ours."""
+  """Returns a module from ids to (hidden states, the head's kernel), and whether it is
+  transformers' or ours.
+  """
   import torch
   import torch.utils.checkpoint
 
@@ -248,9 +289,17 @@ def torch_decoder(spec: ModelSpec):
   class FromTransformers(torch.nn.Module):
     def __init__(self):
       super().__init__()
-      names = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads')
+      names = (
+        'vocab_size',
+        'hidden_size',
+        'intermediate_size',
+        'num_hidden_layers',
+        'num_attention_heads',
+      )
       names += ('num_key_value_heads', 'head_dim', 'rms_norm_eps', 'max_position_embeddings')
-      self.body = Qwen2Model(Qwen2Config(**{name: getattr(spec, name) for name in names}, use_cache=False))
+      self.body = Qwen2Model(
+        Qwen2Config(**{name: getattr(spec, name) for name in names}, use_cache=False)
+      )
       self.body.set_attn_implementation('sdpa')
       self.body.gradient_checkpointing_enable()
 
@@ -261,7 +310,9 @@ def torch_decoder(spec: ModelSpec):
     def __init__(self):
       super().__init__()
       d, ff, linear = spec.hidden_size, spec.intermediate_size, torch.nn.Linear
-      self.sizes = [n * spec.head_dim for n in (spec.num_attention_heads, *(spec.num_key_value_heads,) * 2)]
+      self.sizes = [
+        n * spec.head_dim for n in (spec.num_attention_heads, *(spec.num_key_value_heads,) * 2)
+      ]
       self.first, self.second = (torch.nn.RMSNorm(d, spec.rms_norm_eps) for _ in range(2))
       self.qkv, self.output = linear(d, sum(self.sizes)), linear(self.sizes[0], d, bias=False)
       self.gate_up, self.down = linear(d, 2 * ff, bias=False), linear(ff, d, bias=False)
@@ -271,7 +322,9 @@ def torch_decoder(spec: ModelSpec):
       q, k, v = map(heads, self.qkv(self.first(x)).split(self.sizes, -1))
       turn = lambda y: y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin
       q, k = turn(q).to(v.dtype), turn(k).to(v.dtype)
-      mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+      mixed = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+      )
       x = x + self.output(mixed.transpose(1, 2).flatten(2))
       gate, up = self.gate_up(self.second(x)).chunk(2, -1)
       return x + self.down(torch.nn.functional.silu(gate) * up)
@@ -293,7 +346,9 @@ def torch_decoder(spec: ModelSpec):
         x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
       return self.norm(x), self.embed.weight
 
-  return (FromTransformers(), 'transformers') if Qwen2Model is not None else (Plain(), 'written here')
+  return (
+    (FromTransformers(), 'transformers') if Qwen2Model is not None else (Plain(), 'written here')
+  )
 
 
 def offload() -> dict[str, float]:
@@ -305,7 +360,10 @@ def offload() -> dict[str, float]:
   on_device = jax.device_put(jnp.ones(count, jnp.float32), here)
   on_host = jax.block_until_ready(jax.device_put(on_device, there))
   move = lambda x, to: seconds(lambda: jax.block_until_ready(jax.device_put(x, to)))
-  return {name: 4e-9 * count / move(x, to) for name, x, to in (('out', on_device, there), ('in', on_host, here))}
+  return {
+    name: 4e-9 * count / move(x, to)
+    for name, x, to in (('out', on_device, there), ('in', on_host, here))
+  }
 
 
 WORKS = {
@@ -339,7 +397,11 @@ class Runs:
     lines = [line for line in done.stdout.splitlines() if line.startswith('{')]
     if done.returncode or not lines:
       self.failed = True
-      print(f'{what}: failed with status {done.returncode}: {" | ".join(done.stderr.splitlines()[-3:])}', flush=True)
+      print(
+        f'{what}: failed with status {done.returncode}: '
+        f'{" | ".join(done.stderr.splitlines()[-3:])}',
+        flush=True,
+      )
       return None
     found = json.loads(lines[-1])
     if 'missing' in found:
@@ -361,10 +423,14 @@ def report_steps(runs: Runs, model: str, peak_tflops: float | None) -> None:
     took[side], rate = found['seconds'], flops / found['seconds'] / 1e12
     of_peak = f'{rate / peak_tflops:.3f} of the measured product, ' if peak_tflops else ''
     memory = f'peak {found["peak"] / 2**30:.1f} GiB' if found['peak'] else 'peak of memory not told'
-    more = f', first step {found["compiling"]:.0f} s' if side == 'here' else f', decoder {found["kind"]}'
+    more = (
+      f', first step {found["compiling"]:.0f} s' if side == 'here' else f', decoder {found["kind"]}'
+    )
     print(
-      f'{model} {side}: {found["seconds"]:.3f} s a step of {tokens} tokens, {tokens / found["seconds"]:.0f} tokens/s, '
-      f'{rate:.4g} TFLOP/s of the model: {of_peak}{rate / _NOMINAL.value:.3f} of {_NOMINAL.value:g}; {memory}'
+      f'{model} {side}: {found["seconds"]:.3f} s a step of {tokens} tokens, '
+      f'{tokens / found["seconds"]:.0f} tokens/s, '
+      f'{rate:.4g} TFLOP/s of the model: {of_peak}{rate / _NOMINAL.value:.3f} of '
+      f'{_NOMINAL.value:g}; {memory}'
       f'{more}, gradient norm {found["norm"]:.4g}',
       flush=True,
     )
@@ -400,12 +466,21 @@ def main(argv: list[str]) -> None:
         print(f'attention {model} {name}: skipped, {result}', flush=True)
         continue
       *distances, milliseconds = result
-      of = ', '.join(f'{what} {x:.2g}' for what, x in zip(('values', 'by query', 'by key', 'by value'), distances))
-      print(f'attention {model} {name}: {of} from the reference; {milliseconds:.2f} ms both ways', flush=True)
+      of = ', '.join(
+        f'{what} {x:.2g}'
+        for what, x in zip(('values', 'by query', 'by key', 'by value'), distances)
+      )
+      print(
+        f'attention {model} {name}: {of} from the reference; {milliseconds:.2f} ms both ways',
+        flush=True,
+      )
   for model in _MODELS.value if 'steps' in _PARTS.value else ():
     report_steps(runs, model, peak)
   if 'offload' in _PARTS.value and (found := runs.part('offload')):
-    print(f'offload: {found["out"]:.3g} GB/s to pinned host memory, {found["in"]:.3g} GB/s back', flush=True)
+    print(
+      f'offload: {found["out"]:.3g} GB/s to pinned host memory, {found["in"]:.3g} GB/s back',
+      flush=True,
+    )
   if runs.failed:
     raise RunError('accelerator: a part failed, see above')
 

@@ -3,9 +3,9 @@
 .venv/bin/python benchmarks/answers.py --pairs=tests/support/fixtures/answers_blind_dev.jsonl
 .venv/bin/python benchmarks/answers.py --math_verify=DIR    # the directory tests/ of huggingface/Math-Verify
 
-Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as in a run, from the
-truths of all such rows. Cases of math-verify's tests that test its own options or have wrong labels are left out
-(`DISPUTED`).
+Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as in
+a run, from the truths of all such rows. Cases of math-verify's tests that test its own options or
+have wrong labels are left out (`DISPUTED`).
 """
 
 from __future__ import annotations
@@ -65,16 +65,27 @@ def math_verify_pairs(directory: pathlib.Path) -> Iterator[Pair]:
           if not {'gold', 'pred'} <= row.keys():
             continue
           key = digest(row['gold'], row['pred'])
-          usual = row.get('precision', 6) == 6 and row.get('allow_set_relation_comp', True) and row.get('strict', True)
+          usual = (
+            row.get('precision', 6) == 6
+            and row.get('allow_set_relation_comp', True)
+            and row.get('strict', True)
+          )
           if key not in seen and key not in DISPUTED and usual:
             seen.add(key)
-            yield {'gold': row['gold'], 'completion': row['pred'], 'right': bool(wanted), 'kind': function.name}
+            yield {
+              'gold': row['gold'],
+              'completion': row['pred'],
+              'right': bool(wanted),
+              'kind': function.name,
+            }
 
 
 def _cases(function: ast.FunctionDef) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
   """Yields the names and values of each literal case of a parametrised test."""
   for decorator in function.decorator_list:
-    if not (isinstance(decorator, ast.Call) and getattr(decorator.func, 'attr', '') == 'parametrize'):
+    if not (
+      isinstance(decorator, ast.Call) and getattr(decorator.func, 'attr', '') == 'parametrize'
+    ):
       continue
     names = [name.strip() for name in ast.literal_eval(decorator.args[0]).split(',')]
     for case in decorator.args[1].elts:
@@ -89,8 +100,16 @@ def file_pairs(file: pathlib.Path) -> list[Pair]:
 
 
 def _attempt(pair: Pair) -> Attempt:
-  task = Task(taskset='pairs', domain='math', prompt=({'role': 'user', 'content': ''},), truth=pair['gold'], fields={})
-  return Attempt(uid='', task=task, completion=pair['completion'], finish_reason='stop', response_len=1)
+  task = Task(
+    taskset='pairs',
+    domain='math',
+    prompt=({'role': 'user', 'content': ''},),
+    truth=pair['gold'],
+    fields={},
+  )
+  return Attempt(
+    uid='', task=task, completion=pair['completion'], finish_reason='stop', response_len=1
+  )
 
 
 def report(name: str, pairs: Sequence[Pair], **options: Any) -> None:
@@ -102,7 +121,9 @@ def report(name: str, pairs: Sequence[Pair], **options: Any) -> None:
   for pair in pairs:
     mode = pair.get('mode')
     if mode not in scorers:
-      scorers[mode] = answer_scorer(**{**chosen, **({} if mode is None else {'mode': mode}), **options})
+      scorers[mode] = answer_scorer(
+        **{**chosen, **({} if mode is None else {'mode': mode}), **options}
+      )
     judged.append((pair, scorers[mode](_attempt(pair))))
   seconds = time.process_time() - start
   accepted = [pair for pair, verdict in judged if verdict.value == 1.0]
@@ -112,15 +133,21 @@ def report(name: str, pairs: Sequence[Pair], **options: Any) -> None:
   print(
     f'precision {hits / max(1, len(accepted)):.4f} ({len(accepted) - hits} wrong accepted), recall '
     f'{hits / max(1, len(right)):.4f} ({len(right) - hits} right rejected), '
-    f'{sum(verdict.value is None for _, verdict in judged)} unscorable, {len(pairs) / seconds:.0f} answers a second of '
+    f'{sum(verdict.value is None for _, verdict in judged)} unscorable, {len(pairs) / seconds:.0f} '
+    'answers a second of '
     'CPU time'
   )
   if _MISTAKES.value:
     for pair, verdict in judged:
       if (verdict.value == 1.0) != pair['right']:
         kind = 'accepted' if verdict.value == 1.0 else 'rejected'
-        print(f'  {kind} {digest(pair["gold"], pair["completion"])} {pair.get("kind")}: {dict(verdict.evidence)}')
-  missed = collections.Counter(pair.get('kind') for pair, v in judged if (v.value == 1.0) != pair['right'])
+        print(
+          f'  {kind} {digest(pair["gold"], pair["completion"])} {pair.get("kind")}: '
+          f'{dict(verdict.evidence)}'
+        )
+  missed = collections.Counter(
+    pair.get('kind') for pair, v in judged if (v.value == 1.0) != pair['right']
+  )
   print('  by kind:', dict(missed.most_common()))
 
 

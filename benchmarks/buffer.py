@@ -1,13 +1,15 @@
-"""Benchmark of the replay store: samples per second in and out, memory, and queries on a large index.
+"""Benchmark of the replay store: samples per second in and out, memory, and queries on a large
+index.
 
   .venv/bin/python benchmarks/buffer.py [--rows=100000] [--index_rows=1000000]
 
-First, batches of `--batch` samples of `--tokens` tokens go through a store as in a run: each group is issued, appended,
-scored and admitted; the batch is drawn, sealed, read back by place and recorded as trained; every tenth batch commits.
-After each tenth of the rows, the script prints the rates since the last one and the process's memory, and at the end
-the times of recovery and audit. Then a second store gets `--index_rows` samples of 8 tokens in the same way, the last
-of which stay undrawn, and its queries are timed: medians of `--rounds`. All files lie in `--directory` and are removed
-at the end.
+First, batches of `--batch` samples of `--tokens` tokens go through a store as in a run: each group
+is issued, appended, scored and admitted; the batch is drawn, sealed, read back by place and
+recorded as trained; every tenth batch commits. After each tenth of the rows, the script prints the
+rates since the last one and the process's memory, and at the end the times of recovery and audit.
+Then a second store gets `--index_rows` samples of 8 tokens in the same way, the last of which stay
+undrawn, and its queries are timed: medians of `--rounds`. All files lie in `--directory` and are
+removed at the end.
 """
 
 from __future__ import annotations
@@ -33,17 +35,23 @@ from jaxrl_llm.replay.draw import DrawConfig, draw
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.tables import Issue
 
-_ROWS = flags.DEFINE_integer('rows', 100_000, 'Samples written, drawn and read; 0: none.', lower_bound=0)
+_ROWS = flags.DEFINE_integer(
+  'rows', 100_000, 'Samples written, drawn and read; 0: none.', lower_bound=0
+)
 _TOKENS = flags.DEFINE_integer('tokens', 1024, 'Of each of these.', lower_bound=8)
 _INDEX_ROWS = flags.DEFINE_integer(
   'index_rows', 1_000_000, 'Samples in the index that is asked; 0: none.', lower_bound=0
 )
-_DRAWABLE = flags.DEFINE_integer('drawable', 10_000, 'Groups of it that can be drawn; also timed with a tenth.')
+_DRAWABLE = flags.DEFINE_integer(
+  'drawable', 10_000, 'Groups of it that can be drawn; also timed with a tenth.'
+)
 _BATCH = flags.DEFINE_integer('batch', 512, 'Samples of a batch.', lower_bound=8)
 _GROUP = flags.DEFINE_integer('group', 8, 'Samples of a group.', lower_bound=1)
 _TASKS = flags.DEFINE_integer('tasks', 7500, 'Tasks that take turns.', lower_bound=1)
 _ROUNDS = flags.DEFINE_integer('rounds', 21, 'Of each query.', lower_bound=1)
-_DIRECTORY = flags.DEFINE_string('directory', 'runs/buffer_benchmark', 'For the stores; must not exist.')
+_DIRECTORY = flags.DEFINE_string(
+  'directory', 'runs/buffer_benchmark', 'For the stores; must not exist.'
+)
 
 
 def rss_mb() -> float:
@@ -53,7 +61,9 @@ def rss_mb() -> float:
 
 
 class Work:
-  """Passes samples through a store, batch after batch, and sums the seconds spent on each part of the work."""
+  """Passes samples through a store, batch after batch, and sums the seconds spent on each part of
+  the work.
+  """
 
   def __init__(self, store: ReplayStore, tokens: int):
     self.store, self.step, self.groups = store, 0, 0
@@ -66,7 +76,11 @@ class Work:
   def _sample(self, row: Issue, index: int) -> Sample:
     prompt_len = len(self._tokens) // 4
     segment = Segment(
-      start=prompt_len, end=len(self._tokens), version=Version(1, self.step), engine='vllm', finish='stop'
+      start=prompt_len,
+      end=len(self._tokens),
+      version=Version(1, self.step),
+      engine='vllm',
+      finish='stop',
     )
     return Sample(
       uid=row.uid,
@@ -98,9 +112,14 @@ class Work:
     visit, number = divmod(self.groups, _TASKS.value)
     task = f'words:{number}'
     group = f'main/{task}/{visit}'
-    rows = [Issue(uid=f'{group}/{i}', group_id=group, task_id=task, visit=visit) for i in range(_GROUP.value)]
+    rows = [
+      Issue(uid=f'{group}/{i}', group_id=group, task_id=task, visit=visit)
+      for i in range(_GROUP.value)
+    ]
     samples = [self._sample(row, i) for i, row in enumerate(rows)]
-    scores = [Score(uid=row.uid, scorer='answer', value=1.0, parts={'match': 1.0}, time=0.1) for row in rows]
+    scores = [
+      Score(uid=row.uid, scorer='answer', value=1.0, parts={'match': 1.0}, time=0.1) for row in rows
+    ]
     self._timed('written', lambda: self._put(rows, samples, scores))
     self.groups += 1
 
@@ -145,7 +164,9 @@ def through(directory: pathlib.Path) -> Iterator[str]:
     work.train(of_batch, read=True)
     if batch in tenths:
       samples = (batch - done) * of_batch * _GROUP.value
-      rates = ', '.join(f'{name} {samples / (work.seconds[name] - seconds[name]):,.0f}' for name in seconds)
+      rates = ', '.join(
+        f'{name} {samples / (work.seconds[name] - seconds[name]):,.0f}' for name in seconds
+      )
       yield f'  {batch * 100 // batches} %: samples per second: {rates}; {rss_mb():.0f} MB'
       seconds, done = dict(work.seconds), batch
   commit = work.step - work.step % 10
@@ -164,7 +185,8 @@ def reopened(directory: pathlib.Path, commit: int, step: int) -> str:
   store.close()
   return (
     f'  recovery to {commit} of {step} batches: {(recovered - opened) * 1e3:.0f} ms, '
-    f'{counts["transitions"]:,} changes undone, {counts["void"]:,} samples void, {counts["restored"]:,} unsealed '
+    f'{counts["transitions"]:,} changes undone, {counts["void"]:,} samples void, '
+    f'{counts["restored"]:,} unsealed '
     f'(opened in {(opened - before) * 1e3:.0f} ms)'
   )
 
@@ -173,7 +195,9 @@ def audited(directory: pathlib.Path) -> str:
   before = time.perf_counter()
   report = audit(directory)
   if not report.ok:
-    raise UserError(f'the audit found {len(report.problems)} problems; the first: {report.problems[0]}')
+    raise UserError(
+      f'the audit found {len(report.problems)} problems; the first: {report.problems[0]}'
+    )
   return f'  audit of {report.issued:,}: {time.perf_counter() - before:.1f} s; {rss_mb():.0f} MB'
 
 
@@ -210,7 +234,11 @@ def timed_queries(work: Work, directory: pathlib.Path) -> Iterator[str]:
 
   def uids() -> list[str]:
     numbers = [divmod(chosen.randrange(work.groups), _TASKS.value) for _ in range(of_batch)]
-    return list(dict.fromkeys(f'main/words:{task}/{visit}/{i}' for visit, task in numbers for i in range(_GROUP.value)))
+    return list(
+      dict.fromkeys(
+        f'main/words:{task}/{visit}/{i}' for visit, task in numbers for i in range(_GROUP.value)
+      )
+    )
 
   def evicted() -> dict[str, int]:
     return store.at(work.step).evict(before_version=0, capacity=waiting)
@@ -221,7 +249,9 @@ def timed_queries(work: Work, directory: pathlib.Path) -> Iterator[str]:
     'counts': store.counts,
     'candidates and draw': lambda: work.draw(of_batch),
     'eviction of none': evicted,
-    'find by task': lambda: browse.find(directory, task=f'words:{chosen.randrange(min(_TASKS.value, work.groups))}'),
+    'find by task': lambda: browse.find(
+      directory, task=f'words:{chosen.randrange(min(_TASKS.value, work.groups))}'
+    ),
     'find by state': lambda: browse.find(directory, state='trained'),
   }
   yield f'  {waiting:,} groups can be drawn; milliseconds, median and worst:'
@@ -239,7 +269,9 @@ def main(argv: list[str]) -> None:
     raise UserError(f'argument {argv[1]!r} is not a flag')
   directory = pathlib.Path(_DIRECTORY.value)
   if directory.exists():
-    raise UserError(f'--directory={directory}: it exists; give one that does not, it is removed at the end')
+    raise UserError(
+      f'--directory={directory}: it exists; give one that does not, it is removed at the end'
+    )
   try:
     for part, rows in ((through, _ROWS.value), (asked, _INDEX_ROWS.value)):
       if rows:

@@ -24,7 +24,9 @@ _ARRAYS = ('Array', 'jax.Array', 'np.ndarray')
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-  return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+  return (
+    node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+  )
 
 
 def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
@@ -71,10 +73,16 @@ def measure(root: pathlib.Path) -> list[tuple[str, object]]:
     ('packages, nested ones included', len(folders)),
     ('modules', len(sources)),
     ('modules of a package: median, most', f'{statistics.median(per_folder):g}, {max(per_folder)}'),
-    ('lines of a module: median, most', f'{statistics.median(lengths):g}, {max(lengths)} ({largest.name})'),
+    (
+      'lines of a module: median, most',
+      f'{statistics.median(lengths):g}, {max(lengths)} ({largest.name})',
+    ),
     ('import edges between top-level packages', len(edges)),
     ('pairs of packages that import each other', sum((b, a) in edges for a, b in edges) // 2),
-    (f'functions with more than {_LONG} arguments', sum(len(signature) > _LONG for signature in signatures)),
+    (
+      f'functions with more than {_LONG} arguments',
+      sum(len(signature) > _LONG for signature in signatures),
+    ),
     ('arguments annotated as an array without a shape', len(bare)),
     ('lines', sum(lengths)),
     ('characters', sum(map(len, sources.values()))),
@@ -84,7 +92,9 @@ def measure(root: pathlib.Path) -> list[tuple[str, object]]:
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise UserError(f'argument {argv[1]!r} is not a flag; usage: benchmarks/layout.py [--tree=DIRECTORY]')
+    raise UserError(
+      f'argument {argv[1]!r} is not a flag; usage: benchmarks/layout.py [--tree=DIRECTORY]'
+    )
   root = pathlib.Path(_TREE.value)
   if not (root / 'jaxrl_llm').is_dir():
     raise UserError(f'--tree={root}: no package jaxrl_llm there; wanted the root of a checkout')

@@ -1,10 +1,11 @@
-"""Head in token chunks against full logits: time and temporary memory of its forward and backward pass.
+"""Head in token chunks against full logits: time and temporary memory of its forward and backward
+pass.
 
   .venv/bin/python benchmarks/logprobs.py [--vocabulary=32768 ...] [--dtype=bfloat16] [--rounds=3]
 
-Each row of the table is a vocabulary: milliseconds (medians; the two alternate in one run) and megabytes of
-temporaries as counted by the compiler, for the value and gradient of a loss on logprobs and entropies, and both as
-ratios to full logits.
+Each row of the table is a vocabulary: milliseconds (medians; the two alternate in one run) and
+megabytes of temporaries as counted by the compiler, for the value and gradient of a loss on
+logprobs and entropies, and both as ratios to full logits.
 """
 
 import statistics
@@ -18,13 +19,21 @@ from absl import app, flags
 
 from jaxrl_llm.ops.logprobs import token_logprobs
 
-_VOCABULARIES = flags.DEFINE_multi_integer('vocabulary', [2048, 32768, 131072], 'Words, for a row of the table each.')
+_VOCABULARIES = flags.DEFINE_multi_integer(
+  'vocabulary', [2048, 32768, 131072], 'Words, for a row of the table each.'
+)
 _ROWS = flags.DEFINE_integer('rows', 16, 'Rows of the batch.')
 _TIME = flags.DEFINE_integer('time', 128, 'Positions of a row.')
 _EMBED = flags.DEFINE_integer('embed', 256, 'Width of the hidden states.')
-_TOKEN_CHUNK = flags.DEFINE_integer('token_chunk', 8, 'Positions of every row that are computed at a time.')
-_DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Of the hidden states; the kernel is float32.')
-_ROUNDS = flags.DEFINE_integer('rounds', 3, 'Measured runs of each, after one that warms up.', lower_bound=1)
+_TOKEN_CHUNK = flags.DEFINE_integer(
+  'token_chunk', 8, 'Positions of every row that are computed at a time.'
+)
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of the hidden states; the kernel is float32.'
+)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 3, 'Measured runs of each, after one that warms up.', lower_bound=1
+)
 
 
 def batch(vocab: int) -> list[jax.Array]:
@@ -40,7 +49,9 @@ def batch(vocab: int) -> list[jax.Array]:
 
 
 def compiled(arguments: list[jax.Array], token_chunk: int):
-  """Compiles value and gradients of a loss that weights every token's logprob and entropy differently."""
+  """Compiles value and gradients of a loss that weights every token's logprob and entropy
+  differently.
+  """
   weights = jnp.linspace(-1.0, 1.0, _TIME.value)
 
   def loss(*arguments):
@@ -67,8 +78,12 @@ def main(argv: list[str]) -> None:
   print('|---|---|---|---|---|---|---|')
   for vocab in _VOCABULARIES.value:
     arguments = batch(vocab)
-    programs = [compiled(arguments, token_chunk) for token_chunk in (_TIME.value, _TOKEN_CHUNK.value)]
-    rounds = [[milliseconds(program, arguments) for program in programs] for _ in range(1 + _ROUNDS.value)]
+    programs = [
+      compiled(arguments, token_chunk) for token_chunk in (_TIME.value, _TOKEN_CHUNK.value)
+    ]
+    rounds = [
+      [milliseconds(program, arguments) for program in programs] for _ in range(1 + _ROUNDS.value)
+    ]
     full, chunked = map(statistics.median, zip(*rounds[1:]))
     wide, lean = (program.memory_analysis().temp_size_in_bytes / 1e6 for program in programs)
     cells = [vocab, f'{full:.0f}', f'{chunked:.0f}', f'{chunked / full:.2f}']

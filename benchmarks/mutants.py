@@ -1,6 +1,8 @@
-"""HumanEval's programs and their mutants: programs with one small mistake each, which a program's tests should find.
+"""HumanEval's programs and their mutants: programs with one small mistake each, which a program's
+tests should find.
 
-The data are not part of the repository; they lie in `shared/data/humaneval/HumanEval.jsonl.gz` beside the checkout.
+The data are not part of the repository; they lie in `shared/data/humaneval/HumanEval.jsonl.gz`
+beside the checkout.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-HUMANEVAL = pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'humaneval' / 'HumanEval.jsonl.gz'
+HUMANEVAL = (
+  pathlib.Path(__file__).parents[2] / 'shared' / 'data' / 'humaneval' / 'HumanEval.jsonl.gz'
+)
 KINDS = ('operator', 'constant', 'boundary', 'return')
 
 
@@ -97,12 +101,16 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, str, object]]:
       yield 'constant', 'value', value - 1
     case ast.Constant(value=str(value)):
       yield 'constant', 'value', f'{value}?'
-    case ast.Return(value=value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+    case ast.Return(value=value) if value is not None and not (
+      isinstance(value, ast.Constant) and value.value is None
+    ):
       yield 'return', 'value', ast.Constant(None)
 
 
 def mutants(problem: Problem) -> list[Mutant]:
-  """Returns all mutants of a problem, in the order of its solution; prompt and docstrings stay unchanged."""
+  """Returns all mutants of a problem, in the order of its solution; prompt and docstrings stay
+  unchanged.
+  """
   tree = ast.parse(problem.program)
   first = problem.prompt.rstrip().count('\n') + 2
   documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -117,7 +125,13 @@ def mutants(problem: Problem) -> list[Mutant]:
       change = f'line {node.lineno - first + 1}: {ast.unparse(node)} -> {ast.unparse(target)}'
       source = ast.unparse(ast.fix_missing_locations(changed))
       found.append(
-        Mutant(problem=problem, number=len(found), kind=kind, change=' '.join(change.split()), program=source)
+        Mutant(
+          problem=problem,
+          number=len(found),
+          kind=kind,
+          change=' '.join(change.split()),
+          program=source,
+        )
       )
   return found
 
@@ -147,15 +161,21 @@ for line in sys.stdin:
 
 
 def plainly_pass(programs: Sequence[Mutant]) -> list[bool]:
-  """Whether mutants pass their tests in one namespace of a plain Python: the baseline for a sandbox."""
+  """Whether mutants pass their tests in one namespace of a plain Python: the baseline for a
+  sandbox.
+  """
   lines = [f'{p.program}\n{p.problem.tests}\ncheck({p.problem.entry_point})\n' for p in programs]
   given = ''.join(json.dumps(line) + '\n' for line in lines)
-  done = subprocess.run([sys.executable, '-c', _PLAIN], input=given, capture_output=True, text=True, check=True)
+  done = subprocess.run(
+    [sys.executable, '-c', _PLAIN], input=given, capture_output=True, text=True, check=True
+  )
   return [line == '0' for line in done.stdout.split()]
 
 
 def killed_mutants(problems: Sequence[Problem], seed: int) -> list[Mutant]:
-  """Returns, for each problem, the first mutant in the seed's order that fails its tests in a plain Python."""
+  """Returns, for each problem, the first mutant in the seed's order that fails its tests in a plain
+  Python.
+  """
   waiting = {problem.name: shuffled(problem, seed) for problem in problems}
   killed: dict[str, Mutant] = {}
   while waiting:

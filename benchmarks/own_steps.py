@@ -1,9 +1,10 @@
-"""This project's side of benchmarks/steps.py: the learner's update and score pass, and the embedded engine.
+"""This project's side of benchmarks/steps.py: the learner's update and score pass, and the embedded
+engine.
 
   .venv/bin/python benchmarks/own_steps.py FOLDER CHUNKS
 
-As with a run's defaults, layers are unrolled, nothing is recomputed, and logits that fit 256 MiB are computed at once.
-A micro-batch is CHUNKS sequences of equal length.
+As with a run's defaults, layers are unrolled, nothing is recomputed, and logits that fit 256 MiB
+are computed at once. A micro-batch is CHUNKS sequences of equal length.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Side:
 
   def _batch(self, name: str, chunks: int, *, pairs: bool = False) -> Batch:
     rows = read_rows(self.folder / f'{name}.npz', pairs=pairs)
-    return pack_rows(rows, chunks=chunks, chunk_len=-(-max(len(row.tokens) for row in rows) // 8) * 8)
+    return pack_rows(
+      rows, chunks=chunks, chunk_len=-(-max(len(row.tokens) for row in rows) // 8) * 8
+    )
 
   def _learner(self, batch: Batch, **more) -> Learner:
     return Learner(self.spec, token_chunk=token_chunk(self.spec, batch), params=self.params, **more)
@@ -100,7 +103,9 @@ class Side:
 
     def step():
       logprobs = score(reference, batch.chunks, batch.used)
-      report = learner.step(batch._replace(chunks=batch.chunks.replace(reference_logprobs=logprobs)))
+      report = learner.step(
+        batch._replace(chunks=batch.chunks.replace(reference_logprobs=logprobs))
+      )
       return report.stats['actor/grad_norm'].total
 
     return step

@@ -1,11 +1,13 @@
-"""Gain from packing: GRPO updates of rows of lognormal lengths, packed against one row per padded chunk.
+"""Gain from packing: GRPO updates of rows of lognormal lengths, packed against one row per padded
+chunk.
 
   .venv/bin/python benchmarks/packing.py [--rows=512] [--trained=128] [--rounds=3]
 
-Lengths have mean 139 and are at most 512 tokens, the chunk length. For several numbers of data-parallel ranks and of
-chunks per micro-batch, the script prints the share of an optimizer step's arrays that holds tokens (least and mean of
-20 draws of `--rows` lengths). Then, on one device, it prints the tokens per second of updates of `--trained` rows,
-without padding: medians of alternating rounds. The model has 6.4 million parameters, as in benchmarks/steps.py.
+Lengths have mean 139 and are at most 512 tokens, the chunk length. For several numbers of
+data-parallel ranks and of chunks per micro-batch, the script prints the share of an optimizer
+step's arrays that holds tokens (least and mean of 20 draws of `--rows` lengths). Then, on one
+device, it prints the tokens per second of updates of `--trained` rows, without padding: medians of
+alternating rounds. The model has 6.4 million parameters, as in benchmarks/steps.py.
 """
 
 from __future__ import annotations
@@ -22,17 +24,27 @@ from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.families import tiny
 
-_ROWS = flags.DEFINE_integer('rows', 512, 'Of an optimizer step whose utilisation is printed.', lower_bound=1)
-_TRAINED = flags.DEFINE_integer('trained', 128, 'Rows of an optimizer step that is timed.', lower_bound=1)
+_ROWS = flags.DEFINE_integer(
+  'rows', 512, 'Of an optimizer step whose utilisation is printed.', lower_bound=1
+)
+_TRAINED = flags.DEFINE_integer(
+  'trained', 128, 'Rows of an optimizer step that is timed.', lower_bound=1
+)
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Timed updates of each kind.', lower_bound=1)
 _CHUNKS = flags.DEFINE_integer('chunks', 4, 'Of a micro-batch in timed updates.', lower_bound=1)
-_TINY = flags.DEFINE_bool('tiny', False, 'A model that shows that this script works, and nothing else.')
+_TINY = flags.DEFINE_bool(
+  'tiny', False, 'A model that shows that this script works, and nothing else.'
+)
 
 
-def utilisations(rows: int, *, ranks: int, chunks: int, chunk_len: int, draws: int = 20) -> list[float]:
+def utilisations(
+  rows: int, *, ranks: int, chunks: int, chunk_len: int, draws: int = 20
+) -> list[float]:
   """Shares of tokens in the arrays of optimizer steps of `rows` rows, for each draw."""
   lengths = [lognormal_lengths(rows, longest=chunk_len, seed=seed) for seed in range(draws)]
-  return [pack(some, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation for some in lengths]
+  return [
+    pack(some, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation for some in lengths
+  ]
 
 
 def alternated(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -56,12 +68,22 @@ def main(argv: list[str]) -> None:
     for chunks in (1, 2, 4, 8, 16):
       found = utilisations(_ROWS.value, ranks=ranks, chunks=chunks, chunk_len=chunk_len)
       parts.append(f'{chunks}: {min(found):.3f} {statistics.mean(found):.3f}')
-    print(f'{_ROWS.value} rows, {ranks} ranks, by chunks of a micro-batch (least, mean): {"; ".join(parts)}')
+    print(
+      f'{_ROWS.value} rows, {ranks} ranks, by chunks of a micro-batch (least, mean): '
+      f'{"; ".join(parts)}'
+    )
   spec = tiny('qwen2', 256) if _TINY.value else SHAPES['S']
-  rows = random_rows(lognormal_lengths(_TRAINED.value, longest=chunk_len), prompt_len=32, vocab=spec.vocab_size)
+  rows = random_rows(
+    lognormal_lengths(_TRAINED.value, longest=chunk_len), prompt_len=32, vocab=spec.vocab_size
+  )
   learner = Learner(spec, token_chunk=chunk_len)
-  batches = [pack_rows(rows, chunks=_CHUNKS.value, chunk_len=chunk_len, apart=apart) for apart in (False, True)]
-  packed, padded = alternated([lambda batch=batch: learner.step(batch) for batch in batches], _ROUNDS.value)
+  batches = [
+    pack_rows(rows, chunks=_CHUNKS.value, chunk_len=chunk_len, apart=apart)
+    for apart in (False, True)
+  ]
+  packed, padded = alternated(
+    [lambda batch=batch: learner.step(batch) for batch in batches], _ROUNDS.value
+  )
   tokens = sum(len(row.tokens) for row in rows)
   print(
     f'{_TRAINED.value} rows, {tokens} tokens: packed {batches[0].packing.utilisation:.3f} full, '

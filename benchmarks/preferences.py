@@ -1,12 +1,14 @@
-"""DPO and a reward model on real preference pairs: held-out accuracy over question-disjoint folds, pooled.
+"""DPO and a reward model on real preference pairs: held-out accuracy over question-disjoint folds,
+pooled.
 
   .venv/bin/python benchmarks/preferences.py --directory=DIR --workdir=runs/preferences [--folds=5] [-- OVERRIDE ...]
 
-DIR holds train.jsonl and preference_pairs.jsonl (see configs/gsm8k_pairs.py). The script starts that configuration's
-runs one after the other: an SFT run, then for each fold a DPO run and a reward model that start from it and never see
-the fold's questions. Finished runs are not repeated. Every pair is then judged by the exported model of the run that
-held it out: by the implicit reward log π(y) - log π_ref(y), whose reference is the SFT run's export, or by the score.
-The script prints accuracies with standard errors clustered by question; benchmarks/preference_baseline.py measures a
+DIR holds train.jsonl and preference_pairs.jsonl (see configs/gsm8k_pairs.py). The script starts
+that configuration's runs one after the other: an SFT run, then for each fold a DPO run and a reward
+model that start from it and never see the fold's questions. Finished runs are not repeated. Every
+pair is then judged by the exported model of the run that held it out: by the implicit reward log
+π(y) - log π_ref(y), whose reference is the SFT run's export, or by the score. The script prints
+accuracies with standard errors clustered by question; benchmarks/preference_baseline.py measures a
 bag of words on the same folds.
 """
 
@@ -33,7 +35,9 @@ from jaxrl_llm.tasks.preferences import Pair, preference_samples
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
-_DIRECTORY = flags.DEFINE_string('directory', None, 'Holds train.jsonl and preference_pairs.jsonl.', required=True)
+_DIRECTORY = flags.DEFINE_string(
+  'directory', None, 'Holds train.jsonl and preference_pairs.jsonl.', required=True
+)
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/preferences', 'Where the runs go.')
 _FOLDS = flags.DEFINE_integer('folds', 5, 'Parts that the questions are split into.', lower_bound=3)
 _KINDS = flags.DEFINE_list('kinds', ['dpo', 'reward_model'], 'What is trained.')
@@ -46,7 +50,11 @@ def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib
   """Returns the export of a run, after training it unless the export exists."""
   if not (workdir / 'report.html').exists():
     command = [
-      *(sys.executable, 'launch/train.py', f'--config=configs/gsm8k_pairs.py:{kind},{_DIRECTORY.value}'),
+      *(
+        sys.executable,
+        'launch/train.py',
+        f'--config=configs/gsm8k_pairs.py:{kind},{_DIRECTORY.value}',
+      ),
       *(f'--workdir={workdir}', *overrides),
     ]
     if subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode:
@@ -54,8 +62,12 @@ def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib
   return workdir / 'hf'
 
 
-def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float[np.ndarray, 'samples']:
-  """Returns the log-likelihood of each sample's answer, or its score, by the exported model, one sample at a time."""
+def sequence_values(
+  directory: pathlib.Path, samples: Sequence[Sample]
+) -> Float[np.ndarray, 'samples']:
+  """Returns the log-likelihood of each sample's answer, or its score, by the exported model, one
+  sample at a time.
+  """
   spec = read_spec(directory)
   model, params = build_model(spec), jax.tree.map(jnp.asarray, load_params(directory, spec))
 
@@ -65,7 +77,9 @@ def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float
     kernel = model.head_kernel(params)
     if spec.head == 'scalar':
       return sequence_scores(hidden, kernel, ids, segments=1).scores[0, 0]
-    found = token_logprobs(hidden, kernel, tokens, ids, jnp.ones(tokens.shape), token_chunk=tokens.shape[1])
+    found = token_logprobs(
+      hidden, kernel, tokens, ids, jnp.ones(tokens.shape), token_chunk=tokens.shape[1]
+    )
     return jnp.where(mask, found.logprobs, 0.0).sum()
 
   padded = lambda values: np.pad(values, (0, _LENGTH - len(values)))[None]
@@ -79,7 +93,9 @@ def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float
 
 
 def margins(
-  values: Callable[[Sequence[Sample]], Float[np.ndarray, 'samples']], pairs: Sequence[Pair], tokenizer: Tokenizer
+  values: Callable[[Sequence[Sample]], Float[np.ndarray, 'samples']],
+  pairs: Sequence[Pair],
+  tokenizer: Tokenizer,
 ) -> Float[np.ndarray, 'pairs']:
   """Returns each pair's margin: the value of the chosen answer less that of the rejected one."""
   both = [preference_samples(pair, tokenizer) for pair in pairs]
@@ -89,7 +105,9 @@ def margins(
 def main(argv: list[str]) -> None:
   overrides, workdir = argv[1:], pathlib.Path(_WORKDIR.value).absolute()
   if bad := [text for text in overrides if not text.startswith('--config.')]:
-    raise UserError(f'unexpected argument {bad[0]!r}; after -- come overrides, as in --config.stages.0.steps=10')
+    raise UserError(
+      f'unexpected argument {bad[0]!r}; after -- come overrides, as in --config.stages.0.steps=10'
+    )
   pairs, fold = load_folds(f'{_DIRECTORY.value}/preference_pairs.jsonl', _FOLDS.value)
   start = train('sft', workdir / 'sft', ())
   tokenizer = Tokenizer.from_directory(start)
@@ -106,12 +124,17 @@ def main(argv: list[str]) -> None:
       directory = train(kind, workdir / f'{kind}-{k}', flags_of_fold)
       own = [i for i in np.flatnonzero(fold == k) if lengths[i] <= _LENGTH]
       held_out = [pairs[i] for i in own]
-      found[own] = margins(lambda samples, at=directory: sequence_values(at, samples), held_out, tokenizer)
+      found[own] = margins(
+        lambda samples, at=directory: sequence_values(at, samples), held_out, tokenizer
+      )
       if kind == 'dpo':
         found[own] -= margins(lambda samples: sequence_values(start, samples), held_out, tokenizer)
     judged = [i for i, length in enumerate(lengths) if length <= _LENGTH]
     share, error = accuracy(found[judged], [pairs[i].group for i in judged])
-    print(f'{kind}: accuracy {share:.3f}, standard error {error:.3f} (clustered by question), {len(judged)} pairs')
+    print(
+      f'{kind}: accuracy {share:.3f}, standard error {error:.3f} (clustered by question), '
+      f'{len(judged)} pairs'
+    )
 
 
 if __name__ == '__main__':

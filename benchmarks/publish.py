@@ -2,9 +2,10 @@
 
   .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--server]
 
-Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own cast and write of
-the same tensors to the same folder, and `PublicationFolder.write` (cast, digest, write, rename). --server starts one
-real vLLM server and loads each publication into it: how long it was paused, and how much of that was loading.
+Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own
+cast and write of the same tensors to the same folder, and `PublicationFolder.write` (cast, digest,
+write, rename). --server starts one real vLLM server and loads each publication into it: how long it
+was paused, and how much of that was loading.
 """
 
 import asyncio
@@ -31,17 +32,27 @@ from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
 
 _MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
-_ROUNDS = flags.DEFINE_integer('rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4
+)
 _FOLDER = flags.DEFINE_string('folder', '/dev/shm', 'Where to publish.')
 _SERVER = flags.DEFINE_bool('server', False, 'Also load each publication into a real vLLM server.')
-_ENVIRONMENT = flags.DEFINE_string('environment', VllmConfig.environment, 'Virtual environment that has vLLM.')
+_ENVIRONMENT = flags.DEFINE_string(
+  'environment', VllmConfig.environment, 'Virtual environment that has vLLM.'
+)
 _WARM_UP = 3
 """Publications until the pages of two versions exist."""
 
 
 def spec_of(megabytes: int) -> ModelSpec:
   """Returns a Qwen2 whose float32 parameters take about this many megabytes."""
-  shape = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+  shape = dict(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+  )
   layer = 4 * (512 * (512 + 2 * 256 + 512) + 3 * 512 * 2048)
   layers = max(1, round((megabytes * 1e6 - 4 * 16_000 * 512) / layer))
   return tiny('qwen2', 16_000, **shape, num_hidden_layers=layers, max_position_embeddings=512)
@@ -58,7 +69,9 @@ def timed(work) -> tuple[float, object]:
   return time.perf_counter() - before, result
 
 
-def measure(dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish) -> None:
+def measure(
+  dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish
+) -> None:
   """Alternates the three in one run, so that other load on the machine affects all of them."""
   nbytes, to = sum(leaf.nbytes for leaf in leaves.values()), dtype_of(dtype)
   copies = {name: leaf.copy() for name, leaf in leaves.items()}
@@ -86,14 +99,20 @@ def measure(dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pa
       seconds['loaded'].append(loaded)
     kept = [*kept[-1:], publication]
     folder.keep_only(*kept)
-  memcpy, numpy, published = (rate(nbytes, seconds[name]) for name in ('memcpy', 'numpy', 'publish'))
+  memcpy, numpy, published = (
+    rate(nbytes, seconds[name]) for name in ('memcpy', 'numpy', 'publish')
+  )
   print(
-    f'{dtype}: memcpy {memcpy:.2f} GB/s, NumPy cast and write {numpy:.2f}, publish {published:.2f}: '
+    f'{dtype}: memcpy {memcpy:.2f} GB/s, NumPy cast and write {numpy:.2f}, publish '
+    f'{published:.2f}: '
     f'{published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
   )
   if publish is not None:
     medians = (1e3 * statistics.median(seconds[name][_WARM_UP:]) for name in ('paused', 'loaded'))
-    print('  a server was paused {:.0f} ms per publication, {:.0f} ms of it for checking and loading'.format(*medians))
+    print(
+      '  a server was paused {:.0f} ms per publication, {:.0f} ms of it for checking and '
+      'loading'.format(*medians)
+    )
   folder.close()
 
 
@@ -108,7 +127,9 @@ class Loading:
       VllmConfig(environment=_ENVIRONMENT.value, servers=1), model, dtype=dtype, max_model_len=256
     )
     self._server = OwnedServer(command, name='vllm-0', log=root / 'vllm-0.log')
-    self._replica = Replica('vllm-0', client=VllmClient(self._server.address, name='vllm-0'), server=self._server)
+    self._replica = Replica(
+      'vllm-0', client=VllmClient(self._server.address, name='vllm-0'), server=self._server
+    )
     self._runner = asyncio.Runner()
     self._runner.run(self._start())
 
@@ -155,8 +176,13 @@ def main(argv: list[str]) -> None:
   spec = spec_of(_MEGABYTES.value)
   shapes = flatten(jax.eval_shape(build_model(spec, ModelOptions()).init, jax.random.key(0)))
   rng = np.random.default_rng(0)
-  leaves = {name: rng.standard_normal(shape.shape, np.float32) for name, shape in sorted(shapes.items())}
-  print(f'{sum(leaf.nbytes for leaf in leaves.values()) / 1e6:.0f} MB of float32 in {len(leaves)} arrays')
+  leaves = {
+    name: rng.standard_normal(shape.shape, np.float32) for name, shape in sorted(shapes.items())
+  }
+  print(
+    f'{sum(leaf.nbytes for leaf in leaves.values()) / 1e6:.0f} MB of float32 in {len(leaves)} '
+    'arrays'
+  )
   with tempfile.TemporaryDirectory(dir=_FOLDER.value) as scratch:
     root = pathlib.Path(scratch)
     for dtype in ('float32', 'bfloat16'):

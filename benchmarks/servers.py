@@ -18,14 +18,28 @@ VOCABULARY = 29
 
 
 @contextlib.contextmanager
-def fake_servers(folder: pathlib.Path, *, median_s: float, sigma: float, count: int = 2) -> Iterator[list[str]]:
-  """Yields addresses of servers that sample from the quickstart's model and add a lognormal delay per completion."""
+def fake_servers(
+  folder: pathlib.Path, *, median_s: float, sigma: float, count: int = 2
+) -> Iterator[list[str]]:
+  """Yields addresses of servers that sample from the quickstart's model and add a lognormal delay
+  per completion.
+  """
   policy = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config).policy
-  write_config(folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0)
+  write_config(
+    folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0
+  )
   sockets = [folder / f'{i}.sock' for i in range(count)]
   latency = [f'--latency_median_s={median_s}', f'--latency_sigma={sigma}']
-  command = [sys.executable, str(ROOT / 'tests' / 'fake_vllm'), f'--model={folder}', '--max_model_len=64', *latency]
-  processes = [subprocess.Popen([*command, f'--uds={socket}'], stdout=subprocess.DEVNULL) for socket in sockets]
+  command = [
+    sys.executable,
+    str(ROOT / 'tests' / 'fake_vllm'),
+    f'--model={folder}',
+    '--max_model_len=64',
+    *latency,
+  ]
+  processes = [
+    subprocess.Popen([*command, f'--uds={socket}'], stdout=subprocess.DEVNULL) for socket in sockets
+  ]
   try:
     while not all(socket.exists() for socket in sockets):
       if any(process.poll() is not None for process in processes):

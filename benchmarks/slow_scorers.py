@@ -32,8 +32,12 @@ def waiting(*, seconds: float) -> Awaited:
 
 
 def serial(*, seconds: float, count: int) -> Awaited:
-  """Control: starts when all `count` attempts of a batch have ended, and scores one after the other."""
-  return Awaited(functools.partial(contextlib.nullcontext, _Serial(seconds, count)), concurrency=count)
+  """Control: starts when all `count` attempts of a batch have ended, and scores one after the
+  other.
+  """
+  return Awaited(
+    functools.partial(contextlib.nullcontext, _Serial(seconds, count)), concurrency=count
+  )
 
 
 class _Serial:

@@ -1,17 +1,21 @@
-"""Training steps, logprob pass and generation against TRL's and Tunix's, on the same weights and the same rows.
+"""Training steps, logprob pass and generation against TRL's and Tunix's, on the same weights and
+the same rows.
 
   bash launch/install_peers.sh
   .venv/bin/python benchmarks/steps.py [--rounds=5] [--works=grpo,dpo] [--peers=.venv-peers]
 
-Each library runs in its own process and does one work at a time on request, alternating, so that other load on the
-machine affects all of them; the others wait. The script prints the least wall and process CPU seconds of `--rounds`
-rounds and their ratios. Shape S (against TRL) is a Qwen2 of 6.4 million parameters, shape T (against Tunix) one of 8.9
-million; a batch is 64 rows of 32 prompt and 64 completion tokens, or of lognormal lengths (mean 139, longest 512). All
-compute in float32 and keep all activations; each has the micro-batch that served it best. Before measuring, each work
-runs once, and its result (gradient norm, mean logprob, number of completions) must be the same on both sides.
+Each library runs in its own process and does one work at a time on request, alternating, so that
+other load on the machine affects all of them; the others wait. The script prints the least wall and
+process CPU seconds of `--rounds` rounds and their ratios. Shape S (against TRL) is a Qwen2 of 6.4
+million parameters, shape T (against Tunix) one of 8.9 million; a batch is 64 rows of 32 prompt and
+64 completion tokens, or of lognormal lengths (mean 139, longest 512). All compute in float32 and
+keep all activations; each has the micro-batch that served it best. Before measuring, each work runs
+once, and its result (gradient norm, mean logprob, number of completions) must be the same on both
+sides.
 
-Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's logprobs. logprobs: those
-of the completions. generate: 64 completions of 64 tokens, without a stop token.
+Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's
+logprobs. logprobs: those of the completions. generate: 64 completions of 64 tokens, without a stop
+token.
 """
 
 from __future__ import annotations
@@ -40,13 +44,19 @@ WORKS = ('logprobs', 'generate', 'grpo', 'grpo, lognormal lengths', 'dpo')
 HERE = pathlib.Path(__file__).parent
 
 _PEERS = flags.DEFINE_string('peers', '.venv-peers', 'Environment of TRL and Tunix.')
-_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Measured calls of each work on each side.', lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 5, 'Measured calls of each work on each side.', lower_bound=1
+)
 _AGAINST = flags.DEFINE_list('against', ['trl', 'tunix'], 'Libraries.')
-_WORKS = flags.DEFINE_list('works', ['logprobs', 'generate', 'grpo', 'lognormal', 'dpo'], 'What is measured.')
+_WORKS = flags.DEFINE_list(
+  'works', ['logprobs', 'generate', 'grpo', 'lognormal', 'dpo'], 'What is measured.'
+)
 _CHUNKS = flags.DEFINE_integer('chunks', 16, 'Rows of a micro-batch here.')
 _TRL_MICRO_BATCH = flags.DEFINE_integer('trl_micro_batch', 64, 'Rows of a micro-batch there.')
 _TUNIX_MICRO_BATCH = flags.DEFINE_integer('tunix_micro_batch', 64, 'Rows of a micro-batch there.')
-_TINY = flags.DEFINE_bool('tiny', False, 'A shape that shows that this script works, and nothing else.')
+_TINY = flags.DEFINE_bool(
+  'tiny', False, 'A shape that shows that this script works, and nothing else.'
+)
 _WARM_UP = 2
 """Calls between the first one and the measured ones; a peer compiles until its third."""
 
@@ -64,10 +74,17 @@ class Side:
 
   def __init__(self, name: str, python: str, arguments: list[str], folder: pathlib.Path):
     self.name, self.log = name, folder / f'{name}.log'
-    environment = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path[1:]) if python == sys.executable else ''}
+    environment = os.environ | {
+      'PYTHONPATH': os.pathsep.join(sys.path[1:]) if python == sys.executable else ''
+    }
     with self.log.open('w') as log:
       self._process = subprocess.Popen(
-        [python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        [python, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=environment,
       )
 
   def works(self) -> list[str]:
@@ -92,7 +109,14 @@ class Side:
 def write_job(folder: pathlib.Path, spec: ModelSpec, size: Size) -> None:
   """Writes the weights and rows that all sides read."""
   learner = Learner(spec, token_chunk=1)
-  export(folder / 'model', jax.device_get(learner.state.params), spec, tokenizer_dir=None, eos_ids=[1], pad_id=0)
+  export(
+    folder / 'model',
+    jax.device_get(learner.state.params),
+    spec,
+    tokenizer_dir=None,
+    eos_ids=[1],
+    pad_id=0,
+  )
   lengths = {
     'equal': [size.prompt_len + size.new] * size.rows,
     'ragged': lognormal_lengths(size.rows, longest=size.longest),
@@ -113,7 +137,9 @@ def compare(own: Side, peer: Side, works: list[str]) -> None:
   for work in works:
     first = [side.do(work)['value'] for side in (own, peer)]
     if all(map(math.isfinite, first)) and not math.isclose(*first, rel_tol=1e-3):
-      raise RunError(f'{work}: {own.name} found {first[0]:g} and {peer.name} {first[1]:g}: not the same work')
+      raise RunError(
+        f'{work}: {own.name} found {first[0]:g} and {peer.name} {first[1]:g}: not the same work'
+      )
     for side in (own, peer):
       for _ in range(_WARM_UP):
         side.do(work)
@@ -121,7 +147,10 @@ def compare(own: Side, peer: Side, works: list[str]) -> None:
     for _ in range(_ROUNDS.value):
       for side in (own, peer):
         costs[side.name].append(side.do(work))
-    least = {name: {kind: min(c[kind] for c in found) for kind in ('wall', 'cpu')} for name, found in costs.items()}
+    least = {
+      name: {kind: min(c[kind] for c in found) for kind in ('wall', 'cpu')}
+      for name, found in costs.items()
+    }
     ours, theirs = least[own.name], least[peer.name]
     print(
       f'{work}: {peer.name} {theirs["wall"]:.2f} s, {theirs["cpu"]:.2f} CPU-s; '
@@ -137,11 +166,15 @@ def main(argv: list[str]) -> None:
     raise UserError(f'argument {argv[1]!r} is not a flag')
   python = pathlib.Path(_PEERS.value) / 'bin/python'
   if not python.exists():
-    raise UserError(f'--peers: no {python}; make it by bash launch/install_peers.sh, or name where it is')
+    raise UserError(
+      f'--peers: no {python}; make it by bash launch/install_peers.sh, or name where it is'
+    )
   known = {'lognormal': 'grpo, lognormal lengths'}
   wanted = [known.get(work, work) for work in _WORKS.value]
   if unknown := [work for work in wanted if work not in WORKS]:
-    raise UserError(f'--works: {unknown[0]!r} is unknown; wanted some of logprobs, generate, grpo, lognormal, dpo')
+    raise UserError(
+      f'--works: {unknown[0]!r} is unknown; wanted some of logprobs, generate, grpo, lognormal, dpo'
+    )
   size = Size(8, 8, 16, 48) if _TINY.value else Size(64, 32, 64, 512)
   peers = {'trl': ('S', _TRL_MICRO_BATCH.value), 'tunix': ('T', _TUNIX_MICRO_BATCH.value)}
   for name in _AGAINST.value:
@@ -152,9 +185,21 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
       folder = pathlib.Path(scratch)
       write_job(folder, spec, size)
-      print(f'shape {shape}: {size.rows} rows of {size.prompt_len} + {size.new} tokens, against {name}', flush=True)
-      own = Side('jaxrl_llm', sys.executable, [str(HERE / 'own_steps.py'), scratch, str(_CHUNKS.value)], folder)
-      arguments = [str(HERE / 'peers' / f'{name}_steps.py'), scratch, str(min(micro_batch, size.rows))]
+      print(
+        f'shape {shape}: {size.rows} rows of {size.prompt_len} + {size.new} tokens, against {name}',
+        flush=True,
+      )
+      own = Side(
+        'jaxrl_llm',
+        sys.executable,
+        [str(HERE / 'own_steps.py'), scratch, str(_CHUNKS.value)],
+        folder,
+      )
+      arguments = [
+        str(HERE / 'peers' / f'{name}_steps.py'),
+        scratch,
+        str(min(micro_batch, size.rows)),
+      ]
       peer = Side(name, str(python), arguments, folder)
       try:
         both = set(own.works()) & set(peer.works())

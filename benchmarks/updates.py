@@ -1,7 +1,8 @@
-"""Shared code of benchmarks of the learner: models, random rows, and optimizer steps on them as in a run.
+"""Shared code of benchmarks of the learner: models, random rows, and optimizer steps on them as in
+a run.
 
-Rows are packed with the project's own packing into arrays of the shape from `plan_shape`; reading rows from files is
-left out, and so is grain, which a machine with an accelerator may lack.
+Rows are packed with the project's own packing into arrays of the shape from `plan_shape`; reading
+rows from files is left out, and so is grain, which a machine with an accelerator may lack.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
 SHAPES = {
-  'S': tiny('qwen2', 2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, head_dim=64),
+  'S': tiny(
+    'qwen2', 2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, head_dim=64
+  ),
   'T': tiny(
     'qwen2',
     4096,
@@ -43,7 +46,9 @@ SHAPES = {
     head_dim=32,
   ),
 }
-"""Models of 6.4 and 8.9 million parameters: 4 query heads on 2 KV heads, and 8 on 4; tied embeddings."""
+"""Models of 6.4 and 8.9 million parameters: 4 query heads on 2 KV heads, and 8 on 4; tied
+embeddings.
+"""
 
 GRPO = GrpoConfig(loss_agg_mode='seq-mean-token-mean', rollout_is='none')
 """Loss of the GRPO paper, which TRL and Tunix compute too."""
@@ -64,7 +69,9 @@ class Batch(NamedTuple):
 
 
 def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[int]:
-  """Returns response-like lengths: mean about 139 and 95th percentile about 350 if the longest is 512 tokens."""
+  """Returns response-like lengths: mean about 139 and 95th percentile about 350 if the longest is
+  512 tokens.
+  """
   draws = np.random.default_rng(seed).lognormal(4.70, 0.7, count) * longest / 512
   return np.clip(draws, 2, longest).astype(int).tolist()
 
@@ -72,7 +79,9 @@ def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[
 def random_rows(
   lengths: Sequence[int], *, prompt_len: int, vocab: int, pairs: bool = False, seed: int = 0
 ) -> list[Row]:
-  """Returns rows of random tokens; a prompt is at most half of its row. With `pairs`, chosen and rejected alternate."""
+  """Returns rows of random tokens; a prompt is at most half of its row. With `pairs`, chosen and
+  rejected alternate.
+  """
   rng = np.random.default_rng(seed)
   return [
     Row(
@@ -113,7 +122,10 @@ def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool =
     segment = (*chunk, int(packing.segment[i]) - 1)
     # Numbered from 1 in each micro-batch.
     pairs[chunk[0]] += row.label == 1
-    arrays['pair'][segment], arrays['label'][segment] = pairs[chunk[0]] if row.label else 0, row.label
+    arrays['pair'][segment], arrays['label'][segment] = (
+      pairs[chunk[0]] if row.label else 0,
+      row.label,
+    )
   used = jnp.asarray(packing.micro_batches, jnp.int32)
   return Batch(Chunks(**jax.tree.map(jnp.asarray, arrays)), used, packing)
 
@@ -145,7 +157,9 @@ class Learner:
     optimizer, self.mesh = build_optimizer(config, 1000), one_device()
     self.model: Model = build_model(spec, options, self.mesh)
     params = (
-      init_params(self.model, self.mesh, seed=0) if params is None else place_params(self.model, self.mesh, params)
+      init_params(self.model, self.mesh, seed=0)
+      if params is None
+      else place_params(self.model, self.mesh, params)
     )
     self.state = init_state(params, optimizer, self.mesh)
     on_policy = ('proximal_logprobs',) if loss is None else ()

@@ -1,7 +1,9 @@
-"""The quickstart with rollouts of older weights: its GRPO one step off, or at bounds of 2, 4 and 8 updates.
+"""The quickstart with rollouts of older weights: its GRPO one step off, or at bounds of 2, 4 and 8
+updates.
 
-The variant names the bound, and after a plus sign the loss: decoupled (the default: the proximal policy is the one that
-trains, importance weights correct for the sampler's) or naive (PPO's ratio against the sampler, as if it were fresh).
+The variant names the bound, and after a plus sign the loss: decoupled (the default: the proximal
+policy is the one that trains, importance weights correct for the sampler's) or naive (PPO's ratio
+against the sampler, as if it were fresh).
 
 Paper:     AReaL, arXiv:2505.24298 (the bound; the decoupled loss is of arXiv:2110.00641).
 Command:   python launch/train.py --config=configs/asynchronous.py:bound_4
@@ -24,7 +26,9 @@ def get_config(variant: str = 'one_step_off') -> Config:
   name, _, loss = variant.partition('+')
   loss = loss or 'decoupled'
   if name not in BOUNDS or loss not in LOSSES:
-    raise ValueError(f'variant {variant!r}: there are {", ".join(BOUNDS)}, each also with +{" or +".join(LOSSES)}')
+    raise ValueError(
+      f'variant {variant!r}: there are {", ".join(BOUNDS)}, each also with +{" or +".join(LOSSES)}'
+    )
   config = quickstart.get_config()
   sft, grpo = config.stages
   algorithm = AlgorithmConfig(name='grpo', options={**grpo.algorithm.options, **LOSSES[loss]})

@@ -1,5 +1,6 @@
-"""Four domains in one run, each with scorers of its own: code in a sandbox, math by a rule and a reward model, school
-questions by a judge, places in pictures by their boxes (the policy reads text alone).
+"""Four domains in one run, each with scorers of its own: code in a sandbox, math by a rule and a
+reward model, school questions by a judge, places in pictures by their boxes (the policy reads text
+alone).
 
 Command:   python launch/serve.py --role=reward --model=DIR                      (another terminal; prints its address)
            python launch/train.py --config=configs/domains.py:DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL
@@ -31,7 +32,9 @@ DOMAINS = ('code', 'math', 'k12', 'vision')
 def get_config(variant: str = '') -> Config:
   parts = (variant or 'domains,http://127.0.0.1:8500/,http://127.0.0.1:8000,judge').split(',')
   if len(parts) != 4:
-    raise ValueError(f'variant {variant!r}: wanted DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL')
+    raise ValueError(
+      f'variant {variant!r}: wanted DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL'
+    )
   directory, reward_address, judge_address, judge_model = parts
   scorers = (
     ScorerConfig(name='code', domains=('code',), options={'credit': 'fraction'}, deadline_s=60.0),
@@ -45,7 +48,10 @@ def get_config(variant: str = '') -> Config:
       deadline_s=60.0,
     ),
     ScorerConfig(
-      name='judge', domains=('k12',), options={'addresses': [judge_address], 'model': judge_model}, deadline_s=120.0
+      name='judge',
+      domains=('k12',),
+      options={'addresses': [judge_address], 'model': judge_model},
+      deadline_s=120.0,
     ),
     ScorerConfig(name='box_iou', domains=('vision',)),
   )
@@ -56,13 +62,16 @@ def get_config(variant: str = '') -> Config:
       model=dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32),
     ),
     tasksets=tuple(
-      TasksetConfig(name=domain, source=f'{directory}/{domain}.jsonl', domain=domain) for domain in DOMAINS
+      TasksetConfig(name=domain, source=f'{directory}/{domain}.jsonl', domain=domain)
+      for domain in DOMAINS
     ),
     rewards=RewardsConfig(scorers=scorers, workers=2),
     rollout=RolloutConfig(
       max_prompt_length=32,
       max_response_length=48,
-      embedded=EmbeddedConfig(slots=32, prefill_rows=8, prefill_buckets=(32,), decode_steps=16, filters=False),
+      embedded=EmbeddedConfig(
+        slots=32, prefill_rows=8, prefill_buckets=(32,), decode_steps=16, filters=False
+      ),
     ),
     learner=LearnerConfig(chunks_per_rank=4, optimizer=OptimizerConfig(peak_lr=3e-3)),
     stages=(

@@ -1,8 +1,10 @@
-"""DPO on the quickstart's task: pairs of a right and a wrong answer, written down or made of the policy's rollouts.
+"""DPO on the quickstart's task: pairs of a right and a wrong answer, written down or made of the
+policy's rollouts.
 
-'pairs' (the default) learns from static pairs, the word reversed against the word copied. 'online' samples groups and
-pairs the shortest correct answer with a wrong one, or with a correct one 1.5 times as long (Kimi k1.5,
-arXiv:2501.12599, section 2.4). 'rejection' imitates the shortest correct answer instead (there too).
+'pairs' (the default) learns from static pairs, the word reversed against the word copied. 'online'
+samples groups and pairs the shortest correct answer with a wrong one, or with a correct one 1.5
+times as long (Kimi k1.5, arXiv:2501.12599, section 2.4). 'rejection' imitates the shortest correct
+answer instead (there too).
 
 Paper:     Rafailov et al. 2023 (arXiv:2305.18290).
 Command:   python launch/train.py --config=configs/dpo.py:online
@@ -14,7 +16,14 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, Pairs, PreferenceSource, SelectionConfig
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  Config,
+  OptimizerConfig,
+  Pairs,
+  PreferenceSource,
+  SelectionConfig,
+)
 
 
 def get_config(variant: str = 'pairs') -> Config:
@@ -39,10 +48,18 @@ def get_config(variant: str = 'pairs') -> Config:
     selection = SelectionConfig(kind='pairs' if variant == 'online' else 'shortest_correct')
     algorithm = dpo if variant == 'online' else AlgorithmConfig(name='sft')
     source = dataclasses.replace(grpo.source, selection=selection, max_dropped_groups=1000)
-    stage = dataclasses.replace(grpo, name=variant, algorithm=algorithm, source=source, optimizer=optimizer)
+    stage = dataclasses.replace(
+      grpo, name=variant, algorithm=algorithm, source=source, optimizer=optimizer
+    )
   pairs = (
-    PreferenceSource(name='train_pairs', source='taskset:train', chosen='{answer}', wrong=('{word}',), size=3000),
-    PreferenceSource(name='eval_pairs', source='taskset:eval', chosen='{answer}', wrong=('{word}',), size=500),
+    PreferenceSource(
+      name='train_pairs', source='taskset:train', chosen='{answer}', wrong=('{word}',), size=3000
+    ),
+    PreferenceSource(
+      name='eval_pairs', source='taskset:eval', chosen='{answer}', wrong=('{word}',), size=500
+    ),
   )
   preferences = pairs if variant == 'pairs' else ()
-  return dataclasses.replace(config, name=f'dpo_{variant}', preferences=preferences, stages=(sft, stage))
+  return dataclasses.replace(
+    config, name=f'dpo_{variant}', preferences=preferences, stages=(sft, stage)
+  )

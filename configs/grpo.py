@@ -30,5 +30,7 @@ def get_config(name: str = 'grpo') -> Config:
     raise ValueError(f'variant {name!r}: there are {", ".join(VARIANTS)}')
   config = quickstart.get_config()
   sft, grpo = config.stages
-  stage = dataclasses.replace(grpo, name=name, algorithm=AlgorithmConfig(name=name, options=VARIANTS[name]))
+  stage = dataclasses.replace(
+    grpo, name=name, algorithm=AlgorithmConfig(name=name, options=VARIANTS[name])
+  )
   return dataclasses.replace(config, name=name, stages=(sft, stage))

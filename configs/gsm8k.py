@@ -1,4 +1,5 @@
-"""GSM8K from JSONL files: SFT on its solutions, then GRPO on its answers, with a tiny model made here.
+"""GSM8K from JSONL files: SFT on its solutions, then GRPO on its answers, with a tiny model made
+here.
 
 Command:   python launch/train.py --config=configs/gsm8k.py:DIRECTORY   (which holds train.jsonl and test.jsonl)
 Hardware:  a laptop's CPU runs the ten steps of each stage in minutes; the model is far too small to reason.
@@ -40,11 +41,15 @@ def get_config(directory: str = 'gsm8k') -> Config:
       tokenizer=TokenizerConfig(kind='bpe', template='chatml', vocab_size=2048),
     ),
     tasksets=(taskset('train'), taskset('test')),
-    rewards=RewardsConfig(scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'hashes'}),)),
+    rewards=RewardsConfig(
+      scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'hashes'}),)
+    ),
     rollout=RolloutConfig(
       max_prompt_length=128,
       max_response_length=128,
-      embedded=EmbeddedConfig(slots=64, prefill_rows=8, prefill_buckets=(64, 128), decode_steps=16, filters=False),
+      embedded=EmbeddedConfig(
+        slots=64, prefill_rows=8, prefill_buckets=(64, 128), decode_steps=16, filters=False
+      ),
     ),
     learner=LearnerConfig(chunks_per_rank=4, optimizer=OptimizerConfig(peak_lr=1e-3)),
     stages=(

@@ -1,7 +1,8 @@
 """DPO and a reward model from pairs of a right and a wrong solution of the same GSM8K question.
 
-Three runs: 'sft' learns to write solutions from the training questions; 'dpo' and 'reward_model' start from it and
-learn from the pairs, whose questions are those of the test split, dealt into five folds by question: one is held out.
+Three runs: 'sft' learns to write solutions from the training questions; 'dpo' and 'reward_model'
+start from it and learn from the pairs, whose questions are those of the test split, dealt into five
+folds by question: one is held out.
 
 Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY   (which holds both files)
            python launch/train.py --config=configs/gsm8k_pairs.py:dpo,DIRECTORY --init_from=RUN_OF_SFT
@@ -35,7 +36,9 @@ RATES = {'dpo': 1e-4, 'reward_model': 3e-4}
 def get_config(variant: str = 'sft,gsm8k') -> Config:
   kind, _, directory = variant.partition(',')
   if kind not in ('sft', *RATES) or not directory:
-    raise ValueError(f'variant {variant!r}: wanted sft,DIRECTORY, dpo,DIRECTORY or reward_model,DIRECTORY')
+    raise ValueError(
+      f'variant {variant!r}: wanted sft,DIRECTORY, dpo,DIRECTORY or reward_model,DIRECTORY'
+    )
   config = Config(
     name=f'gsm8k_pairs_{kind}',
     policy=PolicyConfig(
@@ -43,16 +46,24 @@ def get_config(variant: str = 'sft,gsm8k') -> Config:
       model=dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, head_dim=32),
       tokenizer=TokenizerConfig(kind='bpe', template='chatml', vocab_size=2048),
     ),
-    tasksets=(TasksetConfig(name='solutions', source=f'{directory}/train.jsonl', domain='math', prompt='{question}'),),
+    tasksets=(
+      TasksetConfig(
+        name='solutions', source=f'{directory}/train.jsonl', domain='math', prompt='{question}'
+      ),
+    ),
     rollout=RolloutConfig(
-      max_prompt_length=256, max_response_length=256, embedded=EmbeddedConfig(prefill_buckets=(256,))
+      max_prompt_length=256,
+      max_response_length=256,
+      embedded=EmbeddedConfig(prefill_buckets=(256,)),
     ),
     learner=LearnerConfig(chunk_len=512, chunks_per_rank=4),
     stages=(
       StageConfig(
         name='sft',
         algorithm=AlgorithmConfig(name='sft'),
-        source=Demonstrations(tasksets=('solutions',), templates=('{answer}',), sequences_per_batch=32),
+        source=Demonstrations(
+          tasksets=('solutions',), templates=('{answer}',), sequences_per_batch=32
+        ),
         steps=200,
         optimizer=OptimizerConfig(peak_lr=2e-3, schedule='cosine', b2=0.99),
       ),

@@ -1,7 +1,9 @@
-"""The quickstart's task with adapters: a base that copies words learns to spell them backward, its weights untouched.
+"""The quickstart's task with adapters: a base that copies words learns to spell them backward, its
+weights untouched.
 
-'base' makes what the adapters stand on: a policy from nothing that imitates copying, in full. The default then trains
-adapters on it by SFT on the quickstart's demonstrations, 40 % of them right, and by GRPO.
+'base' makes what the adapters stand on: a policy from nothing that imitates copying, in full. The
+default then trains adapters on it by SFT on the quickstart's demonstrations, 40 % of them right,
+and by GRPO.
 
 Paper:     Hu et al. 2021 (arXiv:2106.09685).
 Command:   python launch/train.py --config=configs/lora.py:base
@@ -26,7 +28,9 @@ def get_config(variant: str = 'adapters') -> Config:
     return dataclasses.replace(config, name='lora_base', stages=(stage,))
   if variant != 'adapters':
     raise ValueError(f'variant {variant!r}: there are adapters, base')
-  policy = dataclasses.replace(config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64))
+  policy = dataclasses.replace(
+    config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64)
+  )
   # Adapters bear, and want, a higher rate than the weights that they change.
   faster = dataclasses.replace(grpo, optimizer=dataclasses.replace(grpo.optimizer, peak_lr=1e-3))
   return dataclasses.replace(config, name='lora', policy=policy, stages=(sft, faster))

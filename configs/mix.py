@@ -1,7 +1,7 @@
 """MIX where GRPO has no signal: the starting policy copies the word, and never spells it backward.
 
-Three variants from the same start: 'mix' (rollouts and 200 expert rows in one update), 'grpo' (rollouts alone: nothing
-to learn from) and 'sft' (the expert rows alone: a plateau).
+Three variants from the same start: 'mix' (rollouts and 200 expert rows in one update), 'grpo'
+(rollouts alone: nothing to learn from) and 'sft' (the expert rows alone: a plateau).
 
 Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
 Command:   python launch/train.py --config=configs/mix.py:mix
@@ -33,7 +33,12 @@ def get_config(variant: str = 'mix') -> Config:
   optimizer = OptimizerConfig(peak_lr=5e-4, b2=0.99)
   if variant == 'sft':
     stage = dataclasses.replace(
-      sft, name='sft', source=Demonstrations(**EXPERTS), steps=700, optimizer=optimizer, evaluate_every=100
+      sft,
+      name='sft',
+      source=Demonstrations(**EXPERTS),
+      steps=700,
+      optimizer=optimizer,
+      evaluate_every=100,
     )
   else:
     clip = {'clip_ratio_high': 0.28}

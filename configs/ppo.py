@@ -1,4 +1,5 @@
-"""PPO with a critic, on the quickstart's task: spelling backward from demonstrations of mixed quality.
+"""PPO with a critic, on the quickstart's task: spelling backward from demonstrations of mixed
+quality.
 
 Paper:     Schulman et al. 2017 (arXiv:1707.06347); γ = λ = 1 as DeepSeek-R1's ablation advises (arXiv:2501.12948).
 Command:   python launch/train.py --config=configs/ppo.py
@@ -19,8 +20,8 @@ def get_config(task: str = '') -> Config:
   ppo = dataclasses.replace(
     grpo,
     name='ppo',
-    # The critic alone for 120 batches: what it explains of the returns rises there, and falls again as the policy's
-    # mistakes get rare.
+    # The critic alone for 120 batches: what it explains of the returns rises there, and falls again
+    # as the policy's mistakes get rare.
     algorithm=AlgorithmConfig(name='ppo', options={'clip_ratio_high': 0.28, 'critic_warmup': 120}),
     steps=260,
     minibatches=4,

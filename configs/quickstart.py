@@ -1,7 +1,7 @@
 """The quickstart: a policy from nothing learns to spell words backward, by SFT and then GRPO.
 
-Demonstrations are of mixed quality: 40 % are right, 60 % copy the word. SFT imitates both; the verifier tells GRPO
-which is wanted. Start and end are fixed by the data, not by stopping early.
+Demonstrations are of mixed quality: 40 % are right, 60 % copy the word. SFT imitates both; the
+verifier tells GRPO which is wanted. Start and end are fixed by the data, not by stopping early.
 
 Command:   bash launch/quickstart.sh
            bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting     (a second task)
@@ -80,16 +80,21 @@ def get_config(task: str = '') -> Config:
         num_key_value_heads=2,
         head_dim=32,
         rope_theta=1e4,
-        # Tied to a vocabulary of 30, the embedding would have to serve two ends: spelling stays below 0.7.
+        # Tied to a vocabulary of 30, the embedding would have to serve two ends: spelling stays
+        # below 0.7.
         tie_word_embeddings=False,
       ),
     ),
-    tasksets=tuple(TasksetConfig(name=split, split=split, **TASKS[task]) for split in ('train', 'eval')),
+    tasksets=tuple(
+      TasksetConfig(name=split, split=split, **TASKS[task]) for split in ('train', 'eval')
+    ),
     rewards=RewardsConfig(scorers=(ScorerConfig(name='verifier'),)),
     rollout=RolloutConfig(
       max_prompt_length=prompt,
       max_response_length=response,
-      embedded=EmbeddedConfig(slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8, filters=False),
+      embedded=EmbeddedConfig(
+        slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8, filters=False
+      ),
     ),
     learner=LearnerConfig(chunk_len=64, chunks_per_rank=12),
     stages=(

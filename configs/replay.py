@@ -1,7 +1,9 @@
-"""The quickstart with replay: a batch of its GRPO is 4 new groups and 12 earlier ones, each used 4 times at most.
+"""The quickstart with replay: a batch of its GRPO is 4 new groups and 12 earlier ones, each used 4
+times at most.
 
-A quarter of the rollouts, then. Earlier groups are drawn by priority = version - 2 · uses (Trinity-RFT's queue), and
-rest for a batch after each use; the decoupled loss corrects for their age.
+A quarter of the rollouts, then. Earlier groups are drawn by priority = version - 2 · uses
+(Trinity-RFT's queue), and rest for a batch after each use; the decoupled loss corrects for their
+age.
 
 Paper:     Trinity-RFT, arXiv:2505.17826.
 Command:   python launch/train.py --config=configs/replay.py
@@ -20,5 +22,7 @@ def get_config() -> Config:
   config = quickstart.get_config()
   sft, grpo = config.stages
   past = PastConfig(groups=12, max_uses=4, draw=DrawConfig(order='priority', decay=2.0, cooldown=1))
-  stage = dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, groups_per_batch=4, past=past))
+  stage = dataclasses.replace(
+    grpo, source=dataclasses.replace(grpo.source, groups_per_batch=4, past=past)
+  )
   return dataclasses.replace(config, name='replay', stages=(sft, stage))

@@ -1,4 +1,5 @@
-"""A reward model from pairs of a right and a wrong answer: the word reversed against the word copied.
+"""A reward model from pairs of a right and a wrong answer: the word reversed against the word
+copied.
 
 Paper:     Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5.
 Command:   python launch/train.py --config=configs/reward_model.py

@@ -1,4 +1,5 @@
-"""Models of real sizes with random weights: GRPO as it would be compiled for accelerators, not as it would be learned.
+"""Models of real sizes with random weights: GRPO as it would be compiled for accelerators, not as
+it would be learned.
 
 Papers:    Qwen2.5 (arXiv:2412.15115), whose shapes these are.
 Command:   python launch/train.py --config=configs/sizes.py:1.5b --dry_run --topology=v5e:4x4
@@ -10,7 +11,15 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, PolicyConfig, Rollouts, StageConfig
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  Config,
+  LearnerConfig,
+  OptimizerConfig,
+  PolicyConfig,
+  Rollouts,
+  StageConfig,
+)
 
 SIZES = {
   '0.5b': dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,

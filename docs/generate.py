@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference/ that come from the code: configuration, public names, commands, metrics.
+"""Writes the pages of docs/reference/ that come from the code: configuration, public names,
+commands, metrics.
 
   python docs/generate.py [--check]
 
@@ -68,7 +69,9 @@ def reachable(root: type) -> list[type]:
   classes = [root]
   for cls in classes:
     for annotation in field_types(cls).values():
-      classes.extend(dict.fromkeys(record for record in records(annotation) if record not in classes))
+      classes.extend(
+        dict.fromkeys(record for record in records(annotation) if record not in classes)
+      )
   return classes
 
 
@@ -109,7 +112,9 @@ def default(field: dataclasses.Field) -> Any:
 
 
 def escaped(text: str, *, bars: bool = False) -> str:
-  """Markdown in which `<` outside of code begins no tag and, with `bars`, `|` ends no cell of a table."""
+  """Markdown in which `<` outside of code begins no tag and, with `bars`, `|` ends no cell of a
+  table.
+  """
   parts = re.split('(`[^`]*`)', text)
   for i, part in enumerate(parts):
     if not part.startswith('`'):
@@ -125,7 +130,9 @@ def cell(text: str) -> str:
 
 
 def title(cls: type, sections: Iterable[type]) -> str:
-  """Heading of a dataclass's section, with its module where another section's dataclass has the same name."""
+  """Heading of a dataclass's section, with its module where another section's dataclass has the
+  same name.
+  """
   alike = [section for section in sections if section.__name__ == cls.__name__]
   return cls.__name__ if len(alike) < 2 else f'{cls.__name__} in {cls.__module__}'
 
@@ -169,10 +176,14 @@ def summary(cls: type) -> str:
 def shared_base(cls: type, classes: Sequence[type]) -> type | None:
   """The nearest base class whose fields several of `classes` inherit."""
   bases = (base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base))
-  return next((base for base in bases if sum(issubclass(other, base) for other in classes) > 1), None)
+  return next(
+    (base for base in bases if sum(issubclass(other, base) for other in classes) > 1), None
+  )
 
 
-def section(cls: type, sections: Sequence[type], names: Sequence[str] = (), base: type | None = None) -> list[str]:
+def section(
+  cls: type, sections: Sequence[type], names: Sequence[str] = (), base: type | None = None
+) -> list[str]:
   """Heading, docstring and fields of a dataclass; those of `base` are left to its own section."""
   lines = [f'### {title(cls, sections)}', '', escaped(document(cls)), '']
   if names:
@@ -181,7 +192,11 @@ def section(cls: type, sections: Sequence[type], names: Sequence[str] = (), base
   if base is not None:
     declared = inspect.get_annotations(cls)
     fields = [name for name in fields if name in declared or name not in field_types(base)]
-    which = 'with these fields of their own or with other defaults' if fields else 'with the same defaults'
+    which = (
+      'with these fields of their own or with other defaults'
+      if fields
+      else 'with the same defaults'
+    )
     lines += [f'The fields of {link(base, sections)}, {which}.', '']
   return [*lines, *(table(cls, fields, sections) if fields else []), '']
 
@@ -210,9 +225,12 @@ def configuration() -> str:
 
 
 CONFIGURATION = (
-  'A configuration is a Python file whose `get_config(variant)` returns a [Config](#config). Any field can be set on',
-  'the command line by its path, such as `--config.policy.dtype=bfloat16` or `--config.stages.grpo.steps=100`;',
-  'elements of a tuple are addressed by name or by index. The `options` of algorithms, scorers and processors take the',
+  'A configuration is a Python file whose `get_config(variant)` returns a [Config](#config). Any '
+  'field can be set on',
+  'the command line by its path, such as `--config.policy.dtype=bfloat16` or '
+  '`--config.stages.grpo.steps=100`;',
+  'elements of a tuple are addressed by name or by index. The `options` of algorithms, scorers and '
+  'processors take the',
   'fields of the dataclasses in the later sections.',
 )
 SECTIONS = list(dict.fromkeys(sum(map(option_records, OPTIONS.values()), start=reachable(Config))))
@@ -250,13 +268,24 @@ def public_class(node: ast.ClassDef, source: Sequence[str]) -> list[str]:
   if fields:
     lines += ['| field | type | default | |', '|---|---|---|---|']
     for item in fields:
-      name, shown = item.target.id, cell(f'`{ast.unparse(item.value)}`') if item.value else 'required'
+      name, shown = (
+        item.target.id,
+        cell(f'`{ast.unparse(item.value)}`') if item.value else 'required',
+      )
       kind, text = cell(f'`{ast.unparse(item.annotation)}`'), cell(documents.get(name, ''))
       lines.append(f'| `{name}` | {kind} | {shown} | {text} |')
     lines.append('')
   for item in node.body:
-    if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not re.match('_(?!_(init|call)__)', item.name):
-      lines += [f'#### {node.name}.{item.name}', '', *header(item, source), markdown(ast.get_docstring(item)), '']
+    if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not re.match(
+      '_(?!_(init|call)__)', item.name
+    ):
+      lines += [
+        f'#### {node.name}.{item.name}',
+        '',
+        *header(item, source),
+        markdown(ast.get_docstring(item)),
+        '',
+      ]
   return lines
 
 
@@ -280,32 +309,48 @@ def public_name(name: str) -> list[str]:
 def public_names() -> str:
   """The page of `jaxrl_llm.api`, in the groups that its source names."""
   lines = ['# Public names', '', NOTE, '', *PUBLIC_NAMES, '']
-  _, *groups = re.split(r'^  # (.+)\n', inspect.getsource(api).partition('_NAMES = (')[2], flags=re.MULTILINE)
+  _, *groups = re.split(
+    r'^  # (.+)\n', inspect.getsource(api).partition('_NAMES = (')[2], flags=re.MULTILINE
+  )
   for title, body in zip(groups[::2], groups[1::2]):
     names = [name for name in api.__all__ if re.search(rf'\b{name}\b', body.partition('\n)\n')[0])]
     lines += [f'## {title}', '']
     configured = [name for name in names if getattr(api, name) in SECTIONS]
-    links = [link(getattr(api, name), SECTIONS).replace('(#', '(configuration.md#') for name in configured]
-    lines += [*textwrap.wrap(', '.join(links) + '.', 120, break_on_hyphens=False), ''] if links else []
+    links = [
+      link(getattr(api, name), SECTIONS).replace('(#', '(configuration.md#') for name in configured
+    ]
+    lines += (
+      [*textwrap.wrap(', '.join(links) + '.', 120, break_on_hyphens=False), ''] if links else []
+    )
     for name in names:
       lines += public_name(name) if name not in configured else []
   return '\n'.join(lines)
 
 
 PUBLIC_NAMES = (
-  'What configurations, scorers, workflows and algorithms import: `from jaxrl_llm.api import NAME`. Other modules may',
+  'What configurations, scorers, workflows and algorithms import: `from jaxrl_llm.api import '
+  'NAME`. Other modules may',
   'change without notice.',
 )
 
 
 def command_help(*words: str, without: str = '') -> list[str]:
-  """A section with what `jaxrl WORDS --help` prints, less `without` and the flags that absl adds to every command."""
+  """A section with what `jaxrl WORDS --help` prints, less `without` and the flags that absl adds to
+  every command.
+  """
   handler, text = signal.getsignal(signal.SIGINT), io.StringIO()
   with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
     cli.launch(words[0], [f'jaxrl {words[0]}', *words[1:], '--help'])  # Ends with SystemExit.
   signal.signal(signal.SIGINT, handler)
   shown = re.sub(r'absl\.flags:\n(  .*\n)+\n?', '', text.getvalue() + '\n')
-  return [f'## jaxrl {" ".join(words)}', '', '```text', shown.replace(without, '').strip(), '```', '']
+  return [
+    f'## jaxrl {" ".join(words)}',
+    '',
+    '```text',
+    shown.replace(without, '').strip(),
+    '```',
+    '',
+  ]
 
 
 def command_line() -> str:

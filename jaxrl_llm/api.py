@@ -1,7 +1,8 @@
-"""Public names, for import by users' programs, configurations, scorers, workflows, engines and algorithms.
+"""Public names, for import by users' programs, configurations, scorers, workflows, engines and
+algorithms.
 
-Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX. `api.pyi` shows them to
-type checkers.
+Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX.
+`api.pyi` shows them to type checkers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _NAMES = (
   # Configurations
   (
     'jaxrl_llm.app.schema',
-    'AlgorithmConfig Config CriticConfig Demonstrations ExpertsConfig LearnerConfig Pairs PastConfig PolicyConfig '
+    'AlgorithmConfig Config CriticConfig Demonstrations ExpertsConfig LearnerConfig Pairs '
+    'PastConfig PolicyConfig '
     'PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),

@@ -1,4 +1,6 @@
-"""The public names: what `jaxrl_llm.api` and `jaxrl_llm` export, and that it costs nothing until it is used."""
+"""The public names: what `jaxrl_llm.api` and `jaxrl_llm` export, and that it costs nothing until it
+is used.
+"""
 
 import ast
 import re
@@ -19,8 +21,11 @@ def test_every_public_name_is_there_with_a_docstring():
   for name in api.__all__:
     value = getattr(api, name)
     assert value is getattr(jaxrl_llm, name)
-    if callable(value) and hasattr(value, '__module__') and value.__module__.startswith('jaxrl_llm.'):
-      documented = (value.__doc__ or '').strip() and not value.__doc__.startswith(f'{name}(')  # as dataclasses write it
+    if (
+      callable(value) and hasattr(value, '__module__') and value.__module__.startswith('jaxrl_llm.')
+    ):
+      # as dataclasses write it
+      documented = (value.__doc__ or '').strip() and not value.__doc__.startswith(f'{name}(')
       assert documented, f'{name} has no docstring'
 
 
@@ -37,12 +42,16 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_a_former_name_is_answered_with_what_replaces_it():
-  with pytest.raises(ImportError, match=r'^PairsConfig: replaced by Pairs, as the source of a stage$'):
+  with pytest.raises(
+    ImportError, match=r'^PairsConfig: replaced by Pairs, as the source of a stage$'
+  ):
     from jaxrl_llm.api import PairsConfig  # noqa: F401
 
 
 def test_scorers_get_their_names_without_jax():
-  program = 'import sys; from jaxrl_llm.api import Attempt, Verdict, Score; sys.exit("jax" in sys.modules)'
+  program = (
+    'import sys; from jaxrl_llm.api import Attempt, Verdict, Score; sys.exit("jax" in sys.modules)'
+  )
   subprocess.run([sys.executable, '-c', program], check=True, cwd=ROOT)
 
 
@@ -71,7 +80,9 @@ def test_the_console_command(arguments, code, out, err, monkeypatch, capsys):
 def test_the_console_command_lists_every_command():
   listed = re.findall(r'^  jaxrl (\w+)', cli.__doc__, re.MULTILINE)
   assert tuple(listed) == cli.COMMANDS
-  assert {f'{name}.py' for name in cli.COMMANDS} == {path.name for path in (ROOT / 'launch').glob('*.py')}
+  assert {f'{name}.py' for name in cli.COMMANDS} == {
+    path.name for path in (ROOT / 'launch').glob('*.py')
+  }
 
 
 @pytest.mark.parametrize('name', cli.COMMANDS)

@@ -10,7 +10,8 @@ import pytest
 from paths import ROOT
 
 PEERS = ROOT / '.venv-peers'
-sys.path.append(str(ROOT / 'benchmarks'))  # As Python has it for a script: what lies beside it can be imported.
+# As Python has it for a script: what lies beside it can be imported.
+sys.path.append(str(ROOT / 'benchmarks'))
 
 from updates import Row, lognormal_lengths, pack_rows, random_rows  # noqa: E402
 
@@ -18,12 +19,24 @@ from updates import Row, lognormal_lengths, pack_rows, random_rows  # noqa: E402
 def run(script, *arguments, **more):
   environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
   command = [sys.executable, str(ROOT / 'benchmarks' / script), *arguments]
-  return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, **more)
+  return subprocess.run(
+    command, capture_output=True, text=True, env=environment, timeout=900, **more
+  )
 
 
 def test_what_an_accelerator_needs_imports_neither_grain_nor_an_engine():
   """A machine with one may have JAX, Flax and optax alone."""
-  absent = ('grain', 'array_record', 'vllm', 'torch', 'transformers', 'datasets', 'aiohttp', 'pebble', 'safetensors')
+  absent = (
+    'grain',
+    'array_record',
+    'vllm',
+    'torch',
+    'transformers',
+    'datasets',
+    'aiohttp',
+    'pebble',
+    'safetensors',
+  )
   code = f'import sys; sys.modules.update(dict.fromkeys({absent})); import updates; import jaxrl_llm.models.flops'
   environment = os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "benchmarks"}'}
   subprocess.run([sys.executable, '-c', code], check=True, env=environment)
@@ -42,7 +55,11 @@ def test_rows_are_packed_as_they_are():
   chunks, packing = batch.chunks, batch.packing
   assert int(batch.used) == packing.micro_batches == 3
   for i, row in enumerate(rows):
-    at = (packing.micro_batch[i], packing.chunk[i], slice(packing.offset[i], packing.offset[i] + len(row.tokens)))
+    at = (
+      packing.micro_batch[i],
+      packing.chunk[i],
+      slice(packing.offset[i], packing.offset[i] + len(row.tokens)),
+    )
     assert np.array_equal(chunks.tokens[at], row.tokens)
     assert np.array_equal(chunks.positions[at], np.arange(len(row.tokens)))
     assert (np.asarray(chunks.segment_ids[at]) == packing.segment[i]).all()
@@ -76,7 +93,9 @@ def test_packing_runs():
   done = run('packing.py', '--tiny', '--rows=32', '--trained=16', '--rounds=1')
   assert done.returncode == 0, done.stderr
   last = done.stdout.splitlines()[-1]
-  assert re.fullmatch(r'16 rows, \d+ tokens: packed [\d.]+ full, .+; padded .+: ratio [\d.]+', last), done.stdout
+  assert re.fullmatch(
+    r'16 rows, \d+ tokens: packed [\d.]+ full, .+; padded .+: ratio [\d.]+', last
+  ), done.stdout
 
 
 @pytest.mark.full
@@ -88,7 +107,14 @@ def test_packing_runs():
   ],
 )
 def test_accelerator_runs_without_one(parts, told):
-  small = ('--tiny', '--minutes=60', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B')
+  small = (
+    '--tiny',
+    '--minutes=60',
+    '--steps=1',
+    '--chunks=2',
+    '--micro_batches=2',
+    '--models=0.5B',
+  )
   done = run('accelerator.py', *small, f'--parts={parts}')
   assert done.returncode == 0, done.stdout + done.stderr
   for line in told:
@@ -98,9 +124,21 @@ def test_accelerator_runs_without_one(parts, told):
 @pytest.mark.full
 def test_buffer_runs_and_leaves_nothing(tmp_path):
   stores = tmp_path / 'stores'
-  done = run('buffer.py', '--rows=640', '--index_rows=1600', '--batch=64', '--drawable=20', f'--directory={stores}')
+  done = run(
+    'buffer.py',
+    '--rows=640',
+    '--index_rows=1600',
+    '--batch=64',
+    '--drawable=20',
+    f'--directory={stores}',
+  )
   assert done.returncode == 0, done.stdout + done.stderr
-  for part in ('640 samples of 1024 tokens', '100 %: samples per second: written', 'index of 1,600', '2 groups can be'):
+  for part in (
+    '640 samples of 1024 tokens',
+    '100 %: samples per second: written',
+    'index of 1,600',
+    '2 groups can be',
+  ):
     assert part in done.stdout, done.stdout
   assert done.stdout.count('candidates and draw: ') == 2 and not stores.exists()
 
@@ -113,14 +151,23 @@ def test_accelerator_begins_nothing_when_the_time_is_over():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not PEERS.exists(), reason='.venv-peers is missing: launch/install_peers.sh makes it')
+@pytest.mark.skipif(
+  not PEERS.exists(), reason='.venv-peers is missing: launch/install_peers.sh makes it'
+)
 @pytest.mark.parametrize(
   ('flags', 'works'),
   [
     (('--against=trl', '--works=grpo'), ('grpo: trl',)),
     pytest.param(
       (),
-      ('logprobs: trl', 'generate: trl', 'grpo: trl', 'grpo, lognormal lengths: trl', 'dpo: trl', 'grpo: tunix'),
+      (
+        'logprobs: trl',
+        'generate: trl',
+        'grpo: trl',
+        'grpo, lognormal lengths: trl',
+        'dpo: trl',
+        'grpo: tunix',
+      ),
       marks=pytest.mark.acceptance,
     ),
   ],

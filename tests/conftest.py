@@ -1,4 +1,6 @@
-"""Every test process has eight CPU devices, and signatures are checked against their array annotations."""
+"""Every test process has eight CPU devices, and signatures are checked against their array
+annotations.
+"""
 
 import contextlib
 import gc
@@ -116,7 +118,9 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture(scope='module', autouse=True)
 def _forget_programs():
-  """Frees a file's compiled programs after it: each holds memory maps, of which the kernel grants a process 65,530."""
+  """Frees a file's compiled programs after it: each holds memory maps, of which the kernel grants a
+  process 65,530.
+  """
   yield
   jax.clear_caches()
   gc.collect()

@@ -1,6 +1,7 @@
 """The import rule: a package imports packages of lower layers, or itself; nothing else of ours.
 
-Names of modules in strings count as imports, for a string starts a process as an import runs a module.
+Names of modules in strings count as imports, for a string starts a process as an import runs a
+module.
 """
 
 import ast
@@ -42,8 +43,10 @@ NESTED = {
   'app.offline': {*BELOW_APP, 'app', 'app.composition', 'app.serve'},
   'app.commands': {*BELOW_APP, 'app', 'app.composition', 'app.dry_run', 'app.offline', 'app.serve'},
 }
-"""What packages within packages import besides themselves: top-level packages, and packages beside them. The enclosing
-package stands for its modules alone: `rollout` does not include `rollout.vllm`."""
+"""What packages within packages import besides themselves: top-level packages, and packages beside
+them. The enclosing package stands for its modules alone: `rollout` does not include
+`rollout.vllm`.
+"""
 CONFIGS = PACKAGE / 'configs'
 """A link to the shipped configurations, which import the public names alone."""
 MODULES = sorted(path for path in PACKAGE.glob('*/**/*.py') if path.parent != CONFIGS)
@@ -58,7 +61,9 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imported_modules(source: str, package: str) -> set[str]:
-  """Modules of jaxrl_llm that a module of `package` imports or names in a string, wherever in the file."""
+  """Modules of jaxrl_llm that a module of `package` imports or names in a string, wherever in the
+  file.
+  """
   tree, names = ast.parse(source), set()
   documentation = {
     id(node.body[0].value)
@@ -74,14 +79,22 @@ def imported_modules(source: str, package: str) -> set[str]:
       names |= {f'{node.module}.{alias.name}' for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       base = package.split('.')[: len(package.split('.')) - node.level + 1]
-      names |= {'.'.join([*base, node.module or '', alias.name]).replace('..', '.') for alias in node.names}
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+      names |= {
+        '.'.join([*base, node.module or '', alias.name]).replace('..', '.') for alias in node.names
+      }
+    elif (
+      isinstance(node, ast.Constant)
+      and isinstance(node.value, str)
+      and id(node) not in documentation
+    ):
       names |= set(_NAMED.findall(node.value))
   return {name for name in names if name.startswith('jaxrl_llm.')}
 
 
 def innermost_package(name: str) -> str:
-  """The longest entry of NESTED that holds the module, or its top-level package; without `jaxrl_llm.`."""
+  """The longest entry of NESTED that holds the module, or its top-level package; without
+  `jaxrl_llm.`.
+  """
   parts = name.split('.')[1:]
   return '.'.join(parts[:2]) if '.'.join(parts[:2]) in NESTED else parts[0]
 
@@ -93,14 +106,18 @@ def test_imports_point_down(path):
   for target in imported_modules(path.read_text(), '.'.join(path.relative_to(ROOT).parent.parts)):
     other = target.split('.')[1]
     assert other in LEVEL, f'{path} imports {target}, which is for users alone'
-    assert other == package or LEVEL[other] < LEVEL[package], f'{path} ({package}) imports {target}, not below it'
+    assert other == package or LEVEL[other] < LEVEL[package], (
+      f'{path} ({package}) imports {target}, not below it'
+    )
     if nested in NESTED:
       inner = innermost_package(target) if other == package else other
       assert inner == nested or inner in NESTED[nested], f'{path} ({nested}) imports {target}'
 
 
 def test_every_package_has_a_layer():
-  assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p != CONFIGS and p.name != '__pycache__'} == set(LEVEL)
+  assert {
+    p.name for p in PACKAGE.iterdir() if p.is_dir() and p != CONFIGS and p.name != '__pycache__'
+  } == set(LEVEL)
 
 
 def test_every_nested_package_has_its_imports_listed():

@@ -7,7 +7,9 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / 'README.md', *(ROOT / 'docs').rglob('*.md')])
+PAGES = sorted(
+  str(page.relative_to(ROOT)) for page in [ROOT / 'README.md', *(ROOT / 'docs').rglob('*.md')]
+)
 TARGET = re.compile(r'\]\(([^()\s]+)(?: "[^"]*")?\)|(?:src|srcset|href)="([^"]+)"')
 FENCED = re.compile(r'^(```+|~~~+).*?^\1', re.MULTILINE | re.DOTALL)
 
@@ -50,11 +52,15 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_broken_links_are_found(tmp_path):
-  (tmp_path / 'other.md').write_text('# Tasks & `replay`\n\n## Twice\n\n## Twice\n\n```bash\n# no heading\n```\n')
+  (tmp_path / 'other.md').write_text(
+    '# Tasks & `replay`\n\n## Twice\n\n## Twice\n\n```bash\n# no heading\n```\n'
+  )
   page = tmp_path / 'page.md'
   page.write_text(
-    '[a](other.md) [b](other.md#tasks--replay) [c](other.md#twice-1) [d](#here) [e](https://host/x.md) `[f](g.md)`\n'
-    '[![h](missing.svg)](other.md) [i](other.md#twice-2) [j](other.md#no-heading) [k](#nowhere)\n<img src="gone.svg">\n'
+    '[a](other.md) [b](other.md#tasks--replay) [c](other.md#twice-1) [d](#here) '
+    '[e](https://host/x.md) `[f](g.md)`\n'
+    '[![h](missing.svg)](other.md) [i](other.md#twice-2) [j](other.md#no-heading) '
+    '[k](#nowhere)\n<img src="gone.svg">\n'
     '# Here\n```\n[l](m.md)\n```\n'
   )
   assert broken(page) == [

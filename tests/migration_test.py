@@ -1,4 +1,6 @@
-"""Our names on the page of migration exist: paths in the configuration, and options of algorithms."""
+"""Our names on the page of migration exist: paths in the configuration, and options of
+algorithms.
+"""
 
 import pathlib
 import re
@@ -19,7 +21,9 @@ VALUES = {'k3', 'weight', 'function', 'arguments', 'every', 'ema', 'report.html'
 
 
 def is_field(path: str) -> bool:
-  """Whether a dotted path leads to a field of the configuration; elements of tuples have names of their own."""
+  """Whether a dotted path leads to a field of the configuration; elements of tuples have names of
+  their own.
+  """
   kind = Config
   for name in path.split('.'):
     if is_tuple(kind):

@@ -14,7 +14,9 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.workflow import checked_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TASK = Task(taskset='t', domain='d', prompt=({'role': 'user', 'content': 'abc'},), truth='cba', fields={})
+TASK = Task(
+  taskset='t', domain='d', prompt=({'role': 'user', 'content': 'abc'},), truth='cba', fields={}
+)
 
 
 def code(page: str, name: str) -> str:
@@ -35,7 +37,9 @@ def test_the_reward_of_the_readme_scores_the_quickstart(tmp_path, monkeypatch):
   config = load_config('quickstart', {'rewards.scorers': [scorer]})
   score = build_scorers(config.rewards)['letters']
   for completion, value in (('cba', 1.0), ('cbd', 2 / 3), ('', 0.0), ('cbacba', 0.5)):
-    attempt = Attempt(uid='u', task=TASK, completion=completion, finish_reason='stop', response_len=3)
+    attempt = Attempt(
+      uid='u', task=TASK, completion=completion, finish_reason='stop', response_len=3
+    )
     assert score(attempt).value == value
 
 
@@ -51,7 +55,10 @@ class Hub:
       tokens = np.array(self.answers.pop(0), np.int32)
       segment = Segment(start=0, end=len(tokens), version=Version(0, 0), engine='e', finish='stop')
       logprobs = np.full(len(tokens), -0.5, np.float32)
-      yield index, Completion(tokens=tokens, logprobs=logprobs, finish=Finish.STOP, segments=(segment,))
+      yield (
+        index,
+        Completion(tokens=tokens, logprobs=logprobs, finish=Finish.STOP, segments=(segment,)),
+      )
 
   async def score(self, attempt):
     return types.SimpleNamespace(value=float(attempt.completion == 'cba'))
@@ -61,7 +68,8 @@ def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
   names, (stop, *_) = {}, tokenizer.stop_ids
   exec(code('docs/develop/add_workflow.md', 'two_turns.py'), names)
   said = lambda text: [*tokenizer.encode(text), stop]
-  hub = Hub(said('cba'), said('ab'), said('cba'))  # One sample is right at once, the other one in its second turn.
+  # One sample is right at once, the other one in its second turn.
+  hub = Hub(said('cba'), said('ab'), said('cba'))
   workflow = names['TwoTurns'](hub, tokenizer, max_tokens=9, hint='d')
 
   async def collect():
@@ -79,6 +87,12 @@ def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
   sampled = [role == Role.POLICY for role in roles]
   assert wrong.sampled.tolist() == wrong.loss_mask.tolist() == sampled
   assert wrong.behaviour_logprobs.tolist() == [-0.5 if drawn else 0.0 for drawn in sampled]
-  assert [(segment.start, segment.end) for segment in wrong.segments] == [(n, n + 3), (n + 4, n + 8)]
-  assert hub.requests[1].prompt == tuple(wrong.tokens[: n + 4]) and hub.requests[1].max_tokens == 9 - 3 - 1
+  assert [(segment.start, segment.end) for segment in wrong.segments] == [
+    (n, n + 3),
+    (n + 4, n + 8),
+  ]
+  assert (
+    hub.requests[1].prompt == tuple(wrong.tokens[: n + 4])
+    and hub.requests[1].max_tokens == 9 - 3 - 1
+  )
   assert len({request.key for request in hub.requests}) == 2

@@ -1,4 +1,6 @@
-"""Every wait of the program is bounded where it stands, or says what bounds it; docs/develop/waits.md lists all."""
+"""Every wait of the program is bounded where it stands, or says what bounds it;
+docs/develop/waits.md lists all.
+"""
 
 import ast
 import io
@@ -12,26 +14,59 @@ PAGE = ROOT / 'docs' / 'develop' / 'waits.md'
 SANDBOXED = ROOT / 'jaxrl_llm' / 'rewards' / 'sandbox' / 'inside'
 """Runs inside sandboxes, which their owner ends when a program's time is over."""
 MODULES = sorted(
-  path for top in ('jaxrl_llm', 'launch') for path in (ROOT / top).rglob('*.py') if SANDBOXED not in path.parents
+  path
+  for top in ('jaxrl_llm', 'launch')
+  for path in (ROOT / top).rglob('*.py')
+  if SANDBOXED not in path.parents
 )
 
 MARKER = re.compile(r'# wait (\w+): \S')
-BOUNDING = {'bounded', 'gathered', 'limit', 'watched', 'asyncio.wait_for', 'asyncio.timeout', 'asyncio.timeout_at'}
+BOUNDING = {
+  'bounded',
+  'gathered',
+  'limit',
+  'watched',
+  'asyncio.wait_for',
+  'asyncio.timeout',
+  'asyncio.timeout_at',
+}
 """Calls that bound everything inside them."""
 NAMING = {'bounded', 'gathered', 'limit', 'watched', 'ended'}
 """Functions of `core.waits` that take a name."""
-SEVERAL = {'asyncio.wait', 'connection.wait', 'multiprocessing.connection.wait', 'futures.wait', 'wait'}
+SEVERAL = {
+  'asyncio.wait',
+  'connection.wait',
+  'multiprocessing.connection.wait',
+  'futures.wait',
+  'wait',
+}
 """Functions whose first argument is what to wait for."""
-READS = {'recv', 'recvfrom', 'recvmsg', 'recv_into', 'recv_bytes', 'recv_fds', 'accept', 'readline', 'readexactly'}
+READS = {
+  'recv',
+  'recvfrom',
+  'recvmsg',
+  'recv_into',
+  'recv_bytes',
+  'recv_fds',
+  'accept',
+  'readline',
+  'readexactly',
+}
 """Reads of sockets and pipes. A `readline` with a limit reads a file."""
-COLLECTIVES = {'sync_global_devices', 'process_allgather', 'broadcast_one_to_all', 'wait_at_barrier'}
+COLLECTIVES = {
+  'sync_global_devices',
+  'process_allgather',
+  'broadcast_one_to_all',
+  'wait_at_barrier',
+}
 
 
 def bare_waits(source: str) -> list[tuple[int, str]]:
   """Line and text of each wait that nothing bounds where it stands.
 
-  Not seen, since it looks the same with a bound elsewhere or is none: locks that are held by `with`, `gather` and task
-  groups (what they join has waits of its own), writes, files, `while True` loops, computation.
+  Not seen, since it looks the same with a bound elsewhere or is none: locks that are held by
+  `with`, `gather` and task groups (what they join has waits of its own), writes, files, `while
+  True` loops, computation.
   """
   visitor = _Waits(_marked_lines(source))
   visitor.visit(ast.parse(source))
@@ -40,11 +75,15 @@ def bare_waits(source: str) -> list[tuple[int, str]]:
 
 def names(source: str) -> set[str]:
   """Names of a module's waits: in comments, and as the `name` of `bounded` and the like."""
-  found = {match[1] for line in _comments(source).values() for match in [MARKER.match(line)] if match}
+  found = {
+    match[1] for line in _comments(source).values() for match in [MARKER.match(line)] if match
+  }
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition('.')[2] in NAMING:
       found |= {
-        word.value.value for word in node.keywords if word.arg == 'name' and isinstance(word.value, ast.Constant)
+        word.value.value
+        for word in node.keywords
+        if word.arg == 'name' and isinstance(word.value, ast.Constant)
       }
   return found
 
@@ -86,8 +125,14 @@ class _Waits(ast.NodeVisitor):
 
   def _called_before(self, names: set[str], line: int) -> bool:
     """Whether this function calls one of them above the line."""
-    calls = (node for node in ast.walk(self._functions[-1]) if isinstance(node, ast.Call)) if self._functions else ()
-    return any(call.lineno < line and ast.unparse(call.func).rpartition('.')[2] in names for call in calls)
+    calls = (
+      (node for node in ast.walk(self._functions[-1]) if isinstance(node, ast.Call))
+      if self._functions
+      else ()
+    )
+    return any(
+      call.lineno < line and ast.unparse(call.func).rpartition('.')[2] in names for call in calls
+    )
 
   def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
     for item in node.items:
@@ -136,20 +181,35 @@ class _Waits(ast.NodeVisitor):
     if method == 'wait_for':
       return function != 'asyncio.wait_for' and count < 2
     if method in READS:
-      return not (method == 'readline' and count) and not self._called_before({'settimeout'}, call.lineno)
+      return not (method == 'readline' and count) and not self._called_before(
+        {'settimeout'}, call.lineno
+      )
     if method == 'result':  # In a coroutine it is that of a task that has ended.
-      return count == 0 and bool(self._functions) and isinstance(self._functions[-1], ast.FunctionDef)
-    if method in ('get', 'join', 'acquire', 'select') and '.' in function and function != 'select.select':
+      return (
+        count == 0 and bool(self._functions) and isinstance(self._functions[-1], ast.FunctionDef)
+      )
+    if (
+      method in ('get', 'join', 'acquire', 'select')
+      and '.' in function
+      and function != 'select.select'
+    ):
       return count == 0
     if method in ('flock', 'lockf'):
       return not {'LOCK_NB', 'LOCK_UN'} & set(re.findall(r'\w+', ast.unparse(call)))
     if function in ('os.waitpid', 'os.wait4', 'os.waitid', 'os.wait3'):
       return 'WNOHANG' not in ast.unparse(call)
     if method == 'poll':  # That of a process does not wait.
-      return 'None' in ast.unparse(call) or (count == 0 and function.removesuffix('.poll').endswith('poll'))
+      return 'None' in ast.unparse(call) or (
+        count == 0 and function.removesuffix('.poll').endswith('poll')
+      )
     if function == 'select.select':
       return count < 4
-    if function in ('subprocess.run', 'subprocess.call', 'subprocess.check_call', 'subprocess.check_output'):
+    if function in (
+      'subprocess.run',
+      'subprocess.call',
+      'subprocess.check_call',
+      'subprocess.check_output',
+    ):
       return True
     if function == 'jax.distributed.initialize':
       return True
@@ -175,7 +235,9 @@ def _bounds(node: ast.AST) -> bool:
 def _has_bound(call: ast.Call) -> bool:
   """Whether an argument is a time limit, or says that it is not to wait."""
   for word in call.keywords:
-    if word.arg in ('timeout', 'deadline_s') and 'None' not in re.findall(r'\w+', ast.unparse(word.value)):
+    if word.arg in ('timeout', 'deadline_s') and 'None' not in re.findall(
+      r'\w+', ast.unparse(word.value)
+    ):
       return True
     if word.arg in ('wait', 'block', 'blocking') and ast.unparse(word.value) == 'False':
       return True
@@ -188,7 +250,8 @@ def _has_bound(call: ast.Call) -> bool:
 def test_no_wait_is_bare(path):
   for line, code in bare_waits(path.read_text()):
     pytest.fail(
-      f'{path.relative_to(ROOT)}:{line}: {code} waits without a bound; wrap it in core.waits.bounded, give it a '
+      f'{path.relative_to(ROOT)}:{line}: {code} waits without a bound; wrap it in '
+      'core.waits.bounded, give it a '
       'timeout, or say what ends it in a comment "# wait NAME: BOUND"'
     )
 

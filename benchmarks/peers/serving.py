@@ -1,4 +1,5 @@
-"""One side of a comparison, in its own process: runs the works named on standard input and reports their cost.
+"""One side of a comparison, in its own process: runs the works named on standard input and reports
+their cost.
 
 Standard library and NumPy only: it runs in this project's environment and in the peers'.
 """
@@ -15,8 +16,8 @@ def serve(works):
   """Runs works by name until standard input ends.
 
   Args:
-    works: functions by name; each completes its work before it returns, and its first call returns a number on which
-      all sides agree.
+    works: functions by name; each completes its work before it returns, and its first call returns
+      a number on which all sides agree.
   """
   answers = os.fdopen(os.dup(1), 'w')
   os.dup2(2, 1)  # Keeps what libraries print out of the answers.
@@ -24,15 +25,21 @@ def serve(works):
   for line in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
     value = works[line.strip()]()
-    cost = {'wall': time.perf_counter() - wall, 'cpu': time.process_time() - cpu, 'value': float(value)}
+    cost = {
+      'wall': time.perf_counter() - wall,
+      'cpu': time.process_time() - cpu,
+      'value': float(value),
+    }
     print(json.dumps(cost), file=answers, flush=True)
 
 
 def padded(path):
-  """Reads a file's rows in the layout of RL libraries: prompts padded on the left, completions on the right.
+  """Reads a file's rows in the layout of RL libraries: prompts padded on the left, completions on
+  the right.
 
   Returns:
-    A dict of prompt_ids, prompt_mask, completion_ids, completion_mask `[rows, time]` and advantages `[rows]`.
+    A dict of prompt_ids, prompt_mask, completion_ids, completion_mask `[rows, time]` and advantages
+      `[rows]`.
   """
   rows = np.load(path)
   tokens = np.split(rows['tokens'], np.cumsum(rows['lengths'])[:-1])

@@ -1,9 +1,10 @@
-"""TRL's side of benchmarks/steps.py: its trainers' own loss, forward and generation methods, and their optimizer.
+"""TRL's side of benchmarks/steps.py: its trainers' own loss, forward and generation methods, and
+their optimizer.
 
   python trl_steps.py FOLDER MICRO_BATCH
 
-Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. Rollouts, scores and
-tokenization, which are not measured, are replaced by prepared tensors.
+Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project.
+Rollouts, scores and tokenization, which are not measured, are replaced by prepared tensors.
 """
 
 import os
@@ -43,7 +44,10 @@ def options(folder):
 
 
 def tensors(arrays):
-  return {name: torch.tensor(x) if x.dtype == np.float32 else torch.tensor(x).long() for name, x in arrays.items()}
+  return {
+    name: torch.tensor(x) if x.dtype == np.float32 else torch.tensor(x).long()
+    for name, x in arrays.items()
+  }
 
 
 def optimizer_step(trainer, losses):
@@ -70,15 +74,24 @@ def grpo_works(folder, scratch, micro_batch):
   )
   dataset = Dataset.from_list([{'prompt': 'a'}] * count)
   trainer = GRPOTrainer(
-    f'{folder}/model', lambda **_: None, args=args, train_dataset=dataset, processing_class=tokenizer()
+    f'{folder}/model',
+    lambda **_: None,
+    args=args,
+    train_dataset=dataset,
+    processing_class=tokenizer(),
   )
   trainer.current_gradient_accumulation_steps = count // micro_batch
   trainer.create_optimizer()
   trainer.model.train()
 
   def update(name):
-    parts = [{k: x[at : at + micro_batch] for k, x in rows[name].items()} for at in range(0, count, micro_batch)]
-    return optimizer_step(trainer, [lambda part=part: trainer.compute_loss(trainer.model, part) for part in parts])
+    parts = [
+      {k: x[at : at + micro_batch] for k, x in rows[name].items()}
+      for at in range(0, count, micro_batch)
+    ]
+    return optimizer_step(
+      trainer, [lambda part=part: trainer.compute_loss(trainer.model, part) for part in parts]
+    )
 
   def logprobs():
     batch = rows['equal']
@@ -103,10 +116,14 @@ def grpo_works(folder, scratch, micro_batch):
 
 
 def dpo_works(folder, scratch, micro_batch):
-  """Returns DPO works. Neighbouring rows are pairs; TRL expects a batch's chosen rows before its rejected ones."""
+  """Returns DPO works. Neighbouring rows are pairs; TRL expects a batch's chosen rows before its
+  rejected ones.
+  """
   arrays = tensors(padded(f'{folder}/equal.npz'))
   tokens = torch.cat([arrays['prompt_ids'], arrays['completion_ids']], 1)
-  trained = torch.cat([torch.zeros_like(arrays['prompt_ids']), torch.ones_like(arrays['completion_ids'])], 1)
+  trained = torch.cat(
+    [torch.zeros_like(arrays['prompt_ids']), torch.ones_like(arrays['completion_ids'])], 1
+  )
   count = len(tokens)
   args = DPOConfig(
     **options(scratch),
@@ -115,17 +132,23 @@ def dpo_works(folder, scratch, micro_batch):
     gradient_accumulation_steps=count // micro_batch,
   )
   dataset = Dataset.from_list([{'prompt': 'a', 'chosen': 'a a', 'rejected': 'a'}] * 2)
-  trainer = DPOTrainer(f'{folder}/model', args=args, train_dataset=dataset, processing_class=tokenizer())
+  trainer = DPOTrainer(
+    f'{folder}/model', args=args, train_dataset=dataset, processing_class=tokenizer()
+  )
   trainer.create_optimizer()
   trainer.model.train()
   parts = []
   for at in range(0, count, micro_batch):
     order = [*range(at, at + micro_batch, 2), *range(at + 1, at + micro_batch, 2)]
     ids = tokens[order]
-    parts.append({'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'completion_mask': trained[order]})
+    parts.append(
+      {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'completion_mask': trained[order]}
+    )
 
   def update():
-    losses = [lambda part=part: trainer.compute_loss(trainer.model, part) / len(parts) for part in parts]
+    losses = [
+      lambda part=part: trainer.compute_loss(trainer.model, part) / len(parts) for part in parts
+    ]
     return optimizer_step(trainer, losses)
 
   return {'dpo': update}
@@ -134,7 +157,9 @@ def dpo_works(folder, scratch, micro_batch):
 def main(folder, micro_batch):
   torch.manual_seed(0)
   with tempfile.TemporaryDirectory() as scratch:
-    serve(grpo_works(folder, scratch, int(micro_batch)) | dpo_works(folder, scratch, int(micro_batch)))
+    serve(
+      grpo_works(folder, scratch, int(micro_batch)) | dpo_works(folder, scratch, int(micro_batch))
+    )
 
 
 if __name__ == '__main__':

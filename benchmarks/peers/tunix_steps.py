@@ -1,9 +1,10 @@
-"""Tunix's side of benchmarks/steps.py: its trainer's own jitted step on its own model and GRPO loss.
+"""Tunix's side of benchmarks/steps.py: its trainer's own jitted step on its own model and GRPO
+loss.
 
   python tunix_steps.py FOLDER MICRO_BATCH
 
-Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. Rollouts and scores, which
-are not measured, are replaced by prepared arrays.
+Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project.
+Rollouts and scores, which are not measured, are replaced by prepared arrays.
 """
 
 import json
@@ -56,7 +57,9 @@ def main(folder, micro_batch):
     eval_every_n_steps=1_000_000, gradient_accumulation_steps=parts if parts > 1 else None
   )
   actor = trainer.Trainer(load(f'{folder}/model'), optimizer, config, dict)
-  loss = lambda model, train_example, algo_config: algo_core.grpo_loss_fn(model, train_example, algo_config, **IDS)
+  loss = lambda model, train_example, algo_config: algo_core.grpo_loss_fn(
+    model, train_example, algo_config, **IDS
+  )
   actor = actor.with_loss_fn(loss, has_aux=True)
   actor = actor.with_gen_model_input_fn(lambda x: {'train_example': x, 'algo_config': algorithm})
   step, _ = actor.jit_train_and_eval_step(cache_nnx_graph=True)
@@ -71,7 +74,8 @@ def main(folder, micro_batch):
 
   def update():
     norms = [jax.block_until_ready(step(example))[2] for example in examples]
-    # With several micro-batches each has its own gradient, and the norm of the sum is not available.
+    # With several micro-batches each has its own gradient, and the norm of the sum is not
+    # available.
     return norms[0] if parts == 1 else float('nan')
 
   serve({'grpo': update})

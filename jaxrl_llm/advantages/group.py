@@ -16,13 +16,17 @@ _Rewards = Float64[np.ndarray, 'members']
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
-  """Advantage per sample; 0 if it is unscorable, alone in its group, or its group has zero variance."""
+  """Advantage per sample; 0 if it is unscorable, alone in its group, or its group has zero
+  variance.
+  """
   scored: Bool[np.ndarray, 'samples']
   """False for unscorable samples (reward None): they are in no baseline and in no loss."""
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these groups that have only one scored sample or equal rewards, and hence no learning signal."""
+  """Number of these groups that have only one scored sample or equal rewards, and hence no learning
+  signal.
+  """
 
 
 def group_advantages(
@@ -35,9 +39,9 @@ def group_advantages(
 ) -> GroupAdvantages:
   """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
 
-  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), whose result REINFORCE++-baseline and
-  OPMD start from. Equality of rewards is tested directly (max = min): a floating-point mean is not exact, so identical
-  rewards would otherwise give a signal.
+  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), whose result
+  REINFORCE++-baseline and OPMD start from. Equality of rewards is tested directly (max = min): a
+  floating-point mean is not exact, so identical rewards would otherwise give a signal.
 
   Args:
     rewards: one per sample; None: unscorable.
@@ -57,22 +61,31 @@ def group_advantages(
 def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
   """RLOO: A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
 
-  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A sample alone in its group gets 0.
+  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A sample alone in its
+  group gets 0.
   """
-  return _within_groups(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
+  return _within_groups(
+    rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1)
+  )
 
 
-def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str], *, tau: float) -> GroupAdvantages:
+def log_partition_baseline(
+  rewards: Sequence[float | None], groups: Sequence[str], *, tau: float
+) -> GroupAdvantages:
   """A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)), the soft value of the group as the baseline.
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the group's n samples. The baseline
-  lies between the mean (τ → ∞) and the maximum (τ → 0), so these advantages do not sum to zero.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the group's n
+  samples. The baseline lies between the mean (τ → ∞) and the maximum (τ → 0), so these advantages
+  do not sum to zero.
 
   Raises:
     UserError: tau is not above 0.
   """
   if not tau > 0:
-    raise UserError(f'log-partition baseline: tau {tau}, wanted above 0 (a small tau is close to the group maximum)')
+    raise UserError(
+      f'log-partition baseline: tau {tau}, wanted above 0 (a small tau is close to the group '
+      'maximum)'
+    )
 
   def rule(values: _Rewards) -> _Rewards:
     below = values - values.max()
@@ -83,7 +96,9 @@ def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str
 
 
 def unequal(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
-  """1 for each scored sample whose group has two different rewards, 0 for all others (DAPO's dynamic sampling)."""
+  """1 for each scored sample whose group has two different rewards, 0 for all others (DAPO's
+  dynamic sampling).
+  """
   return _within_groups(rewards, groups, np.ones_like)
 
 
@@ -98,16 +113,16 @@ def step_credit(
 ) -> GroupAdvantages:
   """Advantages of rows that are steps of trajectories: a trajectory may have several rows.
 
-  'trajectory': a trajectory's reward is that of its last step. All its steps get the same advantage, relative to the
-  other trajectories of its group; a trajectory counts once in the baseline, however many steps it has. In the result,
-  `groups` and `zero_std_groups` count groups.
-  'step': each row has its own reward, and rows with the same group and step index share a baseline. In the result, the
-  two fields count these (group, step index) baselines. If only one trajectory is long enough to have a certain step,
-  that step gets 0. (GiGPO, arXiv:2505.10978, compares steps that start from equal states; here the step index is a
-  proxy for the state.)
+  'trajectory': a trajectory's reward is that of its last step. All its steps get the same
+  advantage, relative to the other trajectories of its group; a trajectory counts once in the
+  baseline, however many steps it has. In the result, `groups` and `zero_std_groups` count groups.
+  'step': each row has its own reward, and rows with the same group and step index share a baseline.
+  In the result, the two fields count these (group, step index) baselines. If only one trajectory is
+  long enough to have a certain step, that step gets 0. (GiGPO, arXiv:2505.10978, compares steps
+  that start from equal states; here the step index is a proxy for the state.)
 
-  In both modes a trajectory whose last step is unscorable is unscorable as a whole. With 'step', any other unscorable
-  row affects no other row.
+  In both modes a trajectory whose last step is unscorable is unscorable as a whole. With 'step',
+  any other unscorable row affects no other row.
 
   Args:
     rewards: one per row; None: unscorable.
@@ -128,12 +143,18 @@ def step_credit(
     for i, rows in enumerate(members):
       owner[rows] = i
     return result._replace(advantages=result.advantages[owner], scored=result.scored[owner])
-  lost = {row for rows, outcome in zip(members, outcomes, strict=True) if outcome is None for row in rows}
+  lost = {
+    row for rows, outcome in zip(members, outcomes, strict=True) if outcome is None for row in rows
+  }
   scored_rewards = [None if row in lost else reward for row, reward in enumerate(rewards)]
-  return advantages(scored_rewards, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)])
+  return advantages(
+    scored_rewards, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)]
+  )
 
 
-def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]) -> list[list[int]]:
+def _trajectories(
+  groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]
+) -> list[list[int]]:
   """Row numbers of each trajectory, in order of their step index."""
   members: dict[str | int, dict[int, int]] = {}
   for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):

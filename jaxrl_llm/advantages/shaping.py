@@ -18,14 +18,16 @@ Lengths = Sequence[int] | Int[np.ndarray, 'samples']
 def overlong_penalty(
   lengths: Lengths, *, max_length: int, buffer: int, factor: float = 1.0
 ) -> Float64[np.ndarray, 'samples']:
-  """DAPO's soft overlong punishment: min(0, -(length - (max_length - buffer)) / buffer · factor), at least -factor.
+  """DAPO's soft overlong punishment: min(0, -(length - (max_length - buffer)) / buffer · factor),
+  at least -factor.
 
-  Source: DAPO (arXiv:2503.14476), eq. 13. The result is 0 up to max_length - buffer, then falls in a straight line to
-  -factor at max_length, where it stays.
+  Source: DAPO (arXiv:2503.14476), eq. 13. The result is 0 up to max_length - buffer, then falls in
+  a straight line to -factor at max_length, where it stays.
 
   Args:
-    lengths: length of each response, in tokens. The caller chooses whether to count only trained tokens (tool tokens
-      then cost nothing) or the whole response; `max_length` must count the same.
+    lengths: length of each response, in tokens. The caller chooses whether to count only trained
+      tokens (tool tokens then cost nothing) or the whole response; `max_length` must count the
+      same.
     max_length: length at which the penalty reaches its full size.
     buffer: number of tokens over which the penalty grows, 1 to `max_length`.
     factor: full size of the penalty.
@@ -34,7 +36,9 @@ def overlong_penalty(
     UserError: `buffer` is out of its range.
   """
   if not 1 <= buffer <= max_length:
-    raise UserError(f'overlong penalty: buffer {buffer}, wanted 1 to max_length={max_length} tokens')
+    raise UserError(
+      f'overlong penalty: buffer {buffer}, wanted 1 to max_length={max_length} tokens'
+    )
   room = max_length - buffer - np.asarray(lengths, np.float64)
   return factor * np.clip(room / buffer, -1.0, 0.0)
 
@@ -42,15 +46,18 @@ def overlong_penalty(
 def length_rewards(
   lengths: Lengths, correct: Sequence[bool | None], groups: Sequence[str]
 ) -> Float64[np.ndarray, 'samples']:
-  """Kimi's length reward: λ_i = 0.5 - (length_i - min) / (max - min) within the group; wrong answers get min(0, λ_i).
+  """Kimi's length reward: λ_i = 0.5 - (length_i - min) / (max - min) within the group; wrong
+  answers get min(0, λ_i).
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. The reward is 0 for all if the lengths of a group are equal
-  (max = min), and in a group of one.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. The reward is 0 for all if the lengths of a
+  group are equal (max = min), and in a group of one.
 
   Args:
     lengths: length of each response, in tokens.
-    correct: whether the answer is right; None: unscorable, which gets 0 and is left out of min and max.
-    groups: the group id of each sample. Groups must be complete, because the reward compares their lengths.
+    correct: whether the answer is right; None: unscorable, which gets 0 and is left out of min and
+      max.
+    groups: the group id of each sample. Groups must be complete, because the reward compares their
+      lengths.
   """
   members: dict[str, list[int]] = {}
   for i, (right, group) in enumerate(zip(correct, groups, strict=True)):
@@ -62,7 +69,9 @@ def length_rewards(
     group_lengths = length[indices]
     if group_lengths.max() == group_lengths.min():
       continue
-    short = 0.5 - (group_lengths - group_lengths.min()) / (group_lengths.max() - group_lengths.min())
+    short = 0.5 - (group_lengths - group_lengths.min()) / (
+      group_lengths.max() - group_lengths.min()
+    )
     rewards[indices] = np.where([correct[i] for i in indices], short, np.minimum(short, 0.0))
   return rewards
 
@@ -70,7 +79,8 @@ def length_rewards(
 def warmup_weight(step: int, *, warmup_steps: int, weight: float) -> float:
   """0 in the first `warmup_steps` steps (step counts completed steps, from 0), then `weight`.
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3: no length reward at first, then a constant one.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3: no length reward at first, then a constant
+  one.
   """
   return weight if step >= warmup_steps else 0.0
 
@@ -83,7 +93,9 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Amount of training between noticeable changes, in the unit of `n` in `adapted` (samples or tokens)."""
+  """Amount of training between noticeable changes, in the unit of `n` in `adapted` (samples or
+  tokens).
+  """
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -95,9 +107,9 @@ class AdaptiveKl:
 def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> float:
   """The next coefficient: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
 
-  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n / horizon, as is
-  customary; n is the number of samples or tokens since the last change, in the unit of the horizon. An estimate of the
-  KL may be negative, which counts as below the target.
+  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n /
+  horizon, as is customary; n is the number of samples or tokens since the last change, in the unit
+  of the horizon. An estimate of the KL may be negative, which counts as below the target.
 
   Raises:
     UserError: n is so large for the horizon that one step could make the coefficient 0 or negative.
@@ -107,7 +119,8 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
     raise ValueError(f'measured KL {measured_kl} is not finite')
   if n >= 5 * config.horizon:
     raise UserError(
-      f'adaptive KL: horizon {config.horizon} for {n} samples or tokens per change lets the coefficient reach 0; '
+      f'adaptive KL: horizon {config.horizon} for {n} samples or tokens per change lets the '
+      'coefficient reach 0; '
       f'set it above {n / 5:g}'
     )
   error = min(max(measured_kl / config.target - 1.0, -0.2), 0.2)
@@ -118,10 +131,9 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
 class MuSchedule:
   """μ, the weight of the expert loss against the rollouts' loss, by step.
 
-  constant: `mu`.
-  linear: from `peak` at step 0 straight to `valley` at `decay_steps`, then `valley`.
-  chord: linear from 0 to `peak` over `warmup_steps`, half a cosine down to `valley` over `decay_steps`, then `valley`
-  (CHORD-μ, arXiv:2508.11408).
+  constant: `mu`. linear: from `peak` at step 0 straight to `valley` at `decay_steps`, then
+  `valley`. chord: linear from 0 to `peak` over `warmup_steps`, half a cosine down to `valley` over
+  `decay_steps`, then `valley` (CHORD-μ, arXiv:2508.11408).
   """
 
   kind: Literal['constant', 'linear', 'chord'] = 'constant'
@@ -136,7 +148,9 @@ class MuSchedule:
       if not 0 <= getattr(self, name) <= 1:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted 0 to 1')
     if self.kind != 'constant' and self.mu != 0.1:
-      raise UserError(f'mu schedule: mu {self.mu} is a field of kind constant; {self.kind} uses peak and valley')
+      raise UserError(
+        f'mu schedule: mu {self.mu} is a field of kind constant; {self.kind} uses peak and valley'
+      )
     for name in ('warmup_steps', 'decay_steps'):
       if getattr(self, name) < 0:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted at least 0')

@@ -1,7 +1,8 @@
-"""Per-token rewards, returns and advantages in float64, over the trained (valid) tokens of a row only.
+"""Per-token rewards, returns and advantages in float64, over the trained (valid) tokens of a row
+only.
 
-A row's `mask` marks the valid tokens. The others, such as the prompt and tool output, are called holes: values in holes
-are never read, and every result is exactly 0 there.
+A row's `mask` marks the valid tokens. The others, such as the prompt and tool output, are called
+holes: values in holes are never read, and every result is exactly 0 there.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ def masked_gae(
   lam: float,
   last_value: float = 0.0,
 ) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
-  """(advantages, returns) by generalized advantage estimation over the valid tokens; t' is the next valid one after t:
+  """(advantages, returns) by generalized advantage estimation over the valid tokens; t' is the next
+  valid one after t:
 
-  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V is `last_value`
-  (0 where the episode has ended) and A is 0.
+  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V
+  is `last_value` (0 where the episode has ended) and A is 0.
 
-  Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. A hole carries (V_t', A_t') through unchanged, so neither
-  holes nor padding change anything at valid tokens, for every λ. A row without valid tokens gives zeros.
+  Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. A hole carries (V_t', A_t') through
+  unchanged, so neither holes nor padding change anything at valid tokens, for every λ. A row
+  without valid tokens gives zeros.
   """
   rewards, values = _compact(rewards, mask), _compact(values, mask)
   following = np.append(values[1:], last_value)[: len(values)]
@@ -43,10 +46,11 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid one; only valid tokens are discounted.
+  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid one; only valid tokens are
+  discounted.
 
-  Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them: with resets a
-  trajectory with tool tokens would teach nothing before its last turn.
+  Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them:
+  with resets a trajectory with tool tokens would teach nothing before its last turn.
   """
   return _spread(_discounted_sums(_compact(rewards, mask), gamma), mask)
 
@@ -54,19 +58,25 @@ def token_returns(
 def place_rewards(
   mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of turn i.
+  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of
+  turn i.
 
-  A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row without valid tokens
-  (one that is left out of the loss) gives zeros, whatever the rewards of its turns.
+  A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row
+  without valid tokens (one that is left out of the loss) gives zeros, whatever the rewards of its
+  turns.
 
   Raises:
     ValueError: more turn rewards than turns, or a reward that is not finite.
   """
   if not all(map(math.isfinite, (reward, *turn_rewards))):
-    raise ValueError(f'reward {reward} or one of the turn rewards {list(turn_rewards)} is not finite')
+    raise ValueError(
+      f'reward {reward} or one of the turn rewards {list(turn_rewards)} is not finite'
+    )
   ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
   if len(turn_rewards) > len(ends) > 0:
-    raise ValueError(f'{len(turn_rewards)} turn rewards for a row of {len(ends)} turns (runs of trained tokens)')
+    raise ValueError(
+      f'{len(turn_rewards)} turn rewards for a row of {len(ends)} turns (runs of trained tokens)'
+    )
   rewards = np.zeros(mask.shape, np.float64)
   if len(ends):
     rewards[ends[: len(turn_rewards)]] = turn_rewards
@@ -81,10 +91,12 @@ def whiten(
   eps: float = 1e-8,
   shift_mean: bool = True,
 ) -> list[Float64[np.ndarray, '_']]:
-  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over all valid tokens of the batch.
+  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over all valid tokens of the
+  batch.
 
-  PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer than two valid
-  tokens, or if all are equal (max = min, tested before the division), the result is zeros whatever `shift_mean`.
+  PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer
+  than two valid tokens, or if all are equal (max = min, tested before the division), the result is
+  zeros whatever `shift_mean`.
 
   Args:
     rows: one array per row, of any lengths.
@@ -98,7 +110,9 @@ def whiten(
     return [np.zeros(mask.shape, np.float64) for mask in masks]
   mean, scale = valid.mean(), np.sqrt(valid.var(ddof=1) + eps)
   shift = 0.0 if shift_mean else mean
-  return [_spread((part - mean) / scale + shift, mask) for part, mask in zip(parts, masks, strict=True)]
+  return [
+    _spread((part - mean) / scale + shift, mask) for part, mask in zip(parts, masks, strict=True)
+  ]
 
 
 def kl_penalty(
@@ -111,11 +125,13 @@ def kl_penalty(
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards -coef · k, with d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
+  """Token rewards -coef · k, with d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d
+  - 1.
 
-  Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are those of
-  `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score function, where k1 is the one
-  that gives the gradient of the reverse KL (as in Ziegler et al. 2019, arXiv:1909.08593).
+  Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are
+  those of `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score
+  function, where k1 is the one that gives the gradient of the reverse KL (as in Ziegler et al.
+  2019, arXiv:1909.08593).
   """
   difference = _compact(logprobs, mask) - _compact(reference, mask)
   if kind == 'k1':
@@ -128,17 +144,23 @@ def kl_penalty(
   return _spread(-coef * estimate, mask)
 
 
-def _compact(row: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time']) -> Float64[np.ndarray, 'valid']:
+def _compact(
+  row: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time']
+) -> Float64[np.ndarray, 'valid']:
   return row[mask].astype(np.float64)
 
 
-def _spread(values: Float64[np.ndarray, 'valid'], mask: Bool[np.ndarray, 'time']) -> Float64[np.ndarray, 'time']:
+def _spread(
+  values: Float64[np.ndarray, 'valid'], mask: Bool[np.ndarray, 'time']
+) -> Float64[np.ndarray, 'time']:
   row = np.zeros(mask.shape, np.float64)
   row[mask] = values
   return row
 
 
-def _discounted_sums(values: Float64[np.ndarray, 'valid'], decay: float) -> Float64[np.ndarray, 'valid']:
+def _discounted_sums(
+  values: Float64[np.ndarray, 'valid'], decay: float
+) -> Float64[np.ndarray, 'valid']:
   """y_t = x_t + decay · y_{t+1}, with 0 after the end."""
   sums = itertools.accumulate(reversed(values.tolist()), lambda later, value: value + decay * later)
   return np.array(list(sums), np.float64)[::-1]

@@ -65,7 +65,9 @@ class _Facts:
 
 
 class Exports(NamedTuple):
-  """Parameters that a finished run exports, on the host of process 0; None on other processes and for absent roles."""
+  """Parameters that a finished run exports, on the host of process 0; None on other processes and
+  for absent roles.
+  """
 
   policy: Params | None
   """Parameters of the policy, with its adapters merged in."""
@@ -86,12 +88,16 @@ class _Launch(NamedTuple):
   """Set once the loop has begun, so that a stop has something to commit."""
 
 
-async def run(config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None) -> int:
-  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run.
+async def run(
+  config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None
+) -> int:
+  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a
+  finished run.
 
   Args:
-    on_start: called with a function that ends the run with a commit; that function takes a signal's number and must be
-      called in the run's event loop. None: the run handles SIGINT and SIGTERM, which only the main thread can.
+    on_start: called with a function that ends the run with a commit; that function takes a signal's
+      number and must be called in the run's event loop. None: the run handles SIGINT and SIGTERM,
+      which only the main thread can.
   """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -118,7 +124,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 
   async def set_up() -> Any:
     nonlocal prepared, config
-    # Check before anything is written: later code would recreate a missing file, or take it for one that never existed.
+    # Check before anything is written: later code would recreate a missing file, or take it for one
+    # that never existed.
     step = max(checkpoints.steps(), default=0)
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
@@ -156,12 +163,16 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   state, base = await device.run(committed_state, setup, facts.step)
   resources = open_resources(setup, prepared, committed) if coordinator.leads else None
   best = tuple(committed['best']) if committed and committed['best'] else None
-  parts = build_parts(setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), resources)
+  parts = build_parts(
+    setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), resources
+  )
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(resources, start=left):
     begun.set()
     if resources and facts.step and left:
-      resources.logs.progress.note(f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}')
+      resources.logs.progress.note(
+        f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}'
+      )
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
@@ -181,14 +192,19 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 def _not_exact(machine: dict[str, Any]) -> str:
   """Returns a note on why a resumed run may differ in some bits; empty on an unchanged machine."""
   differences = changes(machine)
-  return f'; not bit for bit: the machine differs from the one that committed it: {differences}' if differences else ''
+  return (
+    f'; not bit for bit: the machine differs from the one that committed it: {differences}'
+    if differences
+    else ''
+  )
 
 
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
-  """Installs handlers: the first Ctrl-C or SIGTERM requests a commit and a clean exit, the second exits at once.
+  """Installs handlers: the first Ctrl-C or SIGTERM requests a commit and a clean exit, the second
+  exits at once.
 
-  Before the loop has begun, there is nothing to commit: even the first signal then exits at once, unless other
-  processes would be left waiting.
+  Before the loop has begun, there is nothing to commit: even the first signal then exits at once,
+  unless other processes would be left waiting.
   """
   seen: list[int] = []
 
@@ -200,13 +216,16 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
       signal.signal(signum, signal.SIG_DFL)
       signal.raise_signal(signum)
     if not begun.is_set() and not jax.distributed.is_initialized():
-      sys.stderr.write(f'stopped by {signal.Signals(signum).name} during set-up; start the same command again\n')
+      sys.stderr.write(
+        f'stopped by {signal.Signals(signum).name} during set-up; start the same command again\n'
+      )
       sys.stderr.flush()
       # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
       os._exit(128 + signum)
     seen.append(signum)
     sys.stderr.write(
-      f'{signal.Signals(signum).name}: committing the finished steps, then exiting (again: exits at once)\n'
+      f'{signal.Signals(signum).name}: committing the finished steps, then exiting (again: exits '
+      'at once)\n'
     )
     coordinator.report_signal(signum)
     if coordinator.leads:
@@ -224,7 +243,9 @@ def _facts(value: Any) -> _Facts:
 
 @contextlib.asynccontextmanager
 async def _opened(resources: Resources | None, *, start: bool):
-  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to do."""
+  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to
+  do.
+  """
   if resources is None:
     yield
     return
@@ -248,7 +269,9 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
   return 128 + outcome.stop
 
 
-def _finish(config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, exports: Exports) -> None:
+def _finish(
+  config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, exports: Exports
+) -> None:
   """Writes the exports and the report of a finished run, and prints the summary."""
   models = [(path / 'hf', exports.policy, spec)]
   if exports.critic is not None:
@@ -264,7 +287,9 @@ def _finish(config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelS
       pad_id=prepared.tokenizer.pad_id,
     )
   if exports.adapter is not None:
-    export_adapter(path / 'adapter', exports.adapter, spec, config.policy.lora, base=base_of(config))
+    export_adapter(
+      path / 'adapter', exports.adapter, spec, config.policy.lora, base=base_of(config)
+    )
   report = build_report(path)
   logging.info('exported %s, wrote %s', path / 'hf', report)
   print_summary(path, [stage.name for stage in config.stages], report)

@@ -1,7 +1,8 @@
-"""The root configuration. Most parts are defined beside the code that reads them, and only assembled here.
+"""The root configuration. Most parts are defined beside the code that reads them, and only
+assembled here.
 
-Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed (`--dry_run`), never
-entered by hand.
+Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed
+(`--dry_run`), never entered by hand.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 
 def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Raises UserError if a field is below its lower bound in `bounds`; a field that is None always passes."""
+  """Raises UserError if a field is below its lower bound in `bounds`; a field that is None always
+  passes.
+  """
   for name, least in bounds.items():
     value = getattr(config, name)
     if value is not None and value < least:
@@ -59,12 +62,15 @@ class PolicyConfig:
   """The model to train: its initial weights, precision, memory options and adapters."""
 
   init_from: str | None = None
-  """Hugging Face directory, hub id, or a run directory (its `hf/`); None: random weights, as `family` and `model`
-  say."""
+  """Hugging Face directory, hub id, or a run directory (its `hf/`); None: random weights, as
+  `family` and `model` say.
+  """
   family: str = 'qwen2'
   """With random weights: model family."""
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """With random weights: ModelSpec fields (hidden_size, num_hidden_layers, ...) that differ from the tiny default."""
+  """With random weights: ModelSpec fields (hidden_size, num_hidden_layers, ...) that differ from
+  the tiny default.
+  """
   tokenizer: TokenizerConfig = TokenizerConfig()
   """With random weights: tokenizer to build; a checkpoint brings its own."""
   dtype: Literal['float32', 'bfloat16'] = 'float32'
@@ -72,13 +78,18 @@ class PolicyConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
   scan_layers: bool = False
-  """Compile a single layer and scan it over all layers: compiles faster, but runs 10 to 15 % slower on a CPU."""
+  """Compile a single layer and scan it over all layers: compiles faster, but runs 10 to 15 % slower
+  on a CPU.
+  """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """Which activations of each layer are kept for the backward pass (see ModelOptions.remat). On a CPU it saves memory
-  only with scan_layers."""
+  """Which activations of each layer are kept for the backward pass (see ModelOptions.remat). On a
+  CPU it saves memory only with scan_layers.
+  """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
-  """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block at a time; 'splash'
-  is a TPU kernel, 'pallas_gpu' a GPU kernel; 'auto' chooses by platform and length."""
+  """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block
+  at a time; 'splash' is a TPU kernel, 'pallas_gpu' a GPU kernel; 'auto' chooses by platform and
+  length.
+  """
   lora: LoraConfig | None = None
   """Adapters to train on frozen weights, in all stages; None: train the whole model."""
 
@@ -88,7 +99,9 @@ class AlgorithmConfig:
   """Name and options of a stage's algorithm."""
 
   name: str
-  """Key of `learner.catalogue.ALGORITHMS` (`jaxrl train --list`), or your own algorithm as 'module:attribute'."""
+  """Key of `learner.catalogue.ALGORITHMS` (`jaxrl train --list`), or your own algorithm as
+  'module:attribute'.
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields of the algorithm's options dataclass."""
 
@@ -98,8 +111,9 @@ class CriticConfig:
   """PPO's critic: a separate network with the policy's architecture and one output."""
 
   init_from: str | None = None
-  """Reward model or critic to start from (directory, hub id, or a run directory); None: the previous stage's critic, or
-  else the policy with a fresh output."""
+  """Reward model or critic to start from (directory, hub id, or a run directory); None: the
+  previous stage's critic, or else the policy with a fresh output.
+  """
   optimizer: OptimizerConfig | None = None
   """Optimizer of the critic; None: the policy's."""
 
@@ -129,8 +143,9 @@ class PastConfig:
   """Replayed groups that join each batch of new ones."""
 
   groups: int
-  """Maximum number of replayed groups per batch, on top of `groups_per_batch`; the first batches have fewer to draw
-  from."""
+  """Maximum number of replayed groups per batch, on top of `groups_per_batch`; the first batches
+  have fewer to draw from.
+  """
   max_uses: int
   """Maximum number of batches that may train on a group, including its first."""
   draw: DrawConfig = DrawConfig()
@@ -142,11 +157,14 @@ class PastConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
-  """Preferences of a run: from a file or dataset, or made from tasks with templates (`source='taskset:<name>'`)."""
+  """Preferences of a run: from a file or dataset, or made from tasks with templates
+  (`source='taskset:<name>'`).
+  """
 
   wrong: tuple[str, ...] = ()
-  """With a taskset: templates of rejected answers, of which each task uses one; `chosen` is the template of the
-  preferred answer."""
+  """With a taskset: templates of rejected answers, of which each task uses one; `chosen` is the
+  template of the preferred answer.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,27 +180,37 @@ class Rollouts:
   group_size: int = 8
   """Number of samples in a group."""
   temperature: float = 1.0
-  """Sampling temperature. Training rollouts use no top_p or top_k, since the trainer compares whole distributions."""
+  """Sampling temperature. Training rollouts use no top_p or top_k, since the trainer compares whole
+  distributions.
+  """
   limits: TaskLimits = TaskLimits()
   """Time limits of a group."""
   max_dropped_groups: int = 100
-  """Maximum number of groups without a scorable or selected sample while one batch is collected; one more ends the
-  run."""
+  """Maximum number of groups without a scorable or selected sample while one batch is collected;
+  one more ends the run.
+  """
   processors: tuple[ProcessorConfig, ...] = ()
-  """Processors applied in order to a finished group before selection; see `master.exploring.processors`."""
+  """Processors applied in order to a finished group before selection; see
+  `master.exploring.processors`.
+  """
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects the samples of a finished group to train on."""
   experts: ExpertsConfig | None = None
   """For algorithm mix: expert demonstrations that join the rollouts; None: no expert rows."""
   past: PastConfig | None = None
-  """Groups of earlier batches to train on again, at most `past.draw.max_age` old; None: no replay."""
+  """Groups of earlier batches to train on again, at most `past.draw.max_age` old; None: no
+  replay.
+  """
   bound: int = 0
-  """Maximum number of updates by which a rollout's weights may lag behind the trained ones; 0: on-policy."""
+  """Maximum number of updates by which a rollout's weights may lag behind the trained ones; 0:
+  on-policy.
+  """
   publish_every: int = 1
   """Number of updates from one publication of the weights to the engine to the next."""
   rollout_only: bool = False
-  """Generate, score, process and store rollouts without training; later stages start with a fresh optimizer and
-  critic."""
+  """Generate, score, process and store rollouts without training; later stages start with a fresh
+  optimizer and critic.
+  """
 
   @property
   def unit(self) -> int:
@@ -210,33 +238,46 @@ class Rollouts:
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
-    """Raises UserError for values that have no meaning, alone or together; `where` prefixes the field's name."""
+    """Raises UserError for values that have no meaning, alone or together; `where` prefixes the
+    field's name.
+    """
     _check_tasksets(where, self.tasksets)
-    _at_least(where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1)
+    _at_least(
+      where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
+    )
     self.sampler.check_tasksets(self.tasksets, where)
     check_processors(self.processors, f'{where}processors')
     if self.temperature <= 0:
-      raise UserError(f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ')
+      raise UserError(
+        f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ'
+      )
     if self.selection.kind == 'pairs' and self.group_size < 2:
       raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
     if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
-      raise UserError(f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or mixed')
+      raise UserError(
+        f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or '
+        'mixed'
+      )
     if self.rollout_only and (self.past is not None or self.experts is not None):
       raise UserError(
-        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no use; remove it, or those'
+        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no '
+        'use; remove it, or those'
       )
     if self.past is not None:
       most = self.groups_per_batch * (self.past.max_uses - 1)
       if self.past.groups > most:
         raise UserError(
-          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a batch, each used at most '
+          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a '
+          'batch, each used at most '
           f'{self.past.max_uses - 1} times more, leave {most}; lower it, or raise max_uses'
         )
     if self.publish_every > self.bound + 1:
       age = self.publish_every - 1
       raise UserError(
-        f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before a '
-        f'publication would train on rollouts of weights {age} updates old; raise bound to {age}, or publish more often'
+        f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last '
+        'batch before a '
+        f'publication would train on rollouts of weights {age} updates old; raise bound to {age}, '
+        'or publish more often'
       )
 
 
@@ -269,8 +310,9 @@ class Pairs:
   train: str
   """Name of the configured preferences to train on."""
   held_out: str | None = None
-  """Name of the configured preferences to measure at each evaluation (`val-core/<name>/rewards/accuracies`); None: no
-  measurement."""
+  """Name of the configured preferences to measure at each evaluation
+  (`val-core/<name>/rewards/accuracies`); None: no measurement.
+  """
   sequences_per_batch: int = 64
   """Number of sequences per batch; a pair has two."""
   tasksets: ClassVar[tuple[str, ...]] = ()
@@ -290,7 +332,9 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorded:
-  """Source of a stage's batches: groups of rollouts that another run stored, for offline training."""
+  """Source of a stage's batches: groups of rollouts that another run stored, for offline
+  training.
+  """
 
   run: str
   """Directory of the other run, which is read only once, when this run begins."""
@@ -317,7 +361,17 @@ class Recorded:
 
 
 _OF_ROLLOUTS = (
-  *('experts', 'processors', 'selection', 'temperature', 'sampler', 'past', 'bound', 'publish_every', 'rollout_only'),
+  *(
+    'experts',
+    'processors',
+    'selection',
+    'temperature',
+    'sampler',
+    'past',
+    'bound',
+    'publish_every',
+    'rollout_only',
+  ),
   *('max_dropped_groups', 'limits'),
 )
 
@@ -371,7 +425,10 @@ class StageConfig:
     where = f'stages.{self.name}.'
     _at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
     if not isinstance(self.source, Rollouts | Demonstrations | Pairs | Recorded):
-      raise UserError(f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Pairs or Recorded')
+      raise UserError(
+        f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Pairs or '
+        'Recorded'
+      )
     self.source.check(f'{where}source.')
 
 
@@ -380,8 +437,9 @@ class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are in the field with the same name here;
-  or your own engine as 'module:attribute'."""
+  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are in the field with
+  the same name here; or your own engine as 'module:attribute'.
+  """
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options of your own engine: fields of its options dataclass."""
   max_prompt_length: int
@@ -391,7 +449,9 @@ class RolloutConfig:
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Maximum wait in seconds for a batch of rollouts, or for the next task of an evaluation to finish."""
+  """Maximum wait in seconds for a batch of rollouts, or for the next task of an evaluation to
+  finish.
+  """
   mismatch: MismatchConfig = MismatchConfig()
   """Differences between trainer and sampler logprobs above which a step logs a warning."""
   workflow: WorkflowConfig = WorkflowConfig()
@@ -418,7 +478,8 @@ class RolloutConfig:
       named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
         raise UserError(
-          f'rollout.engine_options: apply only to a custom engine, and rollout.engine is {self.engine!r}; set '
+          'rollout.engine_options: apply only to a custom engine, and rollout.engine is '
+          f'{self.engine!r}; set '
           f'rollout.{self.engine} instead, and leave engine_options empty'
         )
 
@@ -428,7 +489,9 @@ class RolloutConfig:
     return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
 
   def engine_spec(self) -> EngineSpec:
-    """Returns the spec of the chosen engine, built from its options; imports a user's own engine."""
+    """Returns the spec of the chosen engine, built from its options; imports a user's own
+    engine.
+    """
     options, make = named_pair(self.engine, 'engine', ENGINES)
     if self.engine in ENGINES:
       return make(getattr(self, self.engine))
@@ -452,12 +515,15 @@ class LearnerConfig:
   optimizer: OptimizerConfig | None = None
   """Optimizer for stages that do not set one; None: each stage must set its own."""
   chunk_len: int | None = None
-  """Length of a packed chunk in tokens; None: that of the longest possible sequence, rounded up to a multiple of 8 and
-  of `mesh.sequence`."""
+  """Length of a packed chunk in tokens; None: that of the longest possible sequence, rounded up to
+  a multiple of 8 and of `mesh.sequence`.
+  """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
   logits_budget_bytes: int = 256 << 20
-  """Maximum size of logits in bytes per rank; they are computed for chunks of tokens small enough to stay below it."""
+  """Maximum size of logits in bytes per rank; they are computed for chunks of tokens small enough
+  to stay below it.
+  """
 
   def __post_init__(self):
     _at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
@@ -498,22 +564,30 @@ class Config:
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
-      raise UserError("rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove it")
+      raise UserError(
+        "rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove "
+        'it'
+      )
     for before, stage in itertools.pairwise(self.stages):
       if not before.trains and stage.keep_optimizer:
         raise UserError(
-          f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out, without an optimizer; put that '
+          f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out, without an '
+          'optimizer; put that '
           'stage elsewhere, or remove keep_optimizer'
         )
     for stage in self.stages:
       if isinstance(stage.source, Rollouts):
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
-    named = {part: getattr(self, part) for part in ('tasksets', 'preferences', 'stages', 'evaluation')}
+    named = {
+      part: getattr(self, part) for part in ('tasksets', 'preferences', 'stages', 'evaluation')
+    }
     for part, items in (*named.items(), ('rollout.auxiliary', self.rollout.auxiliary)):
       names = [item.name for item in items]
       for name in names:
         if names.count(name) > 1:
-          raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')
+          raise UserError(
+            f'{part}: {names.count(name)} are called {name!r}; give each its own name'
+          )
     if self.rollout.engine in ENGINES:  # One of the user's own is imported when a run needs it.
       self.check_sampling()
 
@@ -524,7 +598,9 @@ class Config:
       for stage in self.stages
       if isinstance(stage.source, Rollouts)
     ]
-    asked += [(f'evaluation.{suite.name}', suite.sampling) for suite in self.evaluation if suite.samples]
+    asked += [
+      (f'evaluation.{suite.name}', suite.sampling) for suite in self.evaluation if suite.samples
+    ]
     engine = self.rollout.engine_spec()
     for where, sampling in asked:
       if reason := engine.unsupported(sampling):
@@ -534,4 +610,6 @@ class Config:
 def scored_tasksets(config: Config) -> set[str]:
   """Returns the names of the tasksets from which rollouts or evaluations draw tasks."""
   names = {suite.taskset for suite in config.evaluation}
-  return names | {name for stage in config.stages if stage.explores for name in stage.source.tasksets}
+  return names | {
+    name for stage in config.stages if stage.explores for name in stage.source.tasksets
+  }

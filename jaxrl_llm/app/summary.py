@@ -1,4 +1,6 @@
-"""Summary printed at the end of a run: accuracies, answers before and after, paths of the results."""
+"""Summary printed at the end of a run: accuracies, answers before and after, paths of the
+results.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ _SAMPLES = 6
 
 
 def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.Path) -> None:
-  """Prints the accuracy of each evaluation, answers before and after the last stage, and the paths of the results."""
+  """Prints the accuracy of each evaluation, answers before and after the last stage, and the paths
+  of the results.
+  """
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  # Only the accuracies of tasks and pairs, not their standard errors or the keys that accompany a null accuracy.
+  # Only the accuracies of tasks and pairs, not their standard errors or the keys that accompany a
+  # null accuracy.
   accuracy = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
   columns = sorted({key for row in rows for key in row if accuracy.fullmatch(key)})
   table = Table('stage', 'step', *columns)
@@ -36,7 +41,11 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
     # `before` is the same suite's latest evaluation ahead of the last stage.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
-  exports = [('report', report), ('checkpoint (Hugging Face)', workdir / 'hf'), ('adapter (PEFT)', workdir / 'adapter')]
+  exports = [
+    ('report', report),
+    ('checkpoint (Hugging Face)', workdir / 'hf'),
+    ('adapter (PEFT)', workdir / 'adapter'),
+  ]
   for label, path in exports:
     if not path.exists():
       continue
@@ -45,12 +54,18 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
 
 def _evaluation_files(workdir: pathlib.Path, stages: Sequence[str]) -> list[pathlib.Path]:
   """Returns the evaluation files in the order in which they were written."""
-  return [file for stage in stages for file in sorted((workdir / EVALS_DIR / stage).glob('*.jsonl'))]
+  return [
+    file for stage in stages for file in sorted((workdir / EVALS_DIR / stage).glob('*.jsonl'))
+  ]
 
 
 def _answers(before: pathlib.Path, after: pathlib.Path) -> Table:
   first, last = (
-    {row['uid']: row for row in map(json.loads, file.read_text().splitlines()) if row['mode'] == 'greedy'}
+    {
+      row['uid']: row
+      for row in map(json.loads, file.read_text().splitlines())
+      if row['mode'] == 'greedy'
+    }
     for file in (before, after)
   )
   table = Table('prompt', 'truth', f'before ({before.parent.name})', f'after ({after.parent.name})')
@@ -66,4 +81,7 @@ def _answers(before: pathlib.Path, after: pathlib.Path) -> Table:
 
 
 def _judged(row: dict) -> Text:
-  return Text(f'{row["completion"][-40:]} {"✓" if row["correct"] else "✗"}', style='green' if row['correct'] else 'red')
+  return Text(
+    f'{row["completion"][-40:]} {"✓" if row["correct"] else "✗"}',
+    style='green' if row['correct'] else 'red',
+  )

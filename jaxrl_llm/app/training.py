@@ -57,12 +57,15 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
   """Loads `FILE.py[:VARIANT]` or the name of a shipped configuration, as --config does.
 
   Args:
-    overrides: values keyed by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as on the command line.
+    overrides: values keyed by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as
+      on the command line.
 
   Raises:
     UserError: the file or an override is invalid.
   """
-  return apply_overrides(load_file(spec, Config), {key: _text(key, value) for key, value in (overrides or {}).items()})
+  return apply_overrides(
+    load_file(spec, Config), {key: _text(key, value) for key, value in (overrides or {}).items()}
+  )
 
 
 def _text(key: str, value: Json) -> str:
@@ -71,23 +74,31 @@ def _text(key: str, value: Json) -> str:
   try:
     return json.dumps(value)
   except TypeError:
-    raise UserError(f'override {key}: {type(value).__name__}, wanted text, a number, a list or a mapping') from None
+    raise UserError(
+      f'override {key}: {type(value).__name__}, wanted text, a number, a list or a mapping'
+    ) from None
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
-  The run has its own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C) ends it with a
-  commit. In a script, the import and the call belong under `if __name__ == '__main__':`, because scorer processes
-  import the script. Jobs of several processes are started with `jaxrl train` instead.
+  The run has its own thread and event loop, so that it also works in a notebook. An interrupt
+  (Ctrl-C) ends it with a commit. In a script, the import and the call belong under `if __name__ ==
+  '__main__':`, because scorer processes import the script. Jobs of several processes are started
+  with `jaxrl train` instead.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
   """
   if multiprocessing.parent_process() is not None:
-    raise UserError("train: called while a scorer's process imports this file; wanted under if __name__ == '__main__':")
+    raise UserError(
+      "train: called while a scorer's process imports this file; wanted under if __name__ == "
+      "'__main__':"
+    )
   if os.environ.get('JAX_COORDINATOR_ADDRESS') and not jax.distributed.is_initialized():
-    raise UserError('train: JAX_COORDINATOR_ADDRESS is set; start a job of several processes with jaxrl train')
+    raise UserError(
+      'train: JAX_COORDINATOR_ADDRESS is set; start a job of several processes with jaxrl train'
+    )
   path = pathlib.Path(workdir)
   available_devices()  # Fails here, before anything is written.
   if config.compilation_cache:

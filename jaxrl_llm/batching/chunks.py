@@ -13,7 +13,9 @@ Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo
 
 @flax.struct.dataclass
 class Chunks:
-  """One micro-batch on the device (or several, with a leading axis `micro`): sequences packed into chunks."""
+  """One micro-batch on the device (or several, with a leading axis `micro`): sequences packed into
+  chunks.
+  """
 
   tokens: Int[Leaf, '*micro chunks time']
   positions: Int[Leaf, '*micro chunks time']
@@ -23,7 +25,9 @@ class Chunks:
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Tokens that are trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens whose logprobs are reported: those in the samples' own loss_mask, even in rows left out of the loss."""
+  """Tokens whose logprobs are reported: those in the samples' own loss_mask, even in rows left out
+  of the loss.
+  """
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the sampler."""
@@ -69,6 +73,10 @@ _PER_SEGMENT = frozenset({'temperature', 'pair', 'label'})
 
 
 def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shape and dtype of each field of `Chunks`, given the axes before `time` or `segments`."""
+  """Returns the shape and dtype of each field of `Chunks`, given the axes before `time` or
+  `segments`.
+  """
   width = lambda name: segments if name in _PER_SEGMENT else time
-  return {name: jax.ShapeDtypeStruct((*leading, width(name)), dtype) for name, dtype in _DTYPES.items()}
+  return {
+    name: jax.ShapeDtypeStruct((*leading, width(name)), dtype) for name, dtype in _DTYPES.items()
+  }

@@ -1,12 +1,14 @@
-"""Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by their lengths.
+"""Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by their
+lengths.
 
-Invariants: every row is placed exactly once and whole; rows of one unit share optimizer step, rank and micro-batch;
-every rank has the same number of chunks in every micro-batch. Pure and deterministic: every process that packs the same
-lengths gets the same placements.
+Invariants: every row is placed exactly once and whole; rows of one unit share optimizer step, rank
+and micro-batch; every rank has the same number of chunks in every micro-batch. Pure and
+deterministic: every process that packs the same lengths gets the same placements.
 
-A unit is a set of rows that stay together: a single sequence, a preference pair, or a group that a loss couples.
-Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort the sequences by length, distribute them over data-parallel ranks,
-and best-fit each rank's into chunks of fixed length, equally many on every rank.
+A unit is a set of rows that stay together: a single sequence, a preference pair, or a group that a
+loss couples. Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort the sequences by length,
+distribute them over data-parallel ranks, and best-fit each rank's into chunks of fixed length,
+equally many on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-  """Placement of one optimizer step's rows in `micro_batches` arrays of shape [ranks * chunks, chunk_len]."""
+  """Placement of one optimizer step's rows in `micro_batches` arrays of shape [ranks * chunks,
+  chunk_len].
+  """
 
   ranks: int
   chunks: int
@@ -52,10 +56,11 @@ class Packing:
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
-  """Distributes units over optimizer steps by a seeded permutation; step sizes differ by at most one unit.
+  """Distributes units over optimizer steps by a seeded permutation; step sizes differ by at most
+  one unit.
 
-  Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very different mean
-  lengths, which is a different algorithm.
+  Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very
+  different mean lengths, which is a different algorithm.
 
   Args:
     units: row numbers of each unit.
@@ -67,7 +72,8 @@ def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[
   """
   if not 0 < steps <= len(units):
     raise UserError(
-      f'packing: {len(units)} units cannot fill {steps} optimizer steps, wanted at least one unit per step; '
+      f'packing: {len(units)} units cannot fill {steps} optimizer steps, wanted at least one unit '
+      'per step; '
       'lower the number of minibatches or raise the batch size'
     )
   order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(units)).tolist()
@@ -79,7 +85,12 @@ def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[
 
 
 def pack(
-  lengths: Sequence[int], *, units: Sequence[Sequence[int]] | None = None, ranks: int, chunks: int, chunk_len: int
+  lengths: Sequence[int],
+  *,
+  units: Sequence[Sequence[int]] | None = None,
+  ranks: int,
+  chunks: int,
+  chunk_len: int,
 ) -> Packing:
   """Packs the rows of one optimizer step.
 
@@ -116,9 +127,13 @@ def pack(
   )
 
 
-def _check(lengths: Sequence[int], units: Sequence[Sequence[int]], ranks: int, chunks: int, chunk_len: int) -> None:
+def _check(
+  lengths: Sequence[int], units: Sequence[Sequence[int]], ranks: int, chunks: int, chunk_len: int
+) -> None:
   if min(ranks, chunks, chunk_len) < 1:
-    raise UserError(f'packing: ranks {ranks}, chunks {chunks}, chunk_len {chunk_len}: each must be at least 1')
+    raise UserError(
+      f'packing: ranks {ranks}, chunks {chunks}, chunk_len {chunk_len}: each must be at least 1'
+    )
   for row, length in enumerate(lengths):
     if not 0 < length <= chunk_len:
       raise UserError(
@@ -130,10 +145,11 @@ def _check(lengths: Sequence[int], units: Sequence[Sequence[int]], ranks: int, c
 
 
 def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list[list[int]]:
-  """Assigns units to ranks, longest first, in rounds of one unit per rank; the least loaded rank picks first.
+  """Assigns units to ranks, longest first, in rounds of one unit per rank; the least loaded rank
+  picks first.
 
-  The first two rounds give snake order (ranks forwards, then backwards); later rounds keep levelling the loads, which
-  would drift apart in snake order.
+  The first two rounds give snake order (ranks forwards, then backwards); later rounds keep
+  levelling the loads, which would drift apart in snake order.
   """
   owned: list[list[int]] = [[] for _ in range(ranks)]
   loads = [0] * ranks
@@ -154,7 +170,9 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of all chunks so far, sorted: the first one with enough room is the best fit."""
+    """(free tokens, chunk) of all chunks so far, sorted: the first one with enough room is the best
+    fit.
+    """
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
     """Places one unit, its rows sorted longest first."""
@@ -169,12 +187,18 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """Returns the chunk of each row: in the fullest micro-batch that fits them all, else in a new one."""
+    """Returns the chunk of each row: in the fullest micro-batch that fits them all, else in a new
+    one.
+    """
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}
     for frees in free.values():
       frees += [self.chunk_len] * (self.chunks - len(frees))
-    enough = [(sum(frees), c) for c, frees in free.items() if sum(frees) >= sum(wanted) and max(frees) >= wanted[0]]
+    enough = [
+      (sum(frees), c)
+      for c, frees in free.items()
+      if sum(frees) >= sum(wanted) and max(frees) >= wanted[0]
+    ]
     for _, chunk in sorted(enough):
       fitted = _best_fit(wanted, free[chunk])
       if fitted is not None:
@@ -183,8 +207,10 @@ class _RankBins:
     fitted = _best_fit(wanted, [self.chunk_len] * self.chunks)
     if fitted is None:
       raise UserError(
-        f'packing: the unit of rows {list(rows)} ({sum(wanted)} tokens in {len(rows)} rows) does not fit one '
-        f'micro-batch of {self.chunks} chunks of {self.chunk_len}; raise chunks per micro-batch or chunk_len'
+        f'packing: the unit of rows {list(rows)} ({sum(wanted)} tokens in {len(rows)} rows) does '
+        'not fit one '
+        f'micro-batch of {self.chunks} chunks of {self.chunk_len}; raise chunks per micro-batch or '
+        'chunk_len'
       )
     self._open(-len(self.used) % self.chunks)
     chunk = len(self.used)
@@ -207,7 +233,9 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fits sizes (descending) into `free`; returns the index of each, or None if one does not fit."""
+  """Best-fits sizes (descending) into `free`; returns the index of each, or None if one does not
+  fit.
+  """
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

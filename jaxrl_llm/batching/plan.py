@@ -1,7 +1,8 @@
-"""Step plans: the rows and decisions of a training step, made by process 0, sent to every process, and replayable.
+"""Step plans: the rows and decisions of a training step, made by process 0, sent to every process,
+and replayable.
 
-Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is derived where needed
-instead of being sent.
+Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is
+derived where needed instead of being sent.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ class Row:
   truncated: bool
   """Whether the length limit ended it."""
   version_step: int | None
-  """Step of the oldest policy version that generated any of its tokens; None if no version of this run did."""
+  """Step of the oldest policy version that generated any of its tokens; None if no version of this
+  run did.
+  """
   correct: bool | None = None
   """Correctness by the taskset's own measure; None: unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str | None = None
-  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole trajectory."""
+  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole
+  trajectory.
+  """
   step_index: int = 0
   """Index of the row's step in its trajectory."""
   masked: bool = False
@@ -90,13 +95,19 @@ class StepPlan:
   commit: bool = False
   commit_by_clock: bool = False
   stop: int = 0
-  """0, or the signal that ends the run after a commit of the completed batches; such a plan has no rows."""
+  """0, or the signal that ends the run after a commit of the completed batches; such a plan has no
+  rows.
+  """
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
   """Counters from collecting the batch (dropped samples and groups by reason)."""
 
   def to_json(self) -> Json:
     rows, held_out = ([row.to_json() for row in part] for part in (self.rows, self.held_out))
-    return {**dataclasses.asdict(dataclasses.replace(self, rows=(), held_out=())), 'rows': rows, 'held_out': held_out}
+    return {
+      **dataclasses.asdict(dataclasses.replace(self, rows=(), held_out=())),
+      'rows': rows,
+      'held_out': held_out,
+    }
 
   @classmethod
   def from_json(cls, value: Any) -> StepPlan:
@@ -107,7 +118,9 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; a program for it compiles once."""
+  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; a program for
+  it compiles once.
+  """
 
   ranks: int
   """Data-parallel ranks."""
@@ -127,27 +140,35 @@ class Shape:
 
   def pack(self, lengths: Sequence[int], units: Sequence[Sequence[int]] | None = None) -> Packing:
     """Packs the rows of one optimizer step, see `packing.pack`."""
-    return pack(lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len)
+    return pack(
+      lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len
+    )
 
 
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
 ) -> Shape:
-  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even at one sequence per chunk.
+  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even at one
+  sequence per chunk.
 
   Args:
-    chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch would be too empty.
+    chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch
+      would be too empty.
     unit: sequences that stay together (2 for pairs).
-    lengths: lengths of the stage's sequences, or of a sample of them; those of a unit are adjacent. Empty: unknown.
+    lengths: lengths of the stage's sequences, or of a sample of them; those of a unit are adjacent.
+      Empty: unknown.
   """
   if chunks < unit:
     raise UserError(
-      f'learner.chunks_per_rank: {chunks} chunks per micro-batch cannot hold {unit} sequences that belong together; '
+      f'learner.chunks_per_rank: {chunks} chunks per micro-batch cannot hold {unit} sequences that '
+      'belong together; '
       f'wanted at least {unit}'
     )
   units = -(-rows // unit // ranks)
   if lengths:
-    chunks = _plan_chunks(lengths, rows=rows, ranks=ranks, most=chunks, chunk_len=chunk_len, unit=unit)
+    chunks = _plan_chunks(
+      lengths, rows=rows, ranks=ranks, most=chunks, chunk_len=chunk_len, unit=unit
+    )
   return Shape(
     ranks=ranks,
     chunks=chunks,
@@ -157,11 +178,15 @@ def plan_shape(
   )
 
 
-def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int) -> int:
-  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of its best utilisation.
+def _plan_chunks(
+  lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int
+) -> int:
+  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of its best
+  utilisation.
 
-  A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average: a large share if a
-  step has few of them. Fewer chunks per micro-batch waste less, but give a device less work at a time.
+  A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average:
+  a large share if a step has few of them. Fewer chunks per micro-batch waste less, but give a
+  device less work at a time.
   """
   groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
   count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))
@@ -175,22 +200,32 @@ def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, ch
       for step, full in zip(steps, best)
     )
 
-  best = [pack(step, units=units, ranks=ranks, chunks=unit, chunk_len=chunk_len).utilisation for step in steps]
-  return next(chunks for chunks in range(most, unit - 1, -1) if chunks == unit or least(chunks) >= _KEPT)
+  best = [
+    pack(step, units=units, ranks=ranks, chunks=unit, chunk_len=chunk_len).utilisation
+    for step in steps
+  ]
+  return next(
+    chunks for chunks in range(most, unit - 1, -1) if chunks == unit or least(chunks) >= _KEPT
+  )
 
 
 def units_of(rows: Sequence[Row]) -> list[list[int]]:
   """Row numbers of each unit: the rows of a preference pair, or a single row."""
   units: dict[str, list[int]] = {}
   for i, row in enumerate(rows):
-    units.setdefault(row.pair or f'{i}/', []).append(i)  # Pairs are named after their samples, so no name ends in '/'.
+    # Pairs are named after their samples, so no name ends in '/'.
+    units.setdefault(row.pair or f'{i}/', []).append(i)
   return list(units.values())
 
 
-def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) -> tuple[tuple[int, ...], ...]:
-  """Splits the rows into `minibatches` optimizer steps per epoch, each epoch by its own seeded permutation.
+def deal_rows(
+  rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int
+) -> tuple[tuple[int, ...], ...]:
+  """Splits the rows into `minibatches` optimizer steps per epoch, each epoch by its own seeded
+  permutation.
 
-  Expert rows and the others are split separately, so that each step has its share of both; pairs stay together.
+  Expert rows and the others are split separately, so that each step has its share of both; pairs
+  stay together.
   """
   units = units_of(rows)
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
@@ -199,12 +234,16 @@ def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) 
     # Not seed + epoch: the second epoch of one batch would be split like the first of the next.
     dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
     for number in range(minibatches):
-      parts = [kind[unit] for kind, parts in zip(filter(None, kinds), dealt) for unit in parts[number]]
+      parts = [
+        kind[unit] for kind, parts in zip(filter(None, kinds), dealt) for unit in parts[number]
+      ]
       steps.append(tuple(i for unit in parts for i in unit))
   return tuple(steps)
 
 
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
-  """Packs the plan's optimizer step `number`; the packing numbers rows as in `plan.optimizer_steps[number]`."""
+  """Packs the plan's optimizer step `number`; the packing numbers rows as in
+  `plan.optimizer_steps[number]`.
+  """
   rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
   return shape.pack([row.length for row in rows], units_of(rows))

@@ -1,1 +1,3 @@
-"""Configurations: typed dataclasses, built by Python files and changed by dotted overrides on the command line."""
+"""Configurations: typed dataclasses, built by Python files and changed by dotted overrides on the
+command line.
+"""

@@ -1,8 +1,9 @@
-"""Inspects the annotations of configuration fields: their alternatives, element types and descriptions.
+"""Inspects the annotations of configuration fields: their alternatives, element types and
+descriptions.
 
-Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B], Mapping[str, T],
-Any or Json (any JSON value), dataclasses, and unions of these. Any other annotation is a programming error and raises
-TypeError; a user's mistake raises UserError.
+Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B],
+Mapping[str, T], Any or Json (any JSON value), dataclasses, and unions of these. Any other
+annotation is a programming error and raises TypeError; a user's mistake raises UserError.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 from jaxrl_llm.config.moved import check_moved
 from jaxrl_llm.core.errors import UserError
 
-SCALARS = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'text', types.NoneType: 'none'}
+SCALARS = {
+  bool: 'true or false',
+  int: 'an integer',
+  float: 'a number',
+  str: 'text',
+  types.NoneType: 'none',
+}
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -97,7 +104,8 @@ def describe(annotation: Any) -> str:
 def field_type(cls: type, name: str, where: str) -> Any:
   """Returns the annotation of a dataclass's field.
 
-  Raises UserError for an unknown field, with its new place if it has moved, else with the closest name.
+  Raises UserError for an unknown field, with its new place if it has moved, else with the closest
+  name.
   """
   kinds = field_types(cls)
   if name not in kinds:
@@ -107,7 +115,9 @@ def field_type(cls: type, name: str, where: str) -> Any:
 
 
 def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
-  """Returns the annotations of a tuple's `count` elements. Raises UserError if the tuple has another length."""
+  """Returns the annotations of a tuple's `count` elements. Raises UserError if the tuple has
+  another length.
+  """
   kinds = typing.get_args(annotation)
   if repeats(annotation):
     return (kinds[0],) * count

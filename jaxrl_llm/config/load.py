@@ -1,15 +1,16 @@
-"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from the command line.
+"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from the command
+line.
 
   jaxrl train --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
-Invariant: every field of a returned configuration matches its annotation, and the configuration equals
-`from_json(to_json(config))`; anything else raises a one-line UserError that names the file or flag, the value got and
-what was wanted.
+Invariant: every field of a returned configuration matches its annotation, and the configuration
+equals `from_json(to_json(config))`; anything else raises a one-line UserError that names the file
+or flag, the value got and what was wanted.
 
-Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name` field
-(`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the syntax of values. All
-overrides are applied before anything is built, so interdependent values can change together. The last of several
-overrides of a key wins.
+Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name`
+field (`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the
+syntax of values. All overrides are applied before anything is built, so interdependent values can
+change together. The last of several overrides of a key wins.
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from jaxrl_llm.config.annotations import (
   nearest,
 )
 from jaxrl_llm.config.text import parse_text
-from jaxrl_llm.config.values import TAG, check_types, default_json, from_json, record_type, records, to_json
+from jaxrl_llm.config.values import (
+  TAG,
+  check_types,
+  default_json,
+  from_json,
+  record_type,
+  records,
+  to_json,
+)
 from jaxrl_llm.core.errors import UserError
 
 _CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', re.DOTALL)
@@ -52,17 +61,24 @@ ABSENT = '(absent)'
 """Placeholder in `difference` for a value missing on one side."""
 
 
-def load_config(argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS) -> Any:
-  """Loads the configuration for a full command line (program name first); absl parses the other flags."""
+def load_config(
+  argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS
+) -> Any:
+  """Loads the configuration for a full command line (program name first); absl parses the other
+  flags.
+  """
   absl_argv, spec, overrides = split_argv(argv)
   parse_flags(absl_argv, flag_values)
   if spec is None:
-    raise UserError('no configuration given; wanted --config=configs/NAME.py, or --config=configs/NAME.py:VARIANT')
+    raise UserError(
+      'no configuration given; wanted --config=configs/NAME.py, or --config=configs/NAME.py:VARIANT'
+    )
   return apply_overrides(load_file(spec, root_type), overrides)
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
-  """Splits a command line into absl's arguments, the last --config, and the --config.KEY=TEXT overrides.
+  """Splits a command line into absl's arguments, the last --config, and the --config.KEY=TEXT
+  overrides.
 
   As in absl, a value may also be the next argument. Arguments after a bare `--` are left alone.
   """
@@ -91,7 +107,9 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-  """Parses ['--config.a.b=text', ...] to {'a.b': 'text'}. Raises UserError for any other argument."""
+  """Parses ['--config.a.b=text', ...] to {'a.b': 'text'}. Raises UserError for any other
+  argument.
+  """
   rest, spec, overrides = split_argv(['', *arguments])
   if rest[1:] or spec is not None:
     raise UserError(f'{rest[1] if rest[1:] else "--config=" + spec}: wanted --config.KEY=VALUE')
@@ -130,7 +148,9 @@ def parse_flags(
   except flags.Error as error:
     raise UserError(_one_line(error)) from None
   if rest[1:]:
-    raise UserError(f'{rest[1]}: unexpected argument; every value has a flag (--name=value), see --help')
+    raise UserError(
+      f'{rest[1]}: unexpected argument; every value has a flag (--name=value), see --help'
+    )
 
 
 def load_file(spec: str, root_type: type) -> Any:
@@ -141,23 +161,33 @@ def load_file(spec: str, root_type: type) -> Any:
   match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
   shipped = re.fullmatch(r'(?P<path>\w+)(?::(?P<variant>.*))?', spec)
   if match is None and shipped is None:
-    raise UserError(f'--config={spec}: wanted FILE.py[:VARIANT], or the name of a shipped configuration')
+    raise UserError(
+      f'--config={spec}: wanted FILE.py[:VARIANT], or the name of a shipped configuration'
+    )
   path = pathlib.Path(match['path']) if match else SHIPPED / f'{shipped["path"]}.py'
   match = match or shipped
   if match is shipped and not path.is_file():
     names = [name.removesuffix('.py') for name in _neighbours(path)]
-    raise UserError(f'--config={spec}: no such shipped configuration; {nearest(shipped["path"], names)}')
+    raise UserError(
+      f'--config={spec}: no such shipped configuration; {nearest(shipped["path"], names)}'
+    )
   if not path.is_file():
     raise UserError(f'{path}: no such configuration file; {nearest(path.name, _neighbours(path))}')
   get_config = _execute(path).get('get_config')
   if not callable(get_config):
-    raise UserError(f"{path}: defines no function get_config(variant: str = ''), which returns the configuration")
+    raise UserError(
+      f"{path}: defines no function get_config(variant: str = ''), which returns the configuration"
+    )
   variant = match['variant'] or ''
   if variant and not inspect.signature(get_config).parameters:
-    raise UserError(f'{path}:{variant}: get_config() of this file takes no variant; wanted --config={path}')
+    raise UserError(
+      f'{path}:{variant}: get_config() of this file takes no variant; wanted --config={path}'
+    )
   config = _guarded(path, lambda: get_config(variant) if variant else get_config())
   if type(config) is not root_type:
-    raise UserError(f'{path}: get_config returned a {type(config).__name__}, wanted a {root_type.__name__}')
+    raise UserError(
+      f'{path}: get_config returned a {type(config).__name__}, wanted a {root_type.__name__}'
+    )
   check_types(config, f'{path}: config')
   return config
 
@@ -174,9 +204,11 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 
 
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-  """Lists differences as (dotted key, old value, new value); `old` and `new` are configurations or their JSON.
+  """Lists differences as (dotted key, old value, new value); `old` and `new` are configurations or
+  their JSON.
 
-  A value missing on one side is '(absent)' there. Tuple elements with distinct names are matched by name.
+  A value missing on one side is '(absent)' there. Tuple elements with distinct names are matched by
+  name.
   """
   old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
   return _differing('', old, new)
@@ -191,29 +223,37 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Executes the file as a module in sys.modules, where its dataclasses look up the names in their annotations.
+  """Executes the file as a module in sys.modules, where its dataclasses look up the names in their
+  annotations.
 
-  As in a Python script, modules in the file's directory can be imported, such as other configurations or a user's own
-  algorithm.
+  As in a Python script, modules in the file's directory can be imported, such as other
+  configurations or a user's own algorithm.
   """
   if str(path.parent.absolute()) not in sys.path:
     sys.path.append(str(path.parent.absolute()))
   module = types.ModuleType(f'jaxrl_llm_config_file_{path.stem}')
   module.__file__ = str(path)
   sys.modules[module.__name__] = module
-  _guarded(path, lambda: exec(compile(path.read_bytes(), str(path), 'exec', dont_inherit=True), module.__dict__))
+  _guarded(
+    path,
+    lambda: exec(compile(path.read_bytes(), str(path), 'exec', dont_inherit=True), module.__dict__),
+  )
   return module.__dict__
 
 
 def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
-  """Runs the user's code; turns any exception into a one-line UserError with the line number in the file."""
+  """Runs the user's code; turns any exception into a one-line UserError with the line number in the
+  file.
+  """
   try:
     return call()
   except Exception as error:
     if isinstance(error, SyntaxError) and error.filename == str(path):
       line = error.lineno
     else:
-      frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+      frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+      ]
       line = frames[-1].lineno if frames else 1
     kind = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
     text = error.msg if isinstance(error, SyntaxError) else _one_line(error)
@@ -221,7 +261,9 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
 
 
 def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
-  """Returns a copy of the JSON `value` in which the part at path `names` is replaced with the parsed `text`."""
+  """Returns a copy of the JSON `value` in which the part at path `names` is replaced with the
+  parsed `text`.
+  """
   if not names:
     return parse_text(text, annotation, where)
   name, *rest = names
@@ -230,7 +272,10 @@ def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) 
   free = is_json(annotation)
   if records(annotation) and isinstance(value, dict | None):
     if name == TAG:
-      raise UserError(f'{inner}: the type alone cannot be changed; give the whole: {where}={{"{TAG}": {text!r}, …}}')
+      raise UserError(
+        f'{inner}: the type alone cannot be changed; give the whole: {where}={{"{TAG}": {text!r}, '
+        f'…}}'
+      )
     cls = record_type(value or {}, annotation, where)
     kind = field_type(cls, name, where)
     fields = default_json(cls) if value is None else value
@@ -248,14 +293,18 @@ def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) 
 
 def _names(items: list) -> list[str]:
   """Returns the elements' `name` entries if every element has one, else an empty list."""
-  names = [item['name'] for item in items if isinstance(item, dict) and isinstance(item.get('name'), str)]
+  names = [
+    item['name'] for item in items if isinstance(item, dict) and isinstance(item.get('name'), str)
+  ]
   return names if len(names) == len(items) else []
 
 
 def _index(items: list, name: str, where: str) -> int:
   names = _names(items)
   if names.count(name) > 1:
-    raise UserError(f'{where}.{name}: {names.count(name)} elements have this name; address one by position')
+    raise UserError(
+      f'{where}.{name}: {names.count(name)} elements have this name; address one by position'
+    )
   if name in names:
     return names.index(name)
   if name.isdecimal() and len(name) < 10 and int(name) < len(items):
@@ -270,14 +319,20 @@ def _differing(key: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     named = [_names(side) for side in (old, new)]
     if all(side and len(set(side)) == len(side) for side in named):
       old, new = (dict(zip(names, side)) for names, side in zip(named, (old, new)))
-      moved = [(key, named[0], named[1])] if set(named[0]) == set(named[1]) and named[0] != named[1] else []
+      moved = (
+        [(key, named[0], named[1])]
+        if set(named[0]) == set(named[1]) and named[0] != named[1]
+        else []
+      )
       return moved + _differing(key, old, new)
     if len(old) == len(new) and all(isinstance(item, dict) for item in [*old, *new]):
       old, new = ({str(i): item for i, item in enumerate(side)} for side in (old, new))
   if isinstance(old, dict) and isinstance(new, dict):
     differences = []
     for name in [*old, *(name for name in new if name not in old)]:
-      differences += _differing(f'{key}.{name}' if key else name, old.get(name, ABSENT), new.get(name, ABSENT))
+      differences += _differing(
+        f'{key}.{name}' if key else name, old.get(name, ABSENT), new.get(name, ABSENT)
+      )
     return differences
   same = old == new and isinstance(old, bool) == isinstance(new, bool)
   return [] if same else [(key, old, new)]

@@ -1,4 +1,6 @@
-"""Former fields of configuration dataclasses: naming one raises an error that gives its new place."""
+"""Former fields of configuration dataclasses: naming one raises an error that gives its new
+place.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
-  """Decorates a dataclass from which fields have moved: their names raise errors that give the new place.
+  """Decorates a dataclass from which fields have moved: their names raise errors that give the new
+  place.
 
-  As an argument, or as a key of JSON or of an override (`check_moved`), a former name raises UserError; as an attribute
-  it raises AttributeError.
+  As an argument, or as a key of JSON or of an override (`check_moved`), a former name raises
+  UserError; as an attribute it raises AttributeError.
 
   Args:
-    places: new places, keyed by former name: the dotted key below the dataclass, optionally followed by a remark.
+    places: new places, keyed by former name: the dotted key below the dataclass, optionally
+      followed by a remark.
   """
 
   def decorate(cls: _Class) -> _Class:

@@ -21,7 +21,9 @@ def own_part(name: str, what: str) -> Any:
   try:
     imported = importlib.import_module(module)
   except ModuleNotFoundError as error:
-    raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
+    raise UserError(
+      f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?'
+    ) from None
   except Exception as error:
     if isinstance(error, SyntaxError):
       place, text = f'{error.filename}:{error.lineno}', error.msg
@@ -36,12 +38,23 @@ def own_part(name: str, what: str) -> Any:
     raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None
 
 
-def named_pair(name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]) -> tuple[type, Callable[..., Any]]:
+def named_pair(
+  name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]
+) -> tuple[type, Callable[..., Any]]:
   """Returns the (options dataclass, function of it) pair that `name` selects: a catalogue key, or
   'module:attribute'."""
   if ':' not in name and name not in catalogue:
-    raise UserError(f"{what} {name!r}: unknown; {nearest(name, catalogue)}; a custom one is 'module:attribute'")
+    raise UserError(
+      f"{what} {name!r}: unknown; {nearest(name, catalogue)}; a custom one is 'module:attribute'"
+    )
   pair = own_part(name, what) if ':' in name else catalogue[name]
-  if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
-    raise UserError(f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+  if not (
+    isinstance(pair, tuple)
+    and len(pair) == 2
+    and dataclasses.is_dataclass(pair[0])
+    and callable(pair[1])
+  ):
+    raise UserError(
+      f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}'
+    )
   return pair

@@ -38,8 +38,9 @@ _INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and expanding it could ex
 def parse_text(text: str, annotation: Any, where: str) -> Any:
   """Parses command-line text into a JSON value of the annotated type.
 
-  Integers: 1000, 1_000 or 1e3 (exact, integral); booleans: true or false; None: none; tuples: 1,2 or [1, 2]; mappings
-  and dataclasses: a JSON object; strings: the text itself (if None is also allowed, '"none"' in quotes is the string).
+  Integers: 1000, 1_000 or 1e3 (exact, integral); booleans: true or false; None: none; tuples: 1,2
+  or [1, 2]; mappings and dataclasses: a JSON object; strings: the text itself (if None is also
+  allowed, '"none"' in quotes is the string).
   """
   if is_json(annotation):
     return _parse_json(text, where)
@@ -121,11 +122,16 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
   if parts[-1] == '':  # Trailing comma as in (1,), or empty text.
     parts.pop()
   kinds = element_types(kind, len(parts), where)
-  return [parse_text(part, element, f'{where}.{i}') for i, (part, element) in enumerate(zip(parts, kinds, strict=True))]
+  return [
+    parse_text(part, element, f'{where}.{i}')
+    for i, (part, element) in enumerate(zip(parts, kinds, strict=True))
+  ]
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """Parses JSON; bare words are strings, except true, false, none and Python's spellings of them."""
+  """Parses JSON; bare words are strings, except true, false, none and Python's spellings of
+  them.
+  """
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:

@@ -1,6 +1,7 @@
 """Type checks of configurations, and their conversion to and from JSON.
 
-Invariant: for a configuration that `check_types` accepts, `from_json(to_json(config), type(config)) == config`.
+Invariant: for a configuration that `check_types` accepts, `from_json(to_json(config), type(config))
+== config`.
 """
 
 from __future__ import annotations
@@ -39,17 +40,23 @@ def check_types(config: Any, where: str = 'config') -> None:
 
 
 def to_json(config: Any) -> Any:
-  """Converts a configuration to an independent JSON value. Infinities become the strings 'inf' and '-inf'."""
+  """Converts a configuration to an independent JSON value. Infinities become the strings 'inf' and
+  '-inf'.
+  """
   return _write(config, type(config))
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
-  """Builds a value from JSON that `to_json` or a person wrote. Raises UserError, naming the key, for a mismatch."""
+  """Builds a value from JSON that `to_json` or a person wrote. Raises UserError, naming the key,
+  for a mismatch.
+  """
   return _read(value, annotation, where)
 
 
 def _mismatch(value: Any, annotation: Any, where: str) -> UserError:
-  return UserError(f'{where}: got {value!r} ({type(value).__name__}), wanted {describe(annotation)}')
+  return UserError(
+    f'{where}: got {value!r} ({type(value).__name__}), wanted {describe(annotation)}'
+  )
 
 
 def _member_of(value: Any, annotation: Any, where: str) -> Any:
@@ -64,11 +71,17 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
 
 def _has_type(value: Any, member: Any) -> bool:
   if member is float:  # As in Python's typing, an int is accepted; a bool is not.
-    return abs(value) <= sys.float_info.max if type(value) is int else type(value) is float and not math.isnan(value)
+    return (
+      abs(value) <= sys.float_info.max
+      if type(value) is int
+      else type(value) is float and not math.isnan(value)
+    )
   if member in SCALARS:
     return type(value) is member
   if typing.get_origin(member) is typing.Literal:
-    return any(type(value) is type(choice) and value == choice for choice in typing.get_args(member))
+    return any(
+      type(value) is type(choice) and value == choice for choice in typing.get_args(member)
+    )
   if is_tuple(member):
     return type(value) is tuple
   if is_mapping(member):
@@ -86,7 +99,9 @@ def _check(value: Any, annotation: Any, where: str) -> None:
     for name, kind in field_types(member).items():
       _check(getattr(value, name), kind, f'{where}.{name}')
   elif is_tuple(member):
-    for index, (element, kind) in enumerate(zip(value, element_types(member, len(value), where), strict=True)):
+    for index, (element, kind) in enumerate(
+      zip(value, element_types(member, len(value), where), strict=True)
+    ):
       _check(element, kind, f'{where}.{index}')
   elif is_mapping(member):
     for key, element in value.items():
@@ -95,7 +110,9 @@ def _check(value: Any, annotation: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-  """Raises UserError for values that do not survive JSON: tuples, sets, objects, nan, infinities, non-string keys."""
+  """Raises UserError for values that do not survive JSON: tuples, sets, objects, nan, infinities,
+  non-string keys.
+  """
   if isinstance(value, dict):
     for key, element in value.items():
       _check(key, str, f'{where} (key)')
@@ -115,7 +132,9 @@ def _write(value: Any, annotation: Any) -> Any:
     return copy.deepcopy(value)
   member = _member_of(value, annotation, 'config')
   if is_record(member):
-    fields = {name: _write(getattr(value, name), kind) for name, kind in field_types(member).items()}
+    fields = {
+      name: _write(getattr(value, name), kind) for name, kind in field_types(member).items()
+    }
     return {TAG: member.__name__, **fields} if len(records(annotation)) > 1 else fields
   if is_tuple(member):
     kinds = element_types(member, len(value), 'config')
@@ -130,7 +149,9 @@ def _write(value: Any, annotation: Any) -> Any:
 
 
 def default_json(cls: type) -> dict[str, Any]:
-  """Returns a dataclass's defaults as `to_json` writes them; fields without a default are absent."""
+  """Returns a dataclass's defaults as `to_json` writes them; fields without a default are
+  absent.
+  """
   kinds = field_types(cls)
   written = {}
   for field in dataclasses.fields(cls):
@@ -165,9 +186,13 @@ def _read(value: Any, annotation: Any, where: str) -> Any:
   for member in members(annotation):
     if isinstance(value, list) and is_tuple(member):
       kinds = element_types(member, len(value), where)
-      return tuple(_read(v, kind, f'{where}.{i}') for i, (v, kind) in enumerate(zip(value, kinds, strict=True)))
+      return tuple(
+        _read(v, kind, f'{where}.{i}') for i, (v, kind) in enumerate(zip(value, kinds, strict=True))
+      )
     if isinstance(value, dict) and is_mapping(member):
-      return {key: _read(v, typing.get_args(member)[1], f'{where}.{key}') for key, v in value.items()}
+      return {
+        key: _read(v, typing.get_args(member)[1], f'{where}.{key}') for key, v in value.items()
+      }
     if is_enum(member):
       choices = {enum_json(choice): choice for choice in member}
       if isinstance(value, str) and value in choices:

@@ -1,7 +1,8 @@
 """Durable file writes, and temporary directories that do not outlive their process.
 
-Invariant: after `write_durably`, even if interrupted, a file has its old or its new content, never a part of it; the
-temporary directory of a killed process is removed by the next `scratch` with the same prefix.
+Invariant: after `write_durably`, even if interrupted, a file has its old or its new content, never
+a part of it; the temporary directory of a killed process is removed by the next `scratch` with the
+same prefix.
 """
 
 from __future__ import annotations
@@ -41,20 +42,23 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 
 @contextlib.contextmanager
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
-  """Creates a temporary directory that only this user can enter, and removes it at the end of the block.
+  """Creates a temporary directory that only this user can enter, and removes it at the end of the
+  block.
 
-  First removes directories with the same prefix that killed processes left; those of live processes and of other users
-  stay.
+  First removes directories with the same prefix that killed processes left; those of live processes
+  and of other users stay.
 
   Args:
-    prefix: prefix of the directory's name; it ends with a hyphen, so that no other prefix begins with it.
+    prefix: prefix of the directory's name; it ends with a hyphen, so that no other prefix begins
+      with it.
   """
   _remove_orphans(prefix)
   with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
     folder = pathlib.Path(name)
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
-      # Lock before renaming: another process would take an unlocked file for that of a killed process.
+      # Lock before renaming: another process would take an unlocked file for that of a killed
+      # process.
       fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has it open.
       unlocked.rename(folder / _OWNER)
       yield folder

@@ -1,4 +1,6 @@
-"""Exceptions for users, whose messages are single lines: what is wrong, where, got, wanted, remedy."""
+"""Exceptions for users, whose messages are single lines: what is wrong, where, got, wanted,
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ _MAX_CHARACTERS = 4000
 
 
 class UserError(Exception):
-  """The input or the environment is unusable. Launch scripts print the error as one line and exit with `exit_code`.
+  """The input or the environment is unusable. Launch scripts print the error as one line and exit
+  with `exit_code`.
 
-  Raise it (or a subclass, if callers catch it) with one line: what is wrong, where, the value got, the value wanted,
-  and the remedy. Quoted text may be arbitrary: nonprintable characters are escaped, and the middle of a long message
-  is omitted.
+  Raise it (or a subclass, if callers catch it) with one line: what is wrong, where, the value got,
+  the value wanted, and the remedy. Quoted text may be arbitrary: nonprintable characters are
+  escaped, and the middle of a long message is omitted.
   """
 
   exit_code = 2
@@ -23,14 +26,20 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A correctly configured run cannot continue (disk full, no engine left, too many skipped updates)."""
+  """A correctly configured run cannot continue (disk full, no engine left, too many skipped
+  updates).
+  """
 
   exit_code = 1
 
 
 def _shown(text: str) -> str:
   text = _cut(text)
-  return text if text.isprintable() else _cut(''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+  return (
+    text
+    if text.isprintable()
+    else _cut(''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+  )
 
 
 def _cut(text: str) -> str:
@@ -45,7 +54,9 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """Returns the first UserError in an exception group, at any depth; if there is none, the first exception."""
+  """Returns the first UserError in an exception group, at any depth; if there is none, the first
+  exception.
+  """
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

@@ -1,7 +1,7 @@
 """Bounded reading of untrusted files and JSON texts.
 
-Invariant: reading takes time and memory proportional to a stated limit. Only regular files are opened, so a FIFO cannot
-block and a device cannot exhaust memory.
+Invariant: reading takes time and memory proportional to a stated limit. Only regular files are
+opened, so a FIFO cannot block and a device cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -56,13 +56,21 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
   """Returns `root / name`. Raises ValueError if links lead it outside `root`.
 
-  In huggingface_hub's cache, snapshot files are links to the repository's `blobs/`, which count as inside.
+  In huggingface_hub's cache, snapshot files are links to the repository's `blobs/`, which count as
+  inside.
   """
   if pathlib.PurePath(name).is_absolute():
     raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')
   real_root = pathlib.Path(os.path.realpath(root))
-  blobs = [parent.parent / 'blobs' for parent in (real_root, *real_root.parents) if parent.name == 'snapshots']
-  if not any(pathlib.Path(os.path.realpath(root / name)).is_relative_to(place) for place in (real_root, *blobs)):
+  blobs = [
+    parent.parent / 'blobs'
+    for parent in (real_root, *real_root.parents)
+    if parent.name == 'snapshots'
+  ]
+  if not any(
+    pathlib.Path(os.path.realpath(root / name)).is_relative_to(place)
+    for place in (real_root, *blobs)
+  ):
     raise ValueError(f'path {name!r} leads out of {root}, wanted a file in it; copy the file there')
   return root / name
 
@@ -86,13 +94,17 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 
 def check_depth(value: Any) -> None:
-  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels deep."""
+  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels
+  deep.
+  """
   level = [value]
   for _ in range(MAX_DEPTH + 1):
     containers = [item for item in level if isinstance(item, list | dict)]
     if not containers:
       return
-    level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    level = [
+      child for item in containers for child in (item.values() if isinstance(item, dict) else item)
+    ]
   raise ValueError(_TOO_DEEP)
 
 

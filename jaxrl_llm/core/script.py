@@ -18,7 +18,9 @@ T = TypeVar('T')
 
 
 def parse(argv: Sequence[str]) -> list[str]:
-  """Parses absl flags; returns the remaining arguments. Raises UserError for an invalid command line."""
+  """Parses absl flags; returns the remaining arguments. Raises UserError for an invalid command
+  line.
+  """
   try:
     return flags.FLAGS(list(argv))
   except flags.Error as error:
@@ -26,7 +28,9 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-  """Returns the result of `main`; if a UserError is raised, even in a group, prints it and returns its exit code."""
+  """Returns the result of `main`; if a UserError is raised, even in a group, prints it and returns
+  its exit code.
+  """
   try:
     return main()
   except Exception as error:
@@ -38,7 +42,8 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """Runs `main` like `asyncio.run`, but ends the process after an expired wait, because a thread may be stuck.
+  """Runs `main` like `asyncio.run`, but ends the process after an expired wait, because a thread
+  may be stuck.
 
   The error is printed as one line, after `main` has finished its clean-up.
   """
@@ -57,12 +62,14 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _earliest(error: BaseException) -> UserError:
-  """Returns the earliest UserError in an exception chain, so that an error in the clean-up does not hide its cause.
+  """Returns the earliest UserError in an exception chain, so that an error in the clean-up does not
+  hide its cause.
 
   Prints other exceptions in the chain, which are programming errors.
   """
   cause, seen = error, set()
-  while error is not None and error not in seen:  # A cause that was raised out of its group has the group as context.
+  # A cause that was raised out of its group has the group as context.
+  while error is not None and error not in seen:
     seen |= {error, leaf := first_cause(error)}
     if isinstance(leaf, UserError):
       cause = leaf
@@ -73,14 +80,20 @@ def _earliest(error: BaseException) -> UserError:
 
 
 def leave_at_once(code: int) -> NoReturn:
-  """Ends this process immediately; a normal exit would wait for its threads and, in a job, for the other processes."""
+  """Ends this process immediately; a normal exit would wait for its threads and, in a job, for the
+  other processes.
+  """
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)
 
 
-def run(main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse) -> None:
-  """Calls `main` with the arguments left by `parser`; a UserError prints one line on stderr and sets the exit code."""
+def run(
+  main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse
+) -> None:
+  """Calls `main` with the arguments left by `parser`; a UserError prints one line on stderr and
+  sets the exit code.
+  """
   try:
     app.run(main, flags_parser=parser)
   except UserError as error:

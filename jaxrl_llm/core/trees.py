@@ -1,4 +1,6 @@
-"""Converts between nested dicts and flat ones with names like 'a/b/c', which tables and checkpoints use."""
+"""Converts between nested dicts and flat ones with names like 'a/b/c', which tables and checkpoints
+use.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. Raises ValueError if one name is a parent of another."""
+  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. Raises ValueError if one name is a
+  parent of another.
+  """
   tree: dict[str, Any] = {}
   for name, value in flat.items():
     *parents, leaf = name.split('/')

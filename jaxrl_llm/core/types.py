@@ -1,7 +1,8 @@
 """Types shared by all layers.
 
-Alignment, for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` under the temperature-scaled
-distribution. Position 0 of a sequence has no logprob (it is 0 and masked). Only `ops.logprobs` shifts tokens.
+Alignment, for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` under the
+temperature-scaled distribution. Position 0 of a sequence has no logprob (it is 0 and masked). Only
+`ops.logprobs` shifts tokens.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ Params = Mapping[str, Any]
 """Model parameters as a nested dict of arrays."""
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""Values that `json` reads and writes; nested values are `Any`, since the type checks do not support recursive
-aliases."""
+"""Values that `json` reads and writes; nested values are `Any`, since the type checks do not
+support recursive aliases.
+"""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Version:
   """Identifies one set of policy weights; never reused for other weights, even after a crash.
 
-  `step` counts completed batches; `attempt` counts how often the run was started in its run directory.
+  `step` counts completed batches; `attempt` counts how often the run was started in its run
+  directory.
   """
 
   attempt: int

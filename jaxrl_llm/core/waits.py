@@ -1,7 +1,9 @@
-"""Bounded waits: each has a name, an owner and a deadline; those in `unless` can be interrupted by a stop.
+"""Bounded waits: each has a name, an owner and a deadline; those in `unless` can be interrupted by
+a stop.
 
-`docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
-handles, or carries a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
+`docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose
+expiry its caller handles, or carries a comment `# wait NAME: BOUND` that says what else ends it;
+`tests/waits_test.py` rejects any other.
 """
 
 from __future__ import annotations
@@ -26,19 +28,28 @@ class WaitExpired(RunError):
   """A wait reached its deadline: the party it waits for is dead or stuck."""
 
 
-async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float) -> T:
-  """Returns the result of `awaitable`, which is cancelled at the deadline; arguments and errors are those of
-  `limit`."""
+async def bounded(
+  awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float
+) -> T:
+  """Returns the result of `awaitable`, which is cancelled at the deadline; arguments and errors are
+  those of `limit`.
+  """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
 
 
 async def gathered(
-  work: Iterable[Coroutine[Any, Any, T]], *, name: str, owner: str, waits_for: str, deadline_s: float
+  work: Iterable[Coroutine[Any, Any, T]],
+  *,
+  name: str,
+  owner: str,
+  waits_for: str,
+  deadline_s: float,
 ) -> list[T]:
   """Awaits all of `work` and returns the results in order.
 
-  Raises WaitExpired if nothing completes for `deadline_s` seconds; the other arguments are those of `limit`.
+  Raises WaitExpired if nothing completes for `deadline_s` seconds; the other arguments are those of
+  `limit`.
   """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
 
@@ -54,7 +65,9 @@ async def gathered(
 
 
 @contextlib.asynccontextmanager
-async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
+async def limit(
+  *, name: str, owner: str, waits_for: str, deadline_s: float
+) -> AsyncIterator[asyncio.Timeout]:
   """Cancels the block at the deadline, dumps all stacks to stderr and raises WaitExpired.
 
   A TimeoutError that the block itself raises passes through unchanged.
@@ -77,11 +90,15 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """Limits a block that cannot be interrupted: at the deadline, dumps all stacks and ends the process."""
+  """Limits a block that cannot be interrupted: at the deadline, dumps all stacks and ends the
+  process.
+  """
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)
-    sys.stderr.write(f'run stopped: {_line(name, owner, waits_for, deadline_s)}; stacks are above\n')
+    sys.stderr.write(
+      f'run stopped: {_line(name, owner, waits_for, deadline_s)}; stacks are above\n'
+    )
     sys.stderr.flush()
     os._exit(WaitExpired.exit_code)
 
@@ -94,7 +111,9 @@ def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iter
     timer.cancel()
 
 
-async def ended(process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float) -> int:
+async def ended(
+  process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float
+) -> int:
   """Waits for a process that was asked to end; returns its exit code.
 
   At the deadline, kills the process and raises WaitExpired; arguments are those of `limit`.
@@ -111,7 +130,8 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """Returns the result of `work`, or None if `stop` is set first; `work` is then cancelled and awaited.
+  """Returns the result of `work`, or None if `stop` is set first; `work` is then cancelled and
+  awaited.
 
   Args:
     stop: future that ends the wait; it takes precedence over work that completes at the same time.
@@ -119,7 +139,9 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)  # wait work: the deadlines of `work`
+    await asyncio.wait(
+      {task, stop}, return_when=asyncio.FIRST_COMPLETED
+    )  # wait work: the deadlines of `work`
     return None if stop.done() else task.result()
   finally:
     task.cancel()  # no effect on a completed task
@@ -127,7 +149,9 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 
 
 def _dump_stacks() -> None:
-  """Dumps the stacks of all threads, and of suspended tasks, which the threads' stacks do not show."""
+  """Dumps the stacks of all threads, and of suspended tasks, which the threads' stacks do not
+  show.
+  """
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)

@@ -1,7 +1,7 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
-Each process reads only the rows that its own devices hold. Host arrays are allocated anew for every step: JAX may alias
-them, so a buffer is never written after it was handed over.
+Each process reads only the rows that its own devices hold. Host arrays are allocated anew for every
+step: JAX may alias them, so a buffer is never written after it was handed over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class PackedStep(NamedTuple):
     return np.int32(self.packing.micro_batches)
 
 
-Column = Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
+Column = (
+  Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']]
+  | Float64[np.ndarray, 'rows']
+)
 """For each row of a plan, one value for all its tokens or one value per token."""
 
 
@@ -66,8 +69,10 @@ class _PlannedRows:
     (sample,) = self._reader.read([(row.source, row.index)])
     if sample.uid != row.uid or len(sample.tokens) != row.length:
       raise RunError(
-        f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), planned was {row.uid} '
-        f'({row.length} tokens); the run directory is damaged, audit it or resume from an earlier commit'
+        f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), '
+        f'planned was {row.uid} '
+        f'({row.length} tokens); the run directory is damaged, audit it or resume from an earlier '
+        'commit'
       )
     return sample
 
@@ -80,7 +85,9 @@ class RowLoader:
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Loads the plan's optimizer step `number`, packed, onto the devices; fields that annotation derives are 0."""
+    """Loads the plan's optimizer step `number`, packed, onto the devices; fields that annotation
+    derives are 0.
+    """
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -103,11 +110,14 @@ class RowLoader:
       _check_finite(name, arrays[name])
     return PackedStep(grid.chunks(arrays), packing, numbers, grid, arrays['loss_mask'])
 
-  def fill(self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']) -> PackedStep:
+  def fill(
+    self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']
+  ) -> PackedStep:
     """Returns the step with derived columns filled in.
 
     Args:
-      columns: one entry per row of the plan, keyed by field of Chunks; tokens outside the loss_mask get 0.
+      columns: one entry per row of the plan, keyed by field of Chunks; tokens outside the loss_mask
+        get 0.
       in_loss: one flag per row of the plan; False clears the row's loss_mask.
     """
     mask = step.loss_mask.copy()
@@ -144,7 +154,9 @@ def _check_finite(name: str, array: Float[np.ndarray, 'micro columns _']) -> Non
 
 
 class Grid(NamedTuple):
-  """Part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
+  """Part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices
+  hold.
+  """
 
   packing: Packing
   shape: Shape
@@ -159,7 +171,9 @@ class Grid(NamedTuple):
   def of(cls, packing: Packing, shape: Shape, sharding: NamedSharding) -> Grid:
     micro_batches = max(shape.micro_batches, packing.micro_batches)
     total = shape.total_chunks
-    indices = sharding.addressable_devices_indices_map((micro_batches, total, shape.chunk_len)).values()
+    indices = sharding.addressable_devices_indices_map(
+      (micro_batches, total, shape.chunk_len)
+    ).values()
     chunks = sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     local = tuple(i for i in range(len(packing.length)) if int(packing.chunk[i]) in columns)
@@ -167,7 +181,9 @@ class Grid(NamedTuple):
 
   def zeros(self) -> dict[str, Shaped[np.ndarray, 'micro columns _']]:
     """Allocates this process's part of each field of `Chunks`."""
-    local = shapes(self.micro_batches, len(self.columns), time=self.shape.chunk_len, segments=self.shape.segments)
+    local = shapes(
+      self.micro_batches, len(self.columns), time=self.shape.chunk_len, segments=self.shape.segments
+    )
     return {name: np.zeros(array.shape, array.dtype) for name, array in local.items()}
 
   def chunks(self, arrays: Mapping[str, Shaped[np.ndarray, 'micro columns _']]) -> Chunks:
@@ -186,7 +202,9 @@ class Grid(NamedTuple):
   def _chunk(self, i: int) -> tuple[int, int]:
     return int(self.packing.micro_batch[i]), self.columns[int(self.packing.chunk[i])]
 
-  def place(self, array: Shaped[np.ndarray, 'micro columns width']) -> Shaped[Array, 'micro chunks width']:
+  def place(
+    self, array: Shaped[np.ndarray, 'micro columns width']
+  ) -> Shaped[Array, 'micro chunks width']:
     """Builds the global array from this process's local part."""
     total = self.shape.total_chunks
 
@@ -194,11 +212,17 @@ class Grid(NamedTuple):
       columns = [self.columns[chunk] for chunk in range(*index[1].indices(total))]
       return array[index[0], columns[0] : columns[-1] + 1, index[2]]
 
-    return jax.make_array_from_callback((array.shape[0], total, array.shape[2]), self.sharding, part)
+    return jax.make_array_from_callback(
+      (array.shape[0], total, array.shape[2]), self.sharding, part
+    )
 
 
-def unpack(values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep) -> dict[int, Shaped[np.ndarray, '_']]:
+def unpack(
+  values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep
+) -> dict[int, Shaped[np.ndarray, '_']]:
   """Splits packed per-token values into one array per row, keyed by row number of the plan."""
   packing = step.packing
   places = zip(packing.micro_batch, packing.chunk, packing.offset, packing.offset + packing.length)
-  return {row: values[m, c, start:end] for row, (m, c, start, end) in zip(step.rows, places, strict=True)}
+  return {
+    row: values[m, c, start:end] for row, (m, c, start, end) in zip(step.rows, places, strict=True)
+  }

@@ -27,12 +27,16 @@ class RowStream:
     """
     self._units = rows // unit
     dataset = grain.MapDataset.source(_Units(workdir, source, unit)).shuffle(seed=seed).repeat(None)
-    self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    self._iterator = iter(
+      dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    )
 
   def next(self) -> list[Row]:
     """Returns the next rows; a pair drawn twice in one call counts as two pairs."""
     drawn = [(i, row) for i in range(self._units) for row in next(self._iterator)]
-    return [dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn]
+    return [
+      dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn
+    ]
 
   def state(self) -> Any:
     """Returns the position as JSON, from which `restore` continues exactly."""
@@ -48,8 +52,12 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
   return tuple(row for i in range(len(units)) for row in units[i])
 
 
-def sample_lengths(workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096) -> tuple[int, ...]:
-  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples; those of a unit are adjacent."""
+def sample_lengths(
+  workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
+) -> tuple[int, ...]:
+  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples; those of a
+  unit are adjacent.
+  """
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)
   return tuple(row.length for i in range(0, len(units), every) for row in units[i])
@@ -59,7 +67,11 @@ class _Units:
   """Grain source of Rows, `unit` at a time: record index and the fields that planning needs."""
 
   def __init__(self, workdir: pathlib.Path, source: str, unit: int):
-    self._records, self._source, self._unit = ArrayRecordDataSource([str(workdir / source)]), source, unit
+    self._records, self._source, self._unit = (
+      ArrayRecordDataSource([str(workdir / source)]),
+      source,
+      unit,
+    )
 
   def __len__(self) -> int:
     return len(self._records) // self._unit

@@ -1,7 +1,8 @@
-"""Interface of algorithms: the passes they read, how they annotate a batch before its update, and their loss terms.
+"""Interface of algorithms: the passes they read, how they annotate a batch before its update, and
+their loss terms.
 
-Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the host, and enter the
-loss as constants; the loss itself sees one micro-batch at a time.
+Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the
+host, and enter the loss as constants; the loss itself sees one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
-"""Passes over a batch before its first update. 'proximal', 'reference': logprobs of the policy and of the reference;
-'values': values of the critic."""
+"""Passes over a batch before its first update. 'proximal', 'reference': logprobs of the policy and
+of the reference; 'values': values of the critic.
+"""
 TokenColumn = Literal[
-  'loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'next_values'
+  'loss_mask',
+  'behaviour_logprobs',
+  'proximal_logprobs',
+  'reference_logprobs',
+  'values',
+  'next_values',
 ]
-"""Per-token columns available to `annotate`; `next_values` are the values of the states after each token and require
-'values' in `Algorithm.reads`."""
+"""Per-token columns available to `annotate`; `next_values` are the values of the states after each
+token and require 'values' in `Algorithm.reads`.
+"""
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""Outputs of a model for a micro-batch if the model's head is 'lm', 'value' or 'scalar', respectively."""
+"""Outputs of a model for a micro-batch if the model's head is 'lm', 'value' or 'scalar',
+respectively.
+"""
 Constants = Mapping[str, Any]
 """Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]
@@ -48,20 +58,27 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
-  """Update rule of the reference policy, which is initially the policy at the beginning of the stage."""
+  """Update rule of the reference policy, which is initially the policy at the beginning of the
+  stage.
+  """
 
   every: int | None = None
-  """Number of batches between refreshes, which set the reference to the current policy; None: no refreshes.
+  """Number of batches between refreshes, which set the reference to the current policy; None: no
+  refreshes.
 
-  With 1 the reference is the policy before each batch, so no separate copy of the reference is kept.
+  With 1 the reference is the policy before each batch, so no separate copy of the reference is
+  kept.
   """
   ema: float | None = None
-  """Decay of the moving average: the reference is then an exponential moving average of the policy, updated after each
-  batch. None: no averaging."""
+  """Decay of the moving average: the reference is then an exponential moving average of the policy,
+  updated after each batch. None: no averaging.
+  """
 
   def __post_init__(self):
     if self.every is not None and self.every < 1:
-      raise UserError(f'reference.every: {self.every}, wanted at least 1, or null for a fixed reference')
+      raise UserError(
+        f'reference.every: {self.every}, wanted at least 1, or null for a fixed reference'
+      )
     if self.ema is not None and not 0 <= self.ema < 1:
       raise UserError(f'reference.ema: {self.ema}, wanted a weight in [0, 1)')
     if self.ema is not None and self.every is not None:
@@ -69,7 +86,9 @@ class ReferenceRule:
 
 
 class Closed(NamedTuple):
-  """Input of `annotate`: a closed batch, that is, one whose rows are final but not yet trained on."""
+  """Input of `annotate`: a closed batch, that is, one whose rows are final but not yet trained
+  on.
+  """
 
   rows: Sequence[Row]
   step: int
@@ -92,15 +111,19 @@ class Annotation(NamedTuple):
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
   """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
-  """Reward of each row after shaping, for the metric `critic/rewards`; None: rewards are as scored."""
+  """Reward of each row after shaping, for the metric `critic/rewards`; None: rewards are as
+  scored.
+  """
   constants: Constants = types.MappingProxyType({})
   state: Json = None
 
 
 class Algorithm(NamedTuple):
-  """A learning algorithm. `loss(outputs, chunks, constants)` returns named terms and statistics of one micro-batch.
+  """A learning algorithm. `loss(outputs, chunks, constants)` returns named terms and statistics of
+  one micro-batch.
 
-  Denominators of terms depend on `chunks` alone: the update computes them first, over the whole optimizer step.
+  Denominators of terms depend on `chunks` alone: the update computes them first, over the whole
+  optimizer step.
   """
 
   annotate: Callable[[Closed], Annotation]
@@ -138,7 +161,9 @@ def term(
   weight: Any = 1.0,
   scale: float = 1.0,
 ) -> Term:
-  """Aggregates per-token values to a loss term; `scale` is the divisor in mode 'seq-mean-token-sum-norm'."""
+  """Aggregates per-token values to a loss term; `scale` is the divisor in mode
+  'seq-mean-token-sum-norm'.
+  """
   numerator, denominator = aggregate(
     values, mask, chunks.segment_ids, segments=chunks.segments, mode=mode, loss_scale_factor=scale
   )

@@ -1,4 +1,6 @@
-"""Detection of options that are set but have no effect, because of other options or the algorithm."""
+"""Detection of options that are set but have no effect, because of other options or the
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,24 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
 
 
 def _shown(value: Any) -> str:
-  """Formats a value in one line; for a dataclass, only the fields that differ from their defaults."""
+  """Formats a value in one line; for a dataclass, only the fields that differ from their
+  defaults.
+  """
   if not dataclasses.is_dataclass(value):
     return repr(value)
-  names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+  names = [
+    field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default
+  ]
   return ', '.join(f'{name}={getattr(value, name)!r}' for name in names)
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that reads the option."""
-  fields = lambda kind: kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
+  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that
+  reads the option.
+  """
+  fields = lambda kind: (
+    kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
+  )
   chosen = fields(named_pair(options.policy_loss, 'policy_loss', SURROGATES)[0])
   readers: dict[str, list[str]] = {}
   for surrogate, (kind, _) in SURROGATES.items():
@@ -71,8 +81,12 @@ def _corrects(options: Any) -> bool:
 
 
 SHAPING = {
-  'overlong_penalty_factor': Need(lambda options: options.overlong_buffer_len > 0, 'overlong_buffer_len'),
-  'length_reward_warmup_steps': Need(lambda options: options.length_reward_weight > 0, 'length_reward_weight'),
+  'overlong_penalty_factor': Need(
+    lambda options: options.overlong_buffer_len > 0, 'overlong_buffer_len'
+  ),
+  'length_reward_warmup_steps': Need(
+    lambda options: options.length_reward_weight > 0, 'length_reward_weight'
+  ),
 }
 POLICY_GRADIENT = {
   'norm_adv_by_std': _estimator('grpo'),
@@ -84,23 +98,28 @@ POLICY_GRADIENT = {
   **SHAPING,
   'kl_loss_type': Need(lambda options: options.kl_loss_coef > 0, 'kl_loss_coef'),
   'kl_unbiased_gradient': Need(
-    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type != 'k1', 'kl_loss_coef and kl_loss_type k2 or k3'
+    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type != 'k1',
+    'kl_loss_coef and kl_loss_type k2 or k3',
   ),
   'allow_zero_gradient_kl': Need(
-    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type == 'k1', 'kl_loss_coef and kl_loss_type k1'
+    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type == 'k1',
+    'kl_loss_coef and kl_loss_type k1',
   ),
   'kl_reward_type': Need(lambda options: options.kl_reward_coef > 0, 'kl_reward_coef'),
   'kl_horizon': Need(lambda options: options.kl_target is not None, 'kl_target'),
   'reference': Need(
-    lambda options: options.kl_loss_coef > 0 or options.kl_reward_coef > 0, 'kl_loss_coef or kl_reward_coef'
+    lambda options: options.kl_loss_coef > 0 or options.kl_reward_coef > 0,
+    'kl_loss_coef or kl_reward_coef',
   ),
   'rollout_is': Need(
-    lambda options: options.rollout_is == 'none' or not options.bypass_old_logprobs, 'bypass_old_logprobs=false'
+    lambda options: options.rollout_is == 'none' or not options.bypass_old_logprobs,
+    'bypass_old_logprobs=false',
   ),
   'rollout_is_threshold': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
   'rollout_is_lower': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
   'loss_scale_factor': Need(
-    lambda options: options.loss_agg_mode == 'seq-mean-token-sum-norm', 'loss_agg_mode seq-mean-token-sum-norm'
+    lambda options: options.loss_agg_mode == 'seq-mean-token-sum-norm',
+    'loss_agg_mode seq-mean-token-sum-norm',
   ),
 }
 PPO = POLICY_GRADIENT | {
@@ -114,7 +133,9 @@ MU = {
 }
 MIX = POLICY_GRADIENT | {
   'loss_scale_factor': Need(
-    lambda options: 'seq-mean-token-sum-norm' in (options.loss_agg_mode, options.expert_loss_agg_mode),
+    lambda options: (
+      'seq-mean-token-sum-norm' in (options.loss_agg_mode, options.expert_loss_agg_mode)
+    ),
     'loss_agg_mode or expert_loss_agg_mode seq-mean-token-sum-norm',
   )
 }

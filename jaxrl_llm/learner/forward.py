@@ -1,4 +1,6 @@
-"""Forward pass of a packed micro-batch, and passes without gradient over all micro-batches of an optimizer step."""
+"""Forward pass of a packed micro-batch, and passes without gradient over all micro-batches of an
+optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,21 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Outputs
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.ops.logprobs import StateValues, sequence_scores, state_values, token_logprobs, token_values
+from jaxrl_llm.ops.logprobs import (
+  StateValues,
+  sequence_scores,
+  state_values,
+  token_logprobs,
+  token_values,
+)
 from jaxrl_llm.ops.reduce import by_segment
 from jaxrl_llm.parallel import rules
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
-  """Returns the outputs of the model's head for one micro-batch: logprobs (at each sample's temperature), values or
-  scores."""
+  """Returns the outputs of the model's head for one micro-batch: logprobs (at each sample's
+  temperature), values or scores.
+  """
   hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
@@ -50,10 +59,15 @@ def _states(
 
 
 def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
-  """Returns the numbers of row and time shards on the mesh, as arguments of `token_logprobs`; empty without a mesh."""
+  """Returns the numbers of row and time shards on the mesh, as arguments of `token_logprobs`; empty
+  without a mesh.
+  """
   if model.mesh is None:
     return {}
-  rows, time = (rules.parts(model.mesh, axis, size) for axis, size in zip(('batch', 'time'), chunks.tokens.shape))
+  rows, time = (
+    rules.parts(model.mesh, axis, size)
+    for axis, size in zip(('batch', 'time'), chunks.tokens.shape)
+  )
   return {'row_shards': rows, 'time_shards': time}
 
 
@@ -66,28 +80,42 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """Builds a jitted forward-only pass that returns logprobs, values or scores of the first `used` micro-batches, and 0
-  for the others."""
-  return _build_pass(lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh)
+  """Builds a jitted forward-only pass that returns logprobs, values or scores of the first `used`
+  micro-batches, and 0 for the others.
+  """
+  return _build_pass(
+    lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh
+  )
 
 
 Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds a jitted forward-only pass of a critic that returns the values of the states before and after each token."""
-  return _build_pass(lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh)
+  """Builds a jitted forward-only pass of a critic that returns the values of the states before and
+  after each token.
+  """
+  return _build_pass(
+    lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh
+  )
 
 
-def _build_pass(outputs: Callable[[Params, Chunks], Any], mesh: Mesh) -> Callable[[Params, Chunks, Any], Any]:
-  """Jits `outputs` for each of the first `used` micro-batches. The results have a leading micro-batch axis; they are 0
-  for the other micro-batches."""
+def _build_pass(
+  outputs: Callable[[Params, Chunks], Any], mesh: Mesh
+) -> Callable[[Params, Chunks, Any], Any]:
+  """Jits `outputs` for each of the first `used` micro-batches. The results have a leading
+  micro-batch axis; they are 0 for the other micro-batches.
+  """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
     run_one = lambda i: outputs(params, micro_batch(batch, i))
     count = batch.tokens.shape[0]
-    start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(run_one, 0))
+    start = jax.tree.map(
+      lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(run_one, 0)
+    )
     put = lambda i, all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
-    return jax.lax.fori_loop(0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, run_one(i)), start)
+    return jax.lax.fori_loop(
+      0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, run_one(i)), start
+    )
 
   return jax.jit(whole, out_shardings=rules.sharding_of_batch(mesh))

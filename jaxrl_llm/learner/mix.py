@@ -1,8 +1,9 @@
-"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and imitation of experts in one optimizer step.
+"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and imitation of experts in one
+optimizer step.
 
-L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the whole step. Usual rows
-are rollouts; only they have the KL and entropy terms. A micro-batch or step with only one kind of rows adds nothing to
-the term of the other kind.
+L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the
+whole step. Usual rows are rollouts; only they have the KL and entropy terms. A micro-batch or step
+with only one kind of rows adds nothing to the term of the other kind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import numpy as np
 
 from jaxrl_llm.advantages.shaping import MuSchedule
 from jaxrl_llm.batching.chunks import Chunks
-from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants, Setting, Stats, Terms, term
+from jaxrl_llm.learner.algorithm import (
+  Algorithm,
+  Annotation,
+  Closed,
+  Constants,
+  Setting,
+  Stats,
+  Terms,
+  term,
+)
 from jaxrl_llm.learner.effects import MIX, MU, surrogate_needs, without_effect
 from jaxrl_llm.learner.policy_gradient import annotate, policy_gradient, policy_terms
 from jaxrl_llm.learner.policy_options import PolicyGradientConfig
@@ -25,21 +35,29 @@ from jaxrl_llm.ops.reduce import Aggregation, masked_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig(PolicyGradientConfig):
-  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows in one update."""
+  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows in one
+  update.
+  """
 
   mu: MuSchedule = MuSchedule(mu=0.1)
   """Weight of imitation as a schedule over the stage's batches."""
   expert_loss_agg_mode: Aggregation = 'token-mean'
   expert_token_weight: Literal['none', 'chord'] = 'none'
-  """'chord': weights each expert token by p(1 - p), where p is its probability (CHORD, arXiv:2508.11408)."""
+  """'chord': weights each expert token by p(1 - p), where p is its probability (CHORD,
+  arXiv:2508.11408).
+  """
 
 
 def mix(config: MixConfig, setting: Setting) -> Algorithm:
-  """Builds MIX (formula in the module docstring); the stage's `experts` configures source and number of expert rows."""
+  """Builds MIX (formula in the module docstring); the stage's `experts` configures source and
+  number of expert rows.
+  """
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Annotates the usual rows as the policy gradient does. Expert rows are imitated regardless of reward."""
+    """Annotates the usual rows as the policy gradient does. Expert rows are imitated regardless of
+    reward.
+    """
     expert = np.array([row.is_expert for row in closed.rows], bool)
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}
@@ -60,15 +78,24 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mu = constants['mu']
-    terms, stats = policy_terms(config, setting, outputs, chunks, constants, chunks.loss_mask & ~chunks.is_expert)
+    terms, stats = policy_terms(
+      config, setting, outputs, chunks, constants, chunks.loss_mask & ~chunks.is_expert
+    )
     terms = {name: t._replace(weight=(1.0 - mu) * t.weight) for name, t in terms.items()}
     mask = chunks.loss_mask & chunks.is_expert
     nll = negative_log_likelihood(outputs.logprobs)
     if config.expert_token_weight == 'chord':
       nll = nll * chord_token_weight(outputs.logprobs, mask)
     scale = config.loss_scale_factor or float(setting.max_response_length)
-    terms['actor/sft_loss'] = term(nll, mask, chunks, config.expert_loss_agg_mode, weight=mu, scale=scale)
+    terms['actor/sft_loss'] = term(
+      nll, mask, chunks, config.expert_loss_agg_mode, weight=mu, scale=scale
+    )
     return terms, stats | {'actor/expert_logprob': masked_stat(outputs.logprobs, mask)}
 
-  no_effect = (*without_effect(config, 'mix', MIX | surrogate_needs(config)), *without_effect(config.mu, 'mix.mu', MU))
-  return usual._replace(annotate=annotate_both, loss=loss, constants=usual.constants | {'mu'}, no_effect=no_effect)
+  no_effect = (
+    *without_effect(config, 'mix', MIX | surrogate_needs(config)),
+    *without_effect(config.mu, 'mix.mu', MU),
+  )
+  return usual._replace(
+    annotate=annotate_both, loss=loss, constants=usual.constants | {'mu'}, no_effect=no_effect
+  )

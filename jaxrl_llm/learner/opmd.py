@@ -1,8 +1,9 @@
-"""Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, section 2.3.2).
+"""Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, section
+2.3.2).
 
-The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ). By default, the reference
-is the policy at the beginning of each batch, and the optimizer is reset there. No ratio is clipped, and there is no
-critic.
+The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ). By
+default, the reference is the policy at the beginning of each batch, and the optimizer is reset
+there. No ratio is clipped, and there is no critic.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpmdConfig(ShapingOptions):
-  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy at batch start."""
+  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy
+  at batch start.
+  """
 
   tau: float = 0.1
   """Strength of the regularisation towards the reference; the paper on Kimi k1.5 gives no value."""
@@ -70,7 +73,8 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    # Sum in the outputs' dtype, like all sums over time: the mesh decides the order of summation, and so the rounding.
+    # Sum in the outputs' dtype, like all sums over time: the mesh decides the order of summation,
+    # and so the rounding.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0

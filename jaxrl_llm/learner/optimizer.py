@@ -23,9 +23,13 @@ class OptimizerConfig:
   peak_lr: float
   """Peak learning rate; must be given."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
-  """Shape after the warm-up: constant, or a decay from the peak to `end_lr_fraction` of it at the end of the stage."""
+  """Shape after the warm-up: constant, or a decay from the peak to `end_lr_fraction` of it at the
+  end of the stage.
+  """
   warmup_steps: int = 0
-  """Updates over which the rate rises linearly: the n-th update has n / warmup_steps of the peak."""
+  """Updates over which the rate rises linearly: the n-th update has n / warmup_steps of the
+  peak.
+  """
   end_lr_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
@@ -39,24 +43,34 @@ class OptimizerConfig:
   max_skipped_updates: int = 10
   """Number of consecutive skipped updates that stops the run."""
   offload: bool = False
-  """Keeps the moments in pinned host memory and moves them to the devices one parameter at a time for the update."""
+  """Keeps the moments in pinned host memory and moves them to the devices one parameter at a time
+  for the update.
+  """
 
 
 _DECAYED = ('kernel', 'lora_a', 'lora_b')
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-  """Returns the learning rate as a function of the number of updates taken, for a stage of `updates` updates."""
+  """Returns the learning rate as a function of the number of updates taken, for a stage of
+  `updates` updates.
+  """
   decay = max(updates - config.warmup_steps, 1)
   after = {
     'constant': lambda: optax.constant_schedule(config.peak_lr),
-    'cosine': lambda: optax.cosine_decay_schedule(config.peak_lr, decay, alpha=config.end_lr_fraction),
-    'linear': lambda: optax.linear_schedule(config.peak_lr, config.peak_lr * config.end_lr_fraction, decay),
+    'cosine': lambda: optax.cosine_decay_schedule(
+      config.peak_lr, decay, alpha=config.end_lr_fraction
+    ),
+    'linear': lambda: optax.linear_schedule(
+      config.peak_lr, config.peak_lr * config.end_lr_fraction, decay
+    ),
   }[config.schedule]()
   if not config.warmup_steps:
     return after
   # The schedule's count starts at 0, and a rate of 0 there would waste the first update.
-  warmup = optax.linear_schedule(config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1)
+  warmup = optax.linear_schedule(
+    config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1
+  )
   return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
@@ -65,8 +79,11 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 
   Every transformation treats each parameter independently: `apply_update` relies on this.
   """
-  # Select parameters by name, not by rank: with scanned layers, norms and biases have two dimensions too.
-  decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
+  # Select parameters by name, not by rank: with scanned layers, norms and biases have two
+  # dimensions too.
+  decayed = lambda params: jax.tree_util.tree_map_with_path(
+    lambda path, _: path[-1].key in _DECAYED, params
+  )
   return optax.chain(
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
     optax.add_decayed_weights(config.weight_decay, mask=decayed),
@@ -75,26 +92,41 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 
 
 def optimizer_shardings(
-  optimizer: optax.GradientTransformation, params: Params, shardings, whole, *, offload: bool = False
+  optimizer: optax.GradientTransformation,
+  params: Params,
+  shardings,
+  whole,
+  *,
+  offload: bool = False,
 ):
-  """Returns the optimizer state's shardings: leaves shaped like a parameter have its sharding, all others `whole`.
+  """Returns the optimizer state's shardings: leaves shaped like a parameter have its sharding, all
+  others `whole`.
 
   Args:
     offload: whether the parameter-shaped leaves are in host memory.
   """
   shapes = jax.eval_shape(optimizer.init, params)
   place = lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding
-  return optax.tree_map_params(optimizer, place, shapes, shardings, transform_non_params=lambda _: whole)
+  return optax.tree_map_params(
+    optimizer, place, shapes, shardings, transform_non_params=lambda _: whole
+  )
 
 
 def apply_update(
-  optimizer: optax.GradientTransformation, grads: Params, opt_state, params: Params, shardings, *, take: Bool[Array, '']
+  optimizer: optax.GradientTransformation,
+  grads: Params,
+  opt_state,
+  params: Params,
+  shardings,
+  *,
+  take: Bool[Array, ''],
 ) -> tuple[Params, Any]:
-  """Returns parameters and state after one update, or unchanged if `take` is false; call it in a jitted function.
+  """Returns parameters and state after one update, or unchanged if `take` is false; call it in a
+  jitted function.
 
-  Offloaded moments are moved to the devices one parameter at a time, each after the previous one has moved back, so a
-  device never holds the moments of two parameters. No moment moves before `take` is known: until then activations need
-  the memory.
+  Offloaded moments are moved to the devices one parameter at a time, each after the previous one
+  has moved back, so a device never holds the moments of two parameters. No moment moves before
+  `take` is known: until then activations need the memory.
 
   Args:
     grads: clipped gradients.
@@ -118,7 +150,9 @@ def apply_update(
       node if copy is None else as_tree(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
       for node, copy, leaf, place in zip(nodes, copies, there, places, strict=True)
     ]
-    param, state = _applied(optimizer, as_tree(grad), of_state.unflatten(fetched), as_tree(param), take)
+    param, state = _applied(
+      optimizer, as_tree(grad), of_state.unflatten(fetched), as_tree(param), take
+    )
     ((param,), after) = jax.tree.leaves(param), of_state.flatten_up_to(state)
     back = [
       node if copy is None else jax.device_put(*jax.tree.leaves(node), place[i])

@@ -1,7 +1,8 @@
 """The policy-gradient family: one loss with exchangeable parts.
 
-GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage estimation, the surrogate
-(the loss of each token), token aggregation, and whether there is a critic.
+GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage
+estimation, the surrogate (the loss of each token), token aggregation, and whether there is a
+critic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from absl import logging
 from jaxtyping import Array, Bool, Float64
 
 from jaxrl_llm.advantages import tokens as by_token
-from jaxrl_llm.advantages.group import GroupAdvantages, group_advantages, leave_one_out, step_credit, unequal
+from jaxrl_llm.advantages.group import (
+  GroupAdvantages,
+  group_advantages,
+  leave_one_out,
+  step_credit,
+  unequal,
+)
 from jaxrl_llm.advantages.shaping import (
   AdaptiveKl,
   adapted,
@@ -82,7 +89,9 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
     on_host=frozenset(on_host),
     constants=frozenset({'kl_coef'} if config.kl_loss_coef else ()),
     reference=config.reference,
-    critic_loss=(lambda outputs, chunks, _: _critic_terms(config, outputs, chunks)) if critic else None,
+    critic_loss=(lambda outputs, chunks, _: _critic_terms(config, outputs, chunks))
+    if critic
+    else None,
     critic_warmup=config.critic_warmup if critic else 0,
     no_effect=without_effect(config, name_of(config), needs),
   )
@@ -117,11 +126,14 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
     if returns is not None:
       metrics |= _critic_metrics(closed.tokens['values'], returns, masks)
   constants = {'kl_coef': coefs.loss} if config.kl_loss_coef else {}
-  return Annotation(advantages, in_loss, metrics, returns=returns, rewards=rewards, constants=constants, state=state)
+  return Annotation(
+    advantages, in_loss, metrics, returns=returns, rewards=rewards, constants=constants, state=state
+  )
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite wherever they are read; logs a warning for each other row.
+  """Selects rows whose columns are finite wherever they are read; logs a warning for each other
+  row.
 
   Raises:
     RunError: no row is finite.
@@ -132,7 +144,9 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
       zip(closed.rows, closed.tokens[name], closed.tokens['loss_mask'], strict=True)
     ):
       # Of `next_values`, only the value after the last token of a truncated row is read.
-      read = mask if name != 'next_values' else row.truncated & (np.arange(row.length) == row.length - 1)
+      read = (
+        mask if name != 'next_values' else row.truncated & (np.arange(row.length) == row.length - 1)
+      )
       bad = np.flatnonzero(read & ~np.isfinite(values))
       if len(bad) and finite[i]:
         finite[i] = False
@@ -141,7 +155,8 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
         logging.warning('%s; the row is left out of the loss', line)
   if line and not finite.any():
     raise RunError(
-      f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower learning rate for the '
+      f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower '
+      'learning rate for the '
       'model that diverged'
     )
   return finite
@@ -155,7 +170,9 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns whitened per-token advantages of each row and, if there is a critic, the critic's targets."""
+  """Returns whitened per-token advantages of each row and, if there is a critic, the critic's
+  targets.
+  """
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -164,21 +181,32 @@ def _token_advantages(
     if config.adv_estimator == 'gae':
       values = [np.asarray(value, np.float64) for value in closed.tokens['values']]
       estimates = [
-        by_token.masked_gae(reward, value, mask, gamma=config.gamma, lam=config.lam, last_value=last)
-        for reward, value, mask, last in zip(dense, values, masks, _last_values(config, closed), strict=True)
+        by_token.masked_gae(
+          reward, value, mask, gamma=config.gamma, lam=config.lam, last_value=last
+        )
+        for reward, value, mask, last in zip(
+          dense, values, masks, _last_values(config, closed), strict=True
+        )
       ]
       advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
     else:
-      advantages = [by_token.token_returns(r, m, gamma=config.gamma) for r, m in zip(dense, masks, strict=True)]
+      advantages = [
+        by_token.token_returns(r, m, gamma=config.gamma) for r, m in zip(dense, masks, strict=True)
+      ]
   return by_token.whiten(advantages, masks), returns
 
 
 def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
-  """Value of each row's final state: the critic's for truncated rows if `bootstrap_truncated` is set, otherwise 0."""
+  """Value of each row's final state: the critic's for truncated rows if `bootstrap_truncated` is
+  set, otherwise 0.
+  """
   if not config.bootstrap_truncated:
     return [0.0] * len(closed.rows)
   values = closed.tokens['next_values']
-  return [float(value[-1]) if row.truncated else 0.0 for row, value in zip(closed.rows, values, strict=True)]
+  return [
+    float(value[-1]) if row.truncated else 0.0
+    for row, value in zip(closed.rows, values, strict=True)
+  ]
 
 
 def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> list[float | None]:
@@ -202,11 +230,16 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   if weight:
     correct = [None if row.reward is None else row.correct for row in rows]
     extra += weight * length_rewards(lengths, correct, [row.group for row in rows])
-  return [None if row.reward is None else row.reward + float(more) for row, more in zip(rows, extra, strict=True)]
+  return [
+    None if row.reward is None else row.reward + float(more)
+    for row, more in zip(rows, extra, strict=True)
+  ]
 
 
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """Returns each row's worth, from which per-sample advantages are estimated: its reward plus those of its turns."""
+  """Returns each row's worth, from which per-sample advantages are estimated: its reward plus those
+  of its turns.
+  """
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
 
@@ -216,17 +249,22 @@ def refuse_steps(rows: Sequence[Row], reason: str) -> None:
   for row in rows:
     if row.step_index or recorded[row.trajectory] > 1:
       raise UserError(
-        f'row {row.uid}: is step {row.step_index} of trajectory {row.trajectory}, and {reason}; or record each '
+        f'row {row.uid}: is step {row.step_index} of trajectory {row.trajectory}, and {reason}; or '
+        'record each '
         'trajectory as one row'
       )
 
 
-def _group_advantages(config: PolicyGradientConfig, closed: Closed, rewards: Sequence[float | None]) -> GroupAdvantages:
+def _group_advantages(
+  config: PolicyGradientConfig, closed: Closed, rewards: Sequence[float | None]
+) -> GroupAdvantages:
   if config.adv_estimator == 'rloo':
     estimate = leave_one_out
   else:
     by_std = config.norm_adv_by_std and config.adv_estimator == 'grpo'
-    estimate = lambda r, g: group_advantages(r, g, normalize_by_std=by_std, ddof=config.adv_ddof, eps=config.adv_eps)
+    estimate = lambda r, g: group_advantages(
+      r, g, normalize_by_std=by_std, ddof=config.adv_ddof, eps=config.adv_eps
+    )
   return _compared(config, closed.rows, rewards, estimate)
 
 
@@ -236,22 +274,32 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Estimates advantages from the rows' worths (`worths`), each among the rows that share its baseline."""
+  """Estimates advantages from the rows' worths (`worths`), each among the rows that share its
+  baseline.
+  """
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
     steps = [row.step_index for row in rows]
-    return step_credit(values, groups, trajectories, steps, credit=config.credit, advantages=estimate)
+    return step_credit(
+      values, groups, trajectories, steps, credit=config.credit, advantages=estimate
+    )
   return estimate(values, groups)
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose baseline averages at least two different worths; length terms do not count."""
+  """Selects rows whose baseline averages at least two different worths; length terms do not
+  count.
+  """
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
-def _token_rewards(config, closed: Closed, rewards, masks, coef: float) -> list[Float64[np.ndarray, '...']]:
-  """Rewards per token: the row's at its last trained token, each turn's at the turn's last token, plus KL penalties."""
+def _token_rewards(
+  config, closed: Closed, rewards, masks, coef: float
+) -> list[Float64[np.ndarray, '...']]:
+  """Rewards per token: the row's at its last trained token, each turn's at the turn's last token,
+  plus KL penalties.
+  """
   dense = [
     by_token.place_rewards(mask, reward or 0.0, row.turn_rewards)
     for row, reward, mask in zip(closed.rows, rewards, masks, strict=True)
@@ -277,7 +325,9 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """Returns the current KL coefficients, their metrics (over `finite` rows), and the state after this batch."""
+  """Returns the current KL coefficients, their metrics (over `finite` rows), and the state after
+  this batch.
+  """
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None
@@ -293,11 +343,17 @@ def _kl(
   return coefs, metrics if measured is None else metrics | {'actor/kl_measured': measured}, state
 
 
-def _measured_kl(config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']) -> tuple[float, float]:
-  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and the number of these tokens."""
+def _measured_kl(
+  config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
+) -> tuple[float, float]:
+  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and the number of these
+  tokens.
+  """
   total, count = 0.0, 0
   masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], finite, strict=True)]
-  for p, q, mask in zip(_proximal(config, closed), closed.tokens['reference_logprobs'], masks, strict=True):
+  for p, q, mask in zip(
+    _proximal(config, closed), closed.tokens['reference_logprobs'], masks, strict=True
+  ):
     total += float((p[mask].astype(np.float64) - q[mask].astype(np.float64)).sum())
     count += int(mask.sum())
   return total, float(count)
@@ -330,8 +386,12 @@ def policy_terms(
   logprobs, segments = outputs.logprobs, chunks.segments
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
-  of = lambda values, weight: term(values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale)
-  tokens = SurrogateTokens(logprobs, proximal, chunks.advantages, mask, chunks.segment_ids, segments)
+  of = lambda values, weight: term(
+    values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale
+  )
+  tokens = SurrogateTokens(
+    logprobs, proximal, chunks.advantages, mask, chunks.segment_ids, segments
+  )
   losses, metrics = surrogate_of(config)(tokens)
   stats = {
     'actor/entropy': masked_stat(outputs.entropy, mask),
@@ -345,7 +405,9 @@ def policy_terms(
     terms['actor/entropy_loss'] = of(-outputs.entropy, config.entropy_coeff)
   if config.kl_loss_coef:
     reference = chunks.reference_logprobs
-    stats['actor/kl'] = masked_stat(kl_estimate(logprobs, reference, kind=config.kl_loss_type, mask=mask), mask)
+    stats['actor/kl'] = masked_stat(
+      kl_estimate(logprobs, reference, kind=config.kl_loss_type, mask=mask), mask
+    )
     if config.kl_loss_type != 'k1' and config.kl_unbiased_gradient:
       kl = unbiased_kl(logprobs, reference, proximal, mask, kind=config.kl_loss_type)
     else:
@@ -354,13 +416,20 @@ def policy_terms(
   return terms, stats
 
 
-def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) -> tuple[Array, Stats]:
-  """Per-token loss weights that correct for off-policy samples; tokens with weight 0 still count in the loss
-  denominators."""
+def _weights(
+  config, logprobs, proximal, chunks: Chunks, mask, segments: int
+) -> tuple[Array, Stats]:
+  """Per-token loss weights that correct for off-policy samples; tokens with weight 0 still count in
+  the loss denominators.
+  """
   behaviour, ids = chunks.behaviour_logprobs, chunks.segment_ids
   weights, stats = jnp.ones_like(logprobs), {}
   if config.rollout_is != 'none' and not config.bypass_old_logprobs:
-    lower = 0.5 if config.rollout_is == 'icepop' and config.rollout_is_lower is None else config.rollout_is_lower
+    lower = (
+      0.5
+      if config.rollout_is == 'icepop' and config.rollout_is_lower is None
+      else config.rollout_is_lower
+    )
     weights = correction.importance_weights(
       proximal,
       behaviour,
@@ -374,13 +443,25 @@ def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) ->
     stats['rollout_corr/rollout_is_weight'] = masked_stat(weights, mask)
   if config.rollout_rs_low is not None:
     kept = correction.sequence_mask(
-      proximal, behaviour, mask, ids, segments=segments, low=config.rollout_rs_low, high=config.rollout_rs_high
+      proximal,
+      behaviour,
+      mask,
+      ids,
+      segments=segments,
+      low=config.rollout_rs_low,
+      high=config.rollout_rs_high,
     )
     stats['rollout_corr/rollout_rs_masked_fraction'] = masked_stat(1.0 - kept, mask)
     weights = weights * kept
   if config.off_policy_seq_mask is not None:
     kept = correction.negative_sequence_mask(
-      behaviour, logprobs, chunks.advantages, mask, ids, segments=segments, threshold=config.off_policy_seq_mask
+      behaviour,
+      logprobs,
+      chunks.advantages,
+      mask,
+      ids,
+      segments=segments,
+      threshold=config.off_policy_seq_mask,
     )
     stats['actor/off_policy_masked_fraction'] = masked_stat(1.0 - kept, mask)
     weights = weights * kept
@@ -389,7 +470,9 @@ def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) ->
 
 def _critic_terms(config: PpoConfig, outputs: TokenValues, chunks: Chunks) -> tuple[Terms, Stats]:
   mask = chunks.loss_mask
-  losses = value_loss(outputs.values, chunks.values, chunks.returns, cliprange_value=config.cliprange_value, mask=mask)
+  losses = value_loss(
+    outputs.values, chunks.values, chunks.returns, cliprange_value=config.cliprange_value, mask=mask
+  )
   terms = {'critic/vf_loss': term(losses.loss, mask, chunks, 'token-mean')}
   return terms, {
     'critic/vf_clipfrac': masked_stat(losses.clipped.astype(jnp.float32), mask),

@@ -14,7 +14,13 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import ReferenceRule, Setting
 from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.divergence import Estimator, has_expected_gradient
-from jaxrl_llm.objectives.surrogates import SURROGATES, DualClipBounds, SapoOptions, SurrogateTokens, TokenLoss
+from jaxrl_llm.objectives.surrogates import (
+  SURROGATES,
+  DualClipBounds,
+  SapoOptions,
+  SurrogateTokens,
+  TokenLoss,
+)
 from jaxrl_llm.ops.reduce import Aggregation
 
 AdvEstimator = Literal['grpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'gae']
@@ -32,12 +38,17 @@ class AdvantageOptions:
   credit: Literal['trajectory', 'step'] = 'trajectory'
   """grpo, rloo, reinforce_plus_plus_baseline: credit for trajectories recorded step by step.
 
-  trajectory: one advantage for all steps of a trajectory; step: a separate baseline for each step index.
+  trajectory: one advantage for all steps of a trajectory; step: a separate baseline for each step
+  index.
   """
   mask_unmixed_groups: bool = False
-  """Excludes single-sample and equal-reward groups from the loss and its denominators (DAPO's dynamic sampling)."""
+  """Excludes single-sample and equal-reward groups from the loss and its denominators (DAPO's
+  dynamic sampling).
+  """
   mask_truncated: bool = False
-  """Excludes truncated samples from the loss; their rewards stay in the baseline (overlong filtering)."""
+  """Excludes truncated samples from the loss; their rewards stay in the baseline (overlong
+  filtering).
+  """
   gamma: float = 1.0
   """gae, reinforce_plus_plus: discount per trained token."""
   lam: float = 1.0
@@ -46,10 +57,14 @@ class AdvantageOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapingOptions:
-  """Reward shaping before advantage estimation. The metric `critic/score` is taken before, `critic/rewards` after."""
+  """Reward shaping before advantage estimation. The metric `critic/score` is taken before,
+  `critic/rewards` after.
+  """
 
   overlong_buffer_len: int = 0
-  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0: off."""
+  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0:
+  off.
+  """
   overlong_penalty_factor: float = 1.0
   """DAPO: size of the penalty at max_response_length."""
   length_reward_weight: float = 0.0
@@ -65,15 +80,20 @@ class KlOptions:
   kl_loss_coef: float = 0.0
   kl_loss_type: Estimator = 'k3'
   kl_unbiased_gradient: bool = True
-  """k2 and k3 in the loss: multiplies the estimate by the importance ratio, so that the KL term has the reverse KL's
-  gradient."""
+  """k2 and k3 in the loss: multiplies the estimate by the importance ratio, so that the KL term has
+  the reverse KL's gradient.
+  """
   allow_zero_gradient_kl: bool = False
   """Allows k1 in the loss, which has zero expected gradient on-policy."""
   kl_reward_coef: float = 0.0
-  """Coefficient of the KL penalty in each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
+  """Coefficient of the KL penalty in each token's reward; needs token rewards (reinforce_plus_plus,
+  gae).
+  """
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None: fixed coefficient."""
+  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None: fixed
+  coefficient.
+  """
   kl_horizon: float = 10_000.0
   """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
@@ -84,37 +104,46 @@ class CorrectionOptions:
   """Off-policy correction between the trained policy and the one that sampled."""
 
   bypass_old_logprobs: bool = False
-  """Uses the sampler's logprobs as the proximal ones, which saves a pass but rules out rollout_is and rollout_rs."""
+  """Uses the sampler's logprobs as the proximal ones, which saves a pass but rules out rollout_is
+  and rollout_rs.
+  """
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
   """Importance weights of the proximal policy against the sampler.
 
-  none: no weights; token, sequence: weights per token or per sequence, truncated to the bounds; icepop: weights per
-  token, 0 outside the bounds.
+  none: no weights; token, sequence: weights per token or per sequence, truncated to the bounds;
+  icepop: weights per token, 0 outside the bounds.
   """
   rollout_is_threshold: float = 2.0
   """Upper bound of the importance weights."""
   rollout_is_lower: float | None = None
   """Lower bound of the importance weights; None: 0, or 0.5 for icepop."""
   rollout_rs_low: float | None = None
-  """Lower bound of a sequence's geometric mean ratio; sequences outside the bounds are masked. None: no masking."""
+  """Lower bound of a sequence's geometric mean ratio; sequences outside the bounds are masked.
+  None: no masking.
+  """
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
-  """Masks tokens with a negative advantage if their sequence's mean(sampler's - current logprob) is above this
-  (DeepSeek-V3.2); None: no masking."""
+  """Masks tokens with a negative advantage if their sequence's mean(sampler's - current logprob) is
+  above this (DeepSeek-V3.2); None: no masking.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions, DualClipBounds):
+class PolicyGradientConfig(
+  AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions, DualClipBounds
+):
   """Base configuration of the family; the defaults are GRPO's."""
 
   policy_loss: str = 'clip'
   """Surrogate: a key of `SURROGATES`, or your own as 'module:attribute'.
 
-  clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on log-likelihoods; sapo: a
-  soft gate of the ratio.
+  clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on
+  log-likelihoods; sapo: a soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own options."""
+  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own
+  options.
+  """
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
@@ -123,12 +152,16 @@ class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, Correcti
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options from the literature."""
+  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options from the
+  literature.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpoConfig(PolicyGradientConfig):
-  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's standard deviation nor the response length."""
+  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's standard deviation nor the response
+  length.
+  """
 
   norm_adv_by_std: bool = False
   loss_agg_mode: Aggregation = 'seq-mean-token-sum-norm'
@@ -136,7 +169,9 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; set overlong_buffer_len to add its penalty."""
+  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; set overlong_buffer_len to
+  add its penalty.
+  """
 
   clip_ratio_high: float = 0.28
   mask_unmixed_groups: bool = True
@@ -155,7 +190,9 @@ class GspoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CispoConfig(PolicyGradientConfig):
-  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the default lower bound has no effect."""
+  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the default lower bound
+  has no effect.
+  """
 
   policy_loss: str = 'cispo'
   clip_ratio_low: float = 1.0
@@ -181,7 +218,9 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
-  """REINFORCE++ (arXiv:2501.03262): token returns, whitened over the batch; KL, if any, in the reward."""
+  """REINFORCE++ (arXiv:2501.03262): token returns, whitened over the batch; KL, if any, in the
+  reward.
+  """
 
   adv_estimator: AdvEstimator = 'reinforce_plus_plus'
 
@@ -203,8 +242,9 @@ class PpoConfig(PolicyGradientConfig):
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
-  """Whether the return of a truncated answer ends with the critic's value at the cut; False: with 0, as after an end
-  token."""
+  """Whether the return of a truncated answer ends with the critic's value at the cut; False: with
+  0, as after an end token.
+  """
 
 
 _SHAPING_RANGES = {
@@ -213,7 +253,8 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # 0 or 1: population or sample standard deviation. A ddof of the group size would make every advantage 0.
+  # 0 or 1: population or sample standard deviation. A ddof of the group size would make every
+  # advantage 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -242,8 +283,8 @@ def name_of(config: PolicyGradientConfig) -> str:
 def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], TokenLoss]:
   """Returns the surrogate that `policy_loss` names, bound to its options.
 
-  The options are `config` itself if it inherits the surrogate's options class, otherwise `policy_loss_options`. Raises
-  UserError for an unknown surrogate or wrong options.
+  The options are `config` itself if it inherits the surrogate's options class, otherwise
+  `policy_loss_options`. Raises UserError for an unknown surrogate or wrong options.
   """
   kind, loss = named_pair(config.policy_loss, 'policy_loss', SURROGATES)
   where = f'{name_of(config)}.policy_loss_options'
@@ -251,8 +292,10 @@ def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], To
     return functools.partial(loss, options=from_json(dict(config.policy_loss_options), kind, where))
   if config.policy_loss_options:
     raise UserError(
-      f'{where}: {dict(config.policy_loss_options)}, wanted none: policy_loss {config.policy_loss!r} takes the options '
-      f'of {name_of(config)}; set {", ".join(field.name for field in dataclasses.fields(kind))} there'
+      f'{where}: {dict(config.policy_loss_options)}, wanted none: policy_loss '
+      f'{config.policy_loss!r} takes the options '
+      f'of {name_of(config)}; set {", ".join(field.name for field in dataclasses.fields(kind))} '
+      'there'
     )
   return functools.partial(loss, options=config)
 
@@ -271,32 +314,44 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
     least = 0.5 if config.rollout_is == 'icepop' else 0.0
   if least >= config.rollout_is_threshold:
     raise UserError(
-      f'{where}: no weight is between rollout_is_lower {least} and rollout_is_threshold {config.rollout_is_threshold}'
+      f'{where}: no weight is between rollout_is_lower {least} and rollout_is_threshold '
+      f'{config.rollout_is_threshold}'
     )
   if config.kl_target is not None and not (config.kl_target > 0 and config.kl_horizon > 0):
     raise UserError(
-      f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both above 0; kl_horizon well '
+      f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both '
+      'above 0; kl_horizon well '
       'above the samples of a batch'
     )
   if config.adv_estimator == 'gae' and not isinstance(config, PpoConfig):
     raise UserError(f"{where}: adv_estimator 'gae' needs a critic; use algorithm ppo")
   if config.adv_estimator != 'gae' and isinstance(config, PpoConfig):
-    raise UserError(f'ppo: adv_estimator {config.adv_estimator!r} does not use its critic; use grpo or another')
-  zero = not has_expected_gradient(config.kl_loss_type, place='loss', unbiased=config.kl_unbiased_gradient)
+    raise UserError(
+      f'ppo: adv_estimator {config.adv_estimator!r} does not use its critic; use grpo or another'
+    )
+  zero = not has_expected_gradient(
+    config.kl_loss_type, place='loss', unbiased=config.kl_unbiased_gradient
+  )
   if config.kl_loss_coef and zero and not config.allow_zero_gradient_kl:
     raise UserError(
-      f'{where}: kl_loss_type={config.kl_loss_type} in the loss has zero expected gradient on-policy; use k2 or k3, '
+      f'{where}: kl_loss_type={config.kl_loss_type} in the loss has zero expected gradient '
+      'on-policy; use k2 or k3, '
       'or set allow_zero_gradient_kl=true'
     )
   if config.kl_reward_coef and config.adv_estimator not in ('reinforce_plus_plus', 'gae'):
     raise UserError(
-      f'{where}: kl_reward_coef needs rewards per token (reinforce_plus_plus or ppo); adv_estimator '
+      f'{where}: kl_reward_coef needs rewards per token (reinforce_plus_plus or ppo); '
+      'adv_estimator '
       f'{config.adv_estimator!r} has one per sample: use kl_loss_coef'
     )
   if config.kl_target is not None and bool(config.kl_loss_coef) == bool(config.kl_reward_coef):
-    raise UserError(f'{where}: kl_target adapts one coefficient; set one of kl_loss_coef and kl_reward_coef')
+    raise UserError(
+      f'{where}: kl_target adapts one coefficient; set one of kl_loss_coef and kl_reward_coef'
+    )
   if (config.rollout_rs_low is None) != (config.rollout_rs_high is None):
-    raise UserError(f'{where}: rollout_rs_low and rollout_rs_high go together; set both, or neither')
+    raise UserError(
+      f'{where}: rollout_rs_low and rollout_rs_high go together; set both, or neither'
+    )
   if config.rollout_rs_low is not None and config.rollout_rs_low >= config.rollout_rs_high:
     raise UserError(
       f'{where}: no ratio is between rollout_rs_low {config.rollout_rs_low} and rollout_rs_high '
@@ -304,16 +359,20 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
     )
   if config.rollout_rs_low is not None and config.bypass_old_logprobs:
     raise UserError(
-      f"{where}: with bypass_old_logprobs the proximal logprobs are the sampler's, so rollout_rs_low and _high mask "
+      f"{where}: with bypass_old_logprobs the proximal logprobs are the sampler's, so "
+      'rollout_rs_low and _high mask '
       'nothing; set one of them'
     )
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for an overlong buffer beyond the response length and for negative penalties."""
+  """Raises UserError for an overlong buffer beyond the response length and for negative
+  penalties.
+  """
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
-      f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '
+      f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '
+      f'max_response_length={setting.max_response_length} '
       'tokens; wanted fewer, or 0 for none'
     )
   check_ranges(config, where, _SHAPING_RANGES)

@@ -24,7 +24,12 @@ from jaxrl_llm.learner.algorithm import (
   term,
 )
 from jaxrl_llm.learner.ranges import Range, check_ranges
-from jaxrl_llm.objectives.preference import bradley_terry_loss, centering_penalty, dpo_loss, pair_sums
+from jaxrl_llm.objectives.preference import (
+  bradley_terry_loss,
+  centering_penalty,
+  dpo_loss,
+  pair_sums,
+)
 from jaxrl_llm.objectives.supervised import negative_log_likelihood
 from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs
 from jaxrl_llm.ops.reduce import Stat, Term, by_segment, masked_stat, segment_sums
@@ -32,7 +37,9 @@ from jaxrl_llm.ops.reduce import Stat, Term, by_segment, masked_stat, segment_su
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DpoConfig:
-  """Direct preference optimization (arXiv:2305.18290) on static pairs or pairs formed from rollouts."""
+  """Direct preference optimization (arXiv:2305.18290) on static pairs or pairs formed from
+  rollouts.
+  """
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
@@ -47,10 +54,16 @@ class DpoConfig:
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
   """Builds direct preference optimization (arXiv:2305.18290) or IPO (arXiv:2310.12036)."""
   # With label_smoothing above 0.5, the loss would prefer the rejected response.
-  ranges = {'beta': Range(0.0, exclusive=True), 'label_smoothing': Range(0.0, 0.5), 'sft_loss_coef': Range(0.0)}
+  ranges = {
+    'beta': Range(0.0, exclusive=True),
+    'label_smoothing': Range(0.0, 0.5),
+    'sft_loss_coef': Range(0.0),
+  }
   check_ranges(config, 'dpo', ranges)
   if config.loss_type == 'ipo' and config.label_smoothing:
-    raise UserError(f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0')
+    raise UserError(
+      f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0'
+    )
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.segments
@@ -60,11 +73,16 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
       sums = segment_sums(jnp.where(mask, logprobs, 0.0), ids, segments=segments)
       return sums / jnp.maximum(tokens, 1.0) if config.loss_type == 'ipo' else sums
 
-    # Subtract per token, then sum: sums of thousands of logprobs lose the digits that their difference needs.
+    # Subtract per token, then sum: sums of thousands of logprobs lose the digits that their
+    # difference needs.
     ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
     margin, there = pair_sums(ratio, chunks.pair, chunks.label)
     losses = dpo_loss(
-      margin, jnp.zeros_like(margin), beta=config.beta, label_smoothing=config.label_smoothing, kind=config.loss_type
+      margin,
+      jnp.zeros_like(margin),
+      beta=config.beta,
+      label_smoothing=config.label_smoothing,
+      kind=config.loss_type,
     )
     terms = {'actor/dpo_loss': _pair_term(losses, there)}
     if config.sft_loss_coef:
@@ -79,7 +97,10 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
     return terms, stats | {'actor/entropy': masked_stat(outputs.entropy, mask)}
 
   return Algorithm(
-    annotate=lambda closed: plain(closed.rows), loss=loss, reads=frozenset({'reference'}), reference=config.reference
+    annotate=lambda closed: plain(closed.rows),
+    loss=loss,
+    reads=frozenset({'reference'}),
+    reference=config.reference,
   )
 
 
@@ -94,30 +115,43 @@ class RewardModelConfig:
 
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
-  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), with scores at the sequences' last tokens."""
-  check_ranges(config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)})
+  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), with scores at the sequences'
+  last tokens.
+  """
+  check_ranges(
+    config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)}
+  )
 
   def loss(outputs: SequenceScores, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     difference, there = pair_sums(outputs.scores, chunks.pair, chunks.label)
     losses = bradley_terry_loss(difference, target_margin=config.margin)
     terms = {'actor/rm_loss': _pair_term(losses, there)}
     if config.center_rewards_coefficient:
-      both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)  # The sum, as label² is 1.
-      terms['actor/center_loss'] = _pair_term(centering_penalty(both), there, config.center_rewards_coefficient)
+      # The sum, as label² is 1.
+      both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)
+      terms['actor/center_loss'] = _pair_term(
+        centering_penalty(both), there, config.center_rewards_coefficient
+      )
     stats = _pair_stats(difference, there)
     for name, sign in (('chosen', 1), ('rejected', -1)):
-      stats[f'rewards/{name}'] = masked_stat(outputs.scores, (chunks.label == sign) & (chunks.pair > 0))
+      stats[f'rewards/{name}'] = masked_stat(
+        outputs.scores, (chunks.label == sign) & (chunks.pair > 0)
+      )
     return terms, stats
 
   return Algorithm(annotate=lambda closed: plain(closed.rows), loss=loss, head='scalar')
 
 
-def _pair_term(losses: Float[Array, 'pairs'], there: Bool[Array, 'pairs'], weight: float = 1.0) -> Term:
+def _pair_term(
+  losses: Float[Array, 'pairs'], there: Bool[Array, 'pairs'], weight: float = 1.0
+) -> Term:
   return Term(jnp.where(there, losses, 0.0).sum(), there.sum().astype(jnp.float32), weight)
 
 
 def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> Stats:
-  """Statistics under TRL's names. A margin of 0 is half a hit: a policy equal to its reference prefers neither."""
+  """Statistics under TRL's names. A margin of 0 is half a hit: a policy equal to its reference
+  prefers neither.
+  """
   hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
   count = there.sum().astype(jnp.float32)
   total = lambda values: Stat(jnp.where(there, values, 0.0).sum(), count)

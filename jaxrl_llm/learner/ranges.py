@@ -25,7 +25,13 @@ class Range:
     return above and value <= self.most and (self.infinite or math.isfinite(value))
 
   def __str__(self) -> str:
-    low = '' if self.least == -math.inf else f'above {self.least:g}' if self.exclusive else f'at least {self.least:g}'
+    low = (
+      ''
+      if self.least == -math.inf
+      else f'above {self.least:g}'
+      if self.exclusive
+      else f'at least {self.least:g}'
+    )
     high = '' if self.most == math.inf else f'at most {self.most:g}'
     return ' and '.join(filter(None, (low, high))) or 'a finite number'
 

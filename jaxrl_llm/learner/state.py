@@ -1,4 +1,6 @@
-"""Training state: parameters, optimizer, counters; created sharded, never assembled on one device."""
+"""Training state: parameters, optimizer, counters; created sharded, never assembled on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,17 @@ class Learned(NamedTuple):
   """State of the policy, or of the reward model if the stage trains one."""
   critic: TrainState[Array] | None = None
   reference: Params | None = None
-  """Reference parameters, like `policy.params`. None if none is read, or if it is the policy before each batch."""
+  """Reference parameters, like `policy.params`. None if none is read, or if it is the policy before
+  each batch.
+  """
   reference_step: int = 0
   """Completed batches of the run when the reference was last updated."""
   algorithm_state: Json = None
   """State that the algorithm's annotation carries from batch to batch."""
   base: Params | None = None
-  """Base parameters under the adapters of policy and reference: never trained, donated or committed. None: no
-  adapters."""
+  """Base parameters under the adapters of policy and reference: never trained, donated or
+  committed. None: no adapters.
+  """
 
   def whole(self, params: Params) -> Params:
     """Returns the full model parameters, given the trained ones."""
@@ -87,8 +92,9 @@ def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays and feeds its own
-  devices."""
+  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays
+  and feeds its own devices.
+  """
   shardings = flatten(param_shardings(model, mesh))
   place = lambda array, sharding: jax.make_array_from_callback(
     array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
@@ -96,8 +102,12 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
   return unflatten({name: place(array, shardings[name]) for name, array in flatten(params).items()})
 
 
-def with_output(model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']) -> Params:
-  """Returns parameters of `model` with output `kernel` and the body of another model, sharing the body's arrays."""
+def with_output(
+  model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']
+) -> Params:
+  """Returns parameters of `model` with output `kernel` and the body of another model, sharing the
+  body's arrays.
+  """
   placed = jax.device_put(kernel, param_shardings(model, mesh)['head']['kernel'])
   return replace_head(body, model.spec, placed)
 
@@ -105,7 +115,9 @@ def with_output(model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'ou
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[Array]:
-  """Creates a fresh training state that takes over `params`; with `offload` the moments are in host memory."""
+  """Creates a fresh training state that takes over `params`; with `offload` the moments are in host
+  memory.
+  """
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
@@ -117,26 +129,36 @@ def init_state(
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[jax.ShapeDtypeStruct]:
-  """Returns shapes, dtypes and shardings of a state, to which a checkpoint can be restored, without allocating it."""
+  """Returns shapes, dtypes and shardings of a state, to which a checkpoint can be restored, without
+  allocating it.
+  """
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
   whole = rules.replicated(mesh)
   zero = jax.ShapeDtypeStruct((), jnp.int32)
-  state = TrainState(params=shapes, opt_state=jax.eval_shape(optimizer.init, shapes), updates=zero, skipped=zero)
+  state = TrainState(
+    params=shapes, opt_state=jax.eval_shape(optimizer.init, shapes), updates=zero, skipped=zero
+  )
   placed = TrainState(
     params=shardings,
     opt_state=optimizer_shardings(optimizer, shapes, shardings, whole, offload=offload),
     updates=whole,
     skipped=whole,
   )
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
+  )
 
 
 def abstract_base(model: Model, mesh: Mesh) -> Params | None:
-  """Returns shapes, dtypes and shardings of the base parameters under adapters; None without adapters."""
+  """Returns shapes, dtypes and shardings of the base parameters under adapters; None without
+  adapters.
+  """
   parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
   shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
 
 
 def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:

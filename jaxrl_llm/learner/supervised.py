@@ -24,7 +24,11 @@ def sft(config: SftConfig, setting: Setting) -> Algorithm:
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask = chunks.loss_mask
     nll = negative_log_likelihood(outputs.logprobs)
-    terms = {'actor/sft_loss': term(nll, mask, chunks, config.loss_agg_mode, scale=float(setting.max_response_length))}
+    terms = {
+      'actor/sft_loss': term(
+        nll, mask, chunks, config.loss_agg_mode, scale=float(setting.max_response_length)
+      )
+    }
     return terms, {'actor/entropy': masked_stat(outputs.entropy, mask)}
 
   return Algorithm(annotate=lambda closed: plain(closed.rows), loss=loss)

@@ -1,8 +1,9 @@
-"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, in one jitted program.
+"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, in one jitted
+program.
 
-Every term is divided once, by its denominator over the whole optimizer step, so the gradient does not depend on how
-sequences were packed or split into micro-batches. The number of micro-batches in use is a run-time argument: one
-program serves every batch.
+Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
+not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
+use is a run-time argument: one program serves every batch.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ def gradients(
 
   Args:
     params: trained parameters, which are differentiated.
-    batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
+    batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no
+      loss_mask).
     constants: constants from the batch's annotation for the loss.
-    on_policy: fields of `batch` that hold logprobs of the policy before this update; they are filled with the logprobs
-      that the update itself computes, held constant.
+    on_policy: fields of `batch` that hold logprobs of the policy before this update; they are
+      filled with the logprobs that the update itself computes, held constant.
     base: base parameters under adapters.
   """
 
@@ -93,7 +95,9 @@ def gradients(
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
   # Accumulate gradients with the parameters' sharding, so that no device holds more than its shard.
   shardings = None if model.mesh is None else trained_shardings(model, model.mesh)
-  placed = lambda tree: tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
+  placed = lambda tree: (
+    tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
+  )
 
   def body(i, total: Gradients) -> Gradients:
     (part, (stats, outputs)), grads = value_and_grad(params, micro_batch(batch, i))
@@ -118,8 +122,11 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
   return jnp.zeros(like.shape, like.dtype)
 
 
-def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants) -> dict[str, Float[Array, '']]:
-  """Returns each term's denominator over the whole step, from the loss on zero outputs, without a forward pass.
+def _denominators(
+  loss: Loss, outputs: Any, batch: Chunks, constants: Constants
+) -> dict[str, Float[Array, '']]:
+  """Returns each term's denominator over the whole step, from the loss on zero outputs, without a
+  forward pass.
 
   A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """
@@ -133,8 +140,9 @@ def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants)
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the parameters under adapters, is
-not."""
+"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the
+parameters under adapters, is not.
+"""
 
 
 def build_update(
@@ -152,8 +160,9 @@ def build_update(
 ) -> Update:
   """Builds the jitted optimizer step of one trained role in one stage; the step donates its state.
 
-  An update is skipped when its gradient norm is not finite or above `skip_grad_norm` (counted in `state.skipped`), and
-  when it is exactly zero: with nothing to learn, the optimizer's momentum must not move the weights.
+  An update is skipped when its gradient norm is not finite or above `skip_grad_norm` (counted in
+  `state.skipped`), and when it is exactly zero: with nothing to learn, the optimizer's momentum
+  must not move the weights.
 
   Args:
     state: state that the step will be called with; determines the shardings.
@@ -165,16 +174,30 @@ def build_update(
   shardings = jax.tree.map(lambda x: x.sharding, state)
 
   def update(
-    state: TrainState, batch: Chunks, used: Int[Array, ''], constants: Constants, base: Params | None = None
+    state: TrainState,
+    batch: Chunks,
+    used: Int[Array, ''],
+    constants: Constants,
+    base: Params | None = None,
   ) -> tuple[TrainState, Report]:
     result = gradients(
-      model, loss, state.params, batch, used, constants, token_chunk=token_chunk, on_policy=on_policy, base=base
+      model,
+      loss,
+      state.params,
+      batch,
+      used,
+      constants,
+      token_chunk=token_chunk,
+      on_policy=on_policy,
+      base=base,
     )
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
     grads = clipped(result.grads, config)
-    params, opt_state = apply_update(optimizer, grads, state.opt_state, state.params, shardings.opt_state, take=take)
+    params, opt_state = apply_update(
+      optimizer, grads, state.opt_state, state.params, shardings.opt_state, take=take
+    )
     unit = jnp.ones((), jnp.float32)
     stats = result.stats | {
       f'{metrics}/loss': Stat(result.loss, unit),
@@ -197,13 +220,19 @@ Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
 def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
-  """Builds a jitted pass without gradient that sums a loss's terms and statistics over the `used` micro-batches."""
+  """Builds a jitted pass without gradient that sums a loss's terms and statistics over the `used`
+  micro-batches.
+  """
 
   def one(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
-    terms, stats = loss(chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants)
+    terms, stats = loss(
+      chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants
+    )
     return stats | {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
 
-  def measure(params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants) -> dict[str, Stat]:
+  def measure(
+    params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants
+  ) -> dict[str, Stat]:
     of = lambda i: one(params, micro_batch(batch, i), constants)
     start = jax.tree.map(_zeros, jax.eval_shape(of, 0))
     return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, of(i)), start)

@@ -35,7 +35,9 @@ class Batches(Protocol):
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
   def advance(self, step: int, served: int) -> None:
-    """Begins the batch after `step` completed ones; the engines' weights include `served` batches of this stage."""
+    """Begins the batch after `step` completed ones; the engines' weights include `served` batches
+    of this stage.
+    """
     ...
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
@@ -131,7 +133,9 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with fixed numbers of rollouts and of expert rows; at first, fewer earlier groups may be available."""
+  """Batches with fixed numbers of rollouts and of expert rows; at first, fewer earlier groups may
+  be available.
+  """
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
     super().__init__(explorer)
@@ -161,9 +165,13 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the store record of an expert row; its uid starts with the stage, because stages may share rows."""
+  """Returns the store record of an expert row; its uid starts with the stage, because stages may
+  share rows.
+  """
   uid = f'{stage}/{row.uid}'
-  return Issue(uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert')
+  return Issue(
+    uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert'
+  )
 
 
 def rollout_row(chosen: Chosen, place: Ref) -> Row:
@@ -204,14 +212,21 @@ class Planner:
     self._committed = time.monotonic()
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
-    """Returns the plan of `step` once its batch is complete, or a stop plan once a signal has arrived."""
+    """Returns the plan of `step` once its batch is complete, or a stop plan once a signal has
+    arrived.
+    """
     batch = await unless(self._stop, batches.next())
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
     return self._plan(stage, step, *batch, batches.held_out)
 
   def _plan(
-    self, stage: Stage, step: int, rows: list[Row], counts: dict[str, int], held_out: tuple[Row, ...]
+    self,
+    stage: Stage,
+    step: int,
+    rows: list[Row],
+    counts: dict[str, int],
+    held_out: tuple[Row, ...],
   ) -> StepPlan:
     done = step + 1
     evaluate = stage.evaluation_due(done)
@@ -240,10 +255,14 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Returns why a pass must compute the policy's logprobs before the batch; empty if the update's suffice."""
+  """Returns why a pass must compute the policy's logprobs before the batch; empty if the update's
+  suffice.
+  """
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
-  if 'proximal_logprobs' in algorithm.on_host or (is_reference and 'reference_logprobs' in algorithm.on_host):
+  if 'proximal_logprobs' in algorithm.on_host or (
+    is_reference and 'reference_logprobs' in algorithm.on_host
+  ):
     return 'annotation reads the logprobs'
   if step - stage.start < algorithm.critic_warmup:
     return 'the policy is not updated, so no update computes its logprobs'

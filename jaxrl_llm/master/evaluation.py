@@ -1,4 +1,6 @@
-"""Evaluation suites: greedy, mean@k and pass@k accuracy of one fixed policy version on held-out tasks."""
+"""Evaluation suites: greedy, mean@k and pass@k accuracy of one fixed policy version on held-out
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,16 @@ class SuiteConfig:
   def __post_init__(self):
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
       raise UserError(
-        f'evaluation.{self.name}: tasks {self.tasks} and samples {self.samples}, wanted at least 1 task (or None for '
+        f'evaluation.{self.name}: tasks {self.tasks} and samples {self.samples}, wanted at least 1 '
+        'task (or None for '
         'all) and at least 0 samples'
       )
     sampling = self.sampling
     if self.samples and sampling.temperature == 0:
-      raise UserError(f'evaluation.{self.name}.temperature: 0 with samples={self.samples}; all of them would be greedy')
+      raise UserError(
+        f'evaluation.{self.name}.temperature: 0 with samples={self.samples}; all of them would be '
+        'greedy'
+      )
 
   @property
   def sampling(self) -> Sampling:
@@ -56,7 +62,9 @@ class SuiteConfig:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-  """1 - C(n - correct, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
+  """1 - C(n - correct, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374),
+  eq. 1.
+  """
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -79,14 +87,18 @@ def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """Fraction of tasks that the greedy completion solves, with its standard error; omits unscorable completions."""
+  """Fraction of tasks that the greedy completion solves, with its standard error; omits unscorable
+  completions.
+  """
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
   return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}
 
 
 def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """mean@n with its standard error over tasks, and pass@k (k = 1, 2, 4, …) over tasks with k scorable samples."""
+  """mean@n with its standard error over tasks, and pass@k (k = 1, 2, 4, …) over tasks with k
+  scorable samples.
+  """
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
   accuracy = f'val-core/{suite.taskset}/acc/mean@{suite.samples}'
@@ -129,20 +141,28 @@ class Evaluator:
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
     self._deadline_s = deadline_s
 
-  async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
+  async def run(
+    self, suite: SuiteConfig, tasks: Sequence[Task]
+  ) -> tuple[dict[str, float], list[Row]]:
     """Returns (metrics by key, rows as written to `evals/`)."""
     asked = self._events.request(Edge.SUITE, suite=suite.name, count=len(tasks))
-    greedy = await self._attempts(suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy')
+    greedy = await self._attempts(
+      suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy'
+    )
     metrics = greedy_metrics(suite, greedy)
     rows = [row for task_rows in greedy for row in task_rows]
     if suite.samples:
-      sampled = await self._attempts(suite, tasks, samples=suite.samples, sampling=suite.sampling, mode='sample')
+      sampled = await self._attempts(
+        suite, tasks, samples=suite.samples, sampling=suite.sampling, mode='sample'
+      )
       metrics |= sampled_metrics(suite, sampled)
       rows += [row for task_rows in sampled for row in task_rows]
     self._events.reply(asked, count=len(rows))
     return metrics | response_metrics(suite, rows), rows
 
-  async def _attempts(self, suite, tasks, *, samples: int, sampling: Sampling, mode: str) -> list[list[Row]]:
+  async def _attempts(
+    self, suite, tasks, *, samples: int, sampling: Sampling, mode: str
+  ) -> list[list[Row]]:
     return await gathered(
       (self._task(suite, task, samples, sampling, mode) for task in tasks),
       name='suite',
@@ -151,7 +171,9 @@ class Evaluator:
       deadline_s=self._deadline_s,
     )
 
-  async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[Row]:
+  async def _task(
+    self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str
+  ) -> list[Row]:
     stage = f'evaluation-{suite.name}'
     runs = checked_run(self._workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
     return [

@@ -1,4 +1,5 @@
-"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all of this.
+"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all of
+this.
 
 Every process calls it; only process 0 writes anything besides arrays.
 """
@@ -51,7 +52,9 @@ class Logs:
   """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Size in bytes of files that the run created and keeps reading, keyed by path in the run directory."""
+  """Size in bytes of files that the run created and keeps reading, keyed by path in the run
+  directory.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,9 @@ class Start:
   best: tuple[float, int] | None = None
   """Accuracy and step of the best evaluation of earlier starts."""
   base: str | None = None
-  """Digest of the base weights under the policy's adapters, which are not committed; None without adapters."""
+  """Digest of the base weights under the policy's adapters, which are not committed; None without
+  adapters.
+  """
 
 
 class RunKeeper:
@@ -97,7 +102,9 @@ class RunKeeper:
     due = state.step == 0 or (state.step > stage.start and stage.evaluation_due(state.step))
     return await self._evaluate(state, stage) if due and not state.evaluated else state
 
-  async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState:
+  async def after_step(
+    self, state: LoopState, stage: Stage, batch: Batch, updated: Updated
+  ) -> LoopState:
     """Records the step; evaluates and commits if its plan says so."""
     seconds = self._stopwatch.take()
     if self._logs is not None:
@@ -113,7 +120,9 @@ class RunKeeper:
     if state.step not in self._checkpoints.steps() and state.step > 0:
       await self._commit(state, stage)
 
-  def _write(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]) -> None:
+  def _write(
+    self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]
+  ) -> None:
     logs, batches = self._logs, self._logs.batches[stage.name]
     taken = batches.taken()
     row, exceeded = step_metrics(batch, updated, taken, logs.mismatch)
@@ -130,7 +139,9 @@ class RunKeeper:
         row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
-      logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))
+      logs.rollouts.write(
+        stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text)
+      )
     with logs.store.transaction():
       logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
       batches.trained(batch.plan)
@@ -144,7 +155,9 @@ class RunKeeper:
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the state."""
+    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the
+    state.
+    """
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
@@ -156,7 +169,9 @@ class RunKeeper:
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Returns 0, or the signal that interrupted it: then nothing is written, since all suites will be repeated."""
+    """Returns 0, or the signal that interrupted it: then nothing is written, since all suites will
+    be repeated.
+    """
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]
@@ -168,7 +183,10 @@ class RunKeeper:
       logs.metrics.write(stage.name, state.step, metrics)
       logs.evals.write(stage.name, state.step, suite.name, rows)
       accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
-      logs.progress.note(f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy {accuracy:.3f}')
+      logs.progress.note(
+        f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy '
+        f'{accuracy:.3f}'
+      )
       # False for NaN, the accuracy if nothing is scorable.
       if suite is logs.suites[0][0] and accuracy > (self._best[0] if self._best else -math.inf):
         self._best = (accuracy, state.step)
@@ -196,7 +214,9 @@ class RunKeeper:
       }
     best = self._best[1] if self._best else None
     with self._stopwatch.timed('save_checkpoint'):
-      await self._process.device.run(self._checkpoints.save, state.step, state.learned.committed(), host, best=best)
+      await self._process.device.run(
+        self._checkpoints.save, state.step, state.learned.committed(), host, best=best
+      )
     self._process.events.reply(asked)
     if self._logs is not None:
       self._logs.store.prune(min(self._checkpoints.steps()))

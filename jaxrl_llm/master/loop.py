@@ -1,4 +1,6 @@
-"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and every mode."""
+"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and every
+mode.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,17 @@ class Keeper(Protocol):
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
 
-  async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState: ...
+  async def after_step(
+    self, state: LoopState, stage: Stage, batch: Batch, updated: Updated
+  ) -> LoopState: ...
 
   async def leave(self, state: LoopState, stage: Stage) -> None: ...
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""Returns the stage's programs and the loop state, which it prepares for the stage if that has not begun yet."""
+"""Returns the stage's programs and the loop state, which it prepares for the stage if that has not
+begun yet.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,13 +124,19 @@ async def take_step(
   with stopwatch.timed('annotate'):
     batch = await trainer.annotate(state.learned, plan)
   with stopwatch.timed('train'):
-    update = events.request(Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps))
+    update = events.request(
+      Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps)
+    )
     learned, updated = await trainer.update(state.learned, batch)
     events.reply(update, moved=updated.moved)
   events.reply(data)
   step = state.step + 1
   moved = step if updated.moved else state.moved
-  return dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False), batch, updated
+  return (
+    dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False),
+    batch,
+    updated,
+  )
 
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
@@ -138,11 +150,15 @@ def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updat
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
   """Publishes the policy of `state` to the engine as that step's version."""
   learned = state.learned
-  await publisher.publish(learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved)
+  await publisher.publish(
+    learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved
+  )
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """Whether to publish now; a resumed run always publishes first, since its engine serves nothing yet."""
+  """Whether to publish now; a resumed run always publishes first, since its engine serves nothing
+  yet.
+  """
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 

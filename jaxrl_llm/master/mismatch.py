@@ -1,8 +1,10 @@
-"""Mismatch of trainer and sampler logprobs: metrics, computed on the host in float64, and warning budgets.
+"""Mismatch of trainer and sampler logprobs: metrics, computed on the host in float64, and warning
+budgets.
 
-Both logprobs are of the same tokens at the same temperature. With equal weights they differ only numerically, and the
-budgets apply to that difference alone; older rollouts also differ by what the policy has learned since. Metric keys are
-verl's (`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r clipped to ±20.
+Both logprobs are of the same tokens at the same temperature. With equal weights they differ only
+numerically, and the budgets apply to that difference alone; older rollouts also differ by what the
+policy has learned since. Metric keys are verl's (`rollout_corr/`) and TRL's (`sampling/`); r is
+trainer − sampler, w = exp(r) with r clipped to ±20.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _BUDGETS = {
 """Metric that each field of MismatchConfig bounds, and the metric's unit."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
-"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens, of equal length."""
+"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens, of
+equal length.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,8 @@ class MismatchConfig:
 def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
   """Mismatch over the tokens and over the sequences of a batch; empty if no token was sampled.
 
-  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it describes the whole batch and does not merge.
+  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it describes the whole batch and does
+  not merge.
   """
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:
@@ -66,7 +71,9 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
   return {
     **{f'rollout_corr/rollout_is_{kind}': metric for kind, metric in weights.items()},
     **{f'sampling/importance_sampling_ratio/{kind}': metric for kind, metric in weights.items()},
-    'rollout_corr/rollout_is_eff_sample_size': Mean(float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1),
+    'rollout_corr/rollout_is_eff_sample_size': Mean(
+      float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1
+    ),
     'rollout_corr/kl': _mean(-r),
     # Differences are often below 1e-6, where exp(r) - r - 1 is only rounding error.
     'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
@@ -93,7 +100,8 @@ def _mean(values: Float[np.ndarray, '...']) -> Mean:
 
 
 def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
-  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any budget.
+  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any
+  budget.
 
   Args:
     values: resolved metrics of the step; a missing metric exceeds nothing.
@@ -103,7 +111,9 @@ def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str
     budget, value = getattr(config, name), values.get(key)
     if budget is not None and value is not None and not value <= budget:
       lines[name] = (
-        f'trainer and sampler differ: {key} is {value:.3g} {unit}, budget {budget:g} (rollout.mismatch.{name}); '
-        'let the servers compute in float32, or see in the report (jaxrl report) which tokens differ most'
+        f'trainer and sampler differ: {key} is {value:.3g} {unit}, budget {budget:g} '
+        f'(rollout.mismatch.{name}); '
+        'let the servers compute in float32, or see in the report (jaxrl report) which tokens '
+        'differ most'
       )
   return lines

@@ -1,7 +1,8 @@
-"""Another run's rollouts as static training data of this run: imported once, then drawn in shuffled passes.
+"""Another run's rollouts as static training data of this run: imported once, then drawn in shuffled
+passes.
 
-After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a JSON file beside it
-holds the groups with their processed rewards.
+After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a
+JSON file beside it holds the groups with their processed rewards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from jaxrl_llm.tasks.selectors import Passes
 
 
 def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Chosen]]) -> None:
-  """Writes groups to `file`, relative to the run directory; the file appears complete or not at all."""
+  """Writes groups to `file`, relative to the run directory; the file appears complete or not at
+  all.
+  """
   path = workdir / file
   rows, samples = [], []
   for group in groups:
@@ -74,7 +77,14 @@ def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
 class RecordedGroups:
   """Imported groups, with random access."""
 
-  def __init__(self, workdir: pathlib.Path, file: str, *, tasks: Mapping[str, Task], text: Callable[[Sample], str]):
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    file: str,
+    *,
+    tasks: Mapping[str, Task],
+    text: Callable[[Sample], str],
+  ):
     """
     Args:
       file: file given to `write_recorded`.
@@ -82,7 +92,9 @@ class RecordedGroups:
       text: returns a sample's completion.
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())
-    self._members = [(Row.from_json(member['row']), member['parts']) for group in recorded for member in group]
+    self._members = [
+      (Row.from_json(member['row']), member['parts']) for group in recorded for member in group
+    ]
     numbers = iter(range(len(self._members)))
     self._groups = [[next(numbers) for _ in group] for group in recorded]
     self._reader, self._name = open_segment_reader((workdir / file).parent), pathlib.Path(file).name
@@ -95,12 +107,15 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Scored]:
-    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task no longer exists."""
+    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task no longer
+    exists.
+    """
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:
         raise UserError(
-          f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the stage; restore '
+          f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of '
+          'the stage; restore '
           f'the source of taskset {sample.taskset}'
         )
       parts = self._members[row.index][1]
@@ -109,7 +124,9 @@ class RecordedGroups:
         task=self._tasks[sample.task_id],
         completion=self._text(sample),
         scores=(),
-        reward=Reward(value=row.reward, parts=parts, correct=row.correct, turn_values=row.turn_rewards),
+        reward=Reward(
+          value=row.reward, parts=parts, correct=row.correct, turn_values=row.turn_rewards
+        ),
         masked=row.masked,
       )
     return known

@@ -12,7 +12,13 @@ from jaxtyping import Float
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
 from jaxrl_llm.master.exploring.selection import Scored
-from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
+from jaxrl_llm.master.mismatch import (
+  OVER_BUDGET,
+  MismatchConfig,
+  Pair,
+  mismatch_metrics,
+  over_budget,
+)
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 
@@ -20,9 +26,11 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 def step_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
-  """Returns the step's plan, sample and policy metrics (no timings or host metrics), and its mismatch warnings.
+  """Returns the step's plan, sample and policy metrics (no timings or host metrics), and its
+  mismatch warnings.
 
-  There is one warning for each budget that the mismatch of fresh rollouts exceeds, keyed by budget name.
+  There is one warning for each budget that the mismatch of fresh rollouts exceeds, keyed by budget
+  name.
   """
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
@@ -34,7 +42,9 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:
-  """Length, reward and packing metrics of a closed batch; a function of the plan and its samples."""
+  """Length, reward and packing metrics of a closed batch; a function of the plan and its
+  samples.
+  """
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
   lengths = [row.length - row.prompt_len for row in rows]
@@ -52,14 +62,20 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
     samples = [taken[row.uid].sample for row in rows]
     metrics |= spread('num_turns', [_turns(sample) for sample in samples])
-    metrics['response/aborted_ratio'] = mean_of(sample.finish_reason == Finish.ABORT for sample in samples)
+    metrics['response/aborted_ratio'] = mean_of(
+      sample.finish_reason == Finish.ABORT for sample in samples
+    )
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
     versions = [row.version_step for row in rows if row.version_step is not None]
     metrics |= spread('staleness', [plan.step - version for version in versions])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
-    # Most unscorable samples were dropped before the batch was closed, so the algorithm never sees them.
+    # Most unscorable samples were dropped before the batch was closed, so the algorithm never sees
+    # them.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
-    metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
+    metrics |= {
+      'num_unscorable': Sum(unscorable),
+      **{f'run/{name}': Sum(n) for name, n in plan.counts.items()},
+    }
   return metrics
 
 
@@ -69,9 +85,13 @@ def _turns(sample: Sample) -> int:
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
-  """Advantage metrics: mean per trained token, as is customary; extremes over the tokens of the batch."""
+  """Advantage metrics: mean per trained token, as is customary; extremes over the tokens of the
+  batch.
+  """
   values, weights = [], []
-  for row, advantage, in_loss in zip(batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss):
+  for row, advantage, in_loss in zip(
+    batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss
+  ):
     if in_loss and not row.is_expert:
       advantages = np.atleast_1d(np.asarray(advantage, np.float64))
       values.append(advantages if len(advantages) == 1 else advantages[row.prompt_len :])
@@ -81,7 +101,9 @@ def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
   metrics = spread('critic/advantages', np.concatenate(values).tolist())
   total = math.fsum(weight * float(advantages.sum()) for advantages, weight in zip(values, weights))
   return metrics | {
-    'critic/advantages/mean': Mean(total, math.fsum(w * len(advantages) for advantages, w in zip(values, weights)))
+    'critic/advantages/mean': Mean(
+      total, math.fsum(w * len(advantages) for advantages, w in zip(values, weights))
+    )
   }
 
 
@@ -96,13 +118,17 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
   }
 
 
-def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *, fresh: bool = False) -> list[Pair]:
-  """Logprobs of each rollout's trained, sampled tokens: the trainer's before the batch, and the sampler's.
+def logprob_pairs(
+  batch: Batch, updated: Updated, taken: Mapping[str, Scored], *, fresh: bool = False
+) -> list[Pair]:
+  """Logprobs of each rollout's trained, sampled tokens: the trainer's before the batch, and the
+  sampler's.
 
   Omits rows whose logprobs were computed after an update of the batch.
 
   Args:
-    fresh: whether to keep only rollouts of the policy that the batch updates, whose logprobs differ only numerically.
+    fresh: whether to keep only rollouts of the policy that the batch updates, whose logprobs differ
+      only numerically.
   """
   pairs = []
   for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
@@ -127,7 +153,9 @@ def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-  """Returns one row per trained sample for `rollouts/`; arrays have one entry per completion token."""
+  """Returns one row per trained sample for `rollouts/`; arrays have one entry per completion
+  token.
+  """
   return [
     _rollout_row(
       batch.plan.rows[i],
@@ -163,7 +191,9 @@ def _rollout_row(
     # Null where no sampler drew the token: 0 would read as probability 1.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     # Null where none was computed.
-    'trainer_logprobs': np.where(sample.loss_mask, np.nan if logprobs is None else logprobs, np.nan)[after],
+    'trainer_logprobs': np.where(
+      sample.loss_mask, np.nan if logprobs is None else logprobs, np.nan
+    )[after],
     'advantages': (advantage * sample.loss_mask)[after],
     'reward': scored.reward.value,
     'scores': {

@@ -19,13 +19,19 @@ from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 _CHUNKS_PER_RANK = 8
-"""Maximum number of chunks per rank and micro-batch; a chunk holds several sequences if they are short."""
+"""Maximum number of chunks per rank and micro-batch; a chunk holds several sequences if they are
+short.
+"""
 
 
 class RewardModel:
-  """Maps sequences to scores: hidden · kernel at the last token, as in `…ForSequenceClassification`."""
+  """Maps sequences to scores: hidden · kernel at the last token, as in
+  `…ForSequenceClassification`.
+  """
 
-  def __init__(self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32):
+  def __init__(
+    self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32
+  ):
     """
     Args:
       model: model with a 'scalar' head.
@@ -35,18 +41,24 @@ class RewardModel:
     """
     if model.spec.head != 'scalar':
       raise UserError(
-        f'a reward model has a scalar head, and this {model.spec.family} model has head {model.spec.head!r}'
+        f'a reward model has a scalar head, and this {model.spec.family} model has head '
+        f'{model.spec.head!r}'
       )
     self.max_length, self.sequences = max_length, sequences
     self._params, self._sharding = params, sharding_of_batch(mesh)
     chunk_len = -(-max_length // 8) * 8
     self._shape = plan_shape(
-      rows=sequences, ranks=data_parallel_ranks(mesh), chunks=min(_CHUNKS_PER_RANK, sequences), chunk_len=chunk_len
+      rows=sequences,
+      ranks=data_parallel_ranks(mesh),
+      chunks=min(_CHUNKS_PER_RANK, sequences),
+      chunk_len=chunk_len,
     )
     self._score = build_score(model, mesh, token_chunk=chunk_len)
 
   def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens each."""
+    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens
+    each.
+    """
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
     packing = self._shape.pack([len(sequence) for sequence in sequences])
@@ -56,12 +68,18 @@ class RewardModel:
       at = grid.tokens(i)
       arrays['tokens'][at], arrays['positions'][at] = sequence, np.arange(len(sequence))
       arrays['segment_ids'][at] = packing.segment[i]
-    scores = np.asarray(self._score(self._params, grid.chunks(arrays), np.int32(packing.micro_batches)))
-    return [float(scores[m, c, s - 1]) for m, c, s in zip(packing.micro_batch, packing.chunk, packing.segment)]
+    scores = np.asarray(
+      self._score(self._params, grid.chunks(arrays), np.int32(packing.micro_batches))
+    )
+    return [
+      float(scores[m, c, s - 1])
+      for m, c, s in zip(packing.micro_batch, packing.chunk, packing.segment)
+    ]
 
 
 class Batcher:
-  """Scores sequences of many callers together: those waiting when the model becomes free form its next pass.
+  """Scores sequences of many callers together: those waiting when the model becomes free form its
+  next pass.
 
   Attributes:
     passes: number of passes so far.
@@ -76,7 +94,10 @@ class Batcher:
   async def score(self, sequence: Sequence[int]) -> float:
     """Scores one sequence. Raises UserError if it is empty or too long."""
     if not 0 < len(sequence) <= self._model.max_length:
-      raise UserError(f'{len(sequence)} tokens with the prompt, the reward model takes up to {self._model.max_length}')
+      raise UserError(
+        f'{len(sequence)} tokens with the prompt, the reward model takes up to '
+        f'{self._model.max_length}'
+      )
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     self._waiting.append((sequence, future))
     self._work.set()
@@ -86,10 +107,14 @@ class Batcher:
     """Serves requests until cancelled."""
     while True:
       await self._work.wait()  # wait request: none, a service waits for its next request
-      batch, self._waiting = self._waiting[: self._model.sequences], self._waiting[self._model.sequences :]
+      batch, self._waiting = (
+        self._waiting[: self._model.sequences],
+        self._waiting[self._model.sequences :],
+      )
       if not self._waiting:
         self._work.clear()
-      batch = [(sequence, future) for sequence, future in batch if not future.done()]  # Skips callers that gave up.
+      # Skips callers that gave up.
+      batch = [(sequence, future) for sequence, future in batch if not future.done()]
       if not batch:
         continue
       scores = await self._device.run(self._model, [sequence for sequence, _ in batch])

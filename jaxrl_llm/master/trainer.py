@@ -92,10 +92,11 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any] | None
-  """Logprobs of each row's trained tokens under the policy before the batch, 0 elsewhere, keyed by plan row number.
+  """Logprobs of each row's trained tokens under the policy before the batch, 0 elsewhere, keyed by
+  plan row number.
 
-  Includes rows left out of the loss. The logprobs of `late` rows are under the policy before the first optimizer step
-  on them. None: the batch was not trained on, so none were computed.
+  Includes rows left out of the loss. The logprobs of `late` rows are under the policy before the
+  first optimizer step on them. None: the batch was not trained on, so none were computed.
   """
   moved: bool
   """Whether the policy changed."""
@@ -121,7 +122,9 @@ class _Trained(NamedTuple):
 
 
 def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
-  """Builds the critic's forward pass, which also returns the values after each token if the algorithm reads them."""
+  """Builds the critic's forward pass, which also returns the values after each token if the
+  algorithm reads them.
+  """
   if 'next_values' in stage.algorithm.on_host:
     return build_value(critic, mesh)
   return build_score(critic, mesh, token_chunk=stage.token_chunk)
@@ -130,21 +133,26 @@ def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
 class StageTrainer:
   """Compiled programs of one stage, and the order in which they run."""
 
-  def __init__(self, stage: Stage, process: Process, *, roles: Roles, loader: RowLoader, learned: Learned):
+  def __init__(
+    self, stage: Stage, process: Process, *, roles: Roles, loader: RowLoader, learned: Learned
+  ):
     """
     Args:
       learned: state that `update` will be called with; gives the shardings.
     """
     self._stage, self._loader = stage, loader
     self._device, self._stopwatch, mesh = process.device, process.stopwatch, process.mesh
-    # Results are sharded over the devices; each process needs a full copy of what it reads on the host.
+    # Results are sharded over the devices; each process needs a full copy of what it reads on the
+    # host.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
     algorithm = stage.algorithm
     self._own_reference = algorithm.reference.every == 1
     self._bootstraps = 'next_values' in algorithm.on_host
 
-    def trained(name: str, model: Model, loss: Loss, by: Optimization, state: TrainState, **options: Any) -> _Trained:
+    def trained(
+      name: str, model: Model, loss: Loss, by: Optimization, state: TrainState, **options: Any
+    ) -> _Trained:
       fields = dict(token_chunk=stage.token_chunk, metrics=name, **options)
       return _Trained(name, build_update(model, loss, *by, mesh, state, **fields), by.config)
 
@@ -162,15 +170,24 @@ class StageTrainer:
       donate_argnums=0,
       out_shardings=jax.tree.map(lambda x: x.sharding, learned.policy),
     )
-    self._measure_loss = build_measure(roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk)
+    self._measure_loss = build_measure(
+      roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk
+    )
     if roles.critic is not None:
       self._value: Score | Value = value_pass(stage, roles.critic, mesh)
       self._critic = trained(
-        'critic', roles.critic, algorithm.critic_loss, stage.critic, learned.critic, updates=stage.critic_updates
+        'critic',
+        roles.critic,
+        algorithm.critic_loss,
+        stage.critic,
+        learned.critic,
+        updates=stage.critic_updates,
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Returns the logprob fields that need no pass, because the batch's only update computes them itself."""
+    """Returns the logprob fields that need no pass, because the batch's only update computes them
+    itself.
+    """
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
@@ -181,7 +198,8 @@ class StageTrainer:
     return tuple(name for name, is_computed in computed.items() if is_computed)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
-    """Loads the rows, runs the forward passes that plan and algorithm require, and computes advantages.
+    """Loads the rows, runs the forward passes that plan and algorithm require, and computes
+    advantages.
 
     The passes run once over the rows, in the first epoch's packing; their results serve all epochs.
     """
@@ -196,11 +214,15 @@ class StageTrainer:
       next_values.append(following)
     columns, first = {}, steps[: stage.minibatches]
     for name in sorted(algorithm.on_host | (passed if stage.epochs > 1 else set())):
-      arrays = next_values if name == 'next_values' else [getattr(packed.chunks, name) for packed in first]
+      arrays = (
+        next_values if name == 'next_values' else [getattr(packed.chunks, name) for packed in first]
+      )
       columns[name] = await self._device.run(self._column, arrays, plan, first)
     with self._stopwatch.timed('adv'):
       known = {name: columns[name] for name in algorithm.on_host}
-      annotation = algorithm.annotate(Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state))
+      annotation = algorithm.annotate(
+        Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state)
+      )
     masked = np.array([row.masked for row in plan.rows], bool)
     annotation = annotation._replace(in_loss=annotation.in_loss & ~masked)
     derived: dict[str, Any] = {'advantages': annotation.advantages}
@@ -208,7 +230,9 @@ class StageTrainer:
       derived['returns'] = annotation.returns
     for number, packed in enumerate(steps):
       later = {name: columns[name] for name in passed} if number >= stage.minibatches else {}
-      steps[number] = await self._device.run(self._loader.fill, packed, derived | later, annotation.in_loss)
+      steps[number] = await self._device.run(
+        self._loader.fill, packed, derived | later, annotation.in_loss
+      )
     return Batch(plan, annotation, steps)
 
   def _passed(self, plan: StepPlan) -> set[str]:
@@ -224,7 +248,9 @@ class StageTrainer:
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
-    """Returns the step with the passes' results, and the critic's values after each token if required."""
+    """Returns the step with the passes' results, and the critic's values after each token if
+    required.
+    """
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._stopwatch.timed('old_log_prob'):
@@ -235,7 +261,9 @@ class StageTrainer:
       with self._stopwatch.timed('ref'):
         logprobs = chunks.proximal_logprobs
         if not self._own_reference:
-          logprobs = await self._device.run(self._score, learned.whole(learned.reference), chunks, packed.used)
+          logprobs = await self._device.run(
+            self._score, learned.whole(learned.reference), chunks, packed.used
+          )
         chunks = chunks.replace(reference_logprobs=logprobs)
     if 'values' in passed:
       with self._stopwatch.timed('values'):
@@ -246,7 +274,10 @@ class StageTrainer:
     return packed._replace(chunks=chunks), next_values
 
   def _column(
-    self, arrays: Sequence[Shaped[Array, 'micro chunks time']], plan: StepPlan, steps: Sequence[PackedStep]
+    self,
+    arrays: Sequence[Shaped[Array, 'micro chunks time']],
+    plan: StepPlan,
+    steps: Sequence[PackedStep],
   ) -> list[Shaped[np.ndarray, '_']]:
     """Splits one packed array per step into one array per row of the plan, in every process."""
     by_row: dict[int, Shaped[np.ndarray, '_']] = {}
@@ -261,7 +292,9 @@ class StageTrainer:
       RunError: after `max_skipped_updates` unusable gradients in a row.
     """
     algorithm, constants = self._stage.algorithm, _scalars(batch.annotation.constants)
-    metrics: dict[str, Metric] = {name: Mean(*pair) for name, pair in batch.annotation.metrics.items()}
+    metrics: dict[str, Metric] = {
+      name: Mean(*pair) for name, pair in batch.annotation.metrics.items()
+    }
     if 'reference' in algorithm.reads:
       metrics['actor/reference_step'] = Mean(learned.reference_step, 1)
     logprobs: dict[int, Any] = {}
@@ -293,24 +326,39 @@ class StageTrainer:
     return learned, Updated(metrics, logprobs, moved, frozenset(late))
 
   async def _apply(
-    self, role: _Trained, state: TrainState, packed: PackedStep, constants: Constants, base: Params | None = None
+    self,
+    role: _Trained,
+    state: TrainState,
+    packed: PackedStep,
+    constants: Constants,
+    base: Params | None = None,
   ) -> tuple[TrainState, Report]:
-    """Runs and checks one optimizer step of a role; the outputs of its report stay on the devices."""
+    """Runs and checks one optimizer step of a role; the outputs of its report stay on the
+    devices.
+    """
     with self._stopwatch.timed(f'update_{role.name}'):
-      state, report = await self._device.run(role.update, state, packed.chunks, packed.used, constants, base)
+      state, report = await self._device.run(
+        role.update, state, packed.chunks, packed.used, constants, base
+      )
       fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
     self._check(fetched, role)
     return state, fetched._replace(outputs=report.outputs)
 
-  async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
+  async def _measured(
+    self, learned: Learned, plan: StepPlan, constants: Constants
+  ) -> dict[str, Metric]:
     """Loss and its statistics on the plan's held-out rows."""
     units, shape = units_of(plan.held_out), self._stage.shape
     unit = max(map(len, units))
     # As many as fit into the arrays of a training step, whatever their lengths.
-    at_once = shape.ranks * max(1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit))
+    at_once = shape.ranks * max(
+      1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit)
+    )
     parts = [units[i : i + at_once] for i in range(0, len(units), at_once)]
     held_out = dataclasses.replace(
-      plan, rows=plan.held_out, optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts)
+      plan,
+      rows=plan.held_out,
+      optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts),
     )
     metrics: dict[str, Metric] = {}
     params = learned.whole(learned.policy.params)
@@ -318,10 +366,17 @@ class StageTrainer:
       for number in range(len(parts)):
         packed = await self._device.run(self._loader.load, held_out, number, shape)
         packed, _ = await self._passes(learned, held_out, packed)
-        stats = await self._device.run(self._measure_loss, params, packed.chunks, packed.used, constants)
+        stats = await self._device.run(
+          self._measure_loss, params, packed.chunks, packed.used, constants
+        )
         stats = await self._device.run(jax.device_get, stats)
-        metrics = merge(metrics, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})
-    return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in metrics.items()}
+        metrics = merge(
+          metrics, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()}
+        )
+    return {
+      f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value
+      for name, value in metrics.items()
+    }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
     """Returns the state with the reference due after `done` batches of the run."""
@@ -343,16 +398,23 @@ class StageTrainer:
   def _check(self, report: Report, role: _Trained) -> None:
     if report.in_a_row >= role.config.max_skipped_updates:
       raise RunError(
-        f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role.name} in a row were skipped: their '
-        f'gradients were not finite or above skip_grad_norm={role.config.skip_grad_norm:g} (last norm '
+        f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role.name} in a row '
+        'were skipped: their '
+        f'gradients were not finite or above skip_grad_norm={role.config.skip_grad_norm:g} (last '
+        'norm '
         f'{float(report.stats[f"{role.name}/grad_norm"].total):g}); '
         'lower the learning rate or inspect the last rollouts, then resume from the newest commit'
       )
 
 
 def _report_metrics(report: Report) -> dict[str, Metric]:
-  metrics: dict[str, Metric] = {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()}
-  return metrics | {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
+  metrics: dict[str, Metric] = {
+    name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()
+  }
+  return metrics | {
+    'run/skipped_updates': Sum(int(report.skipped)),
+    'run/empty_updates': Sum(int(report.empty)),
+  }
 
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:

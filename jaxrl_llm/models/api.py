@@ -1,6 +1,8 @@
-"""Interface to models for the rest of the project: a tuple of pure functions over plain nested dicts.
+"""Interface to models for the rest of the project: a tuple of pure functions over plain nested
+dicts.
 
-Invariant: parameters are data. No function here stores any, and module-library types never leave this package.
+Invariant: parameters are data. No function here stores any, and module-library types never leave
+this package.
 """
 
 from __future__ import annotations
@@ -36,20 +38,23 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of each module's kernel. Its bias and adapter matrix B have the first, A has the second."""
+"""Logical axes (out, in) of each module's kernel. Its bias and adapter matrix B have the first, A
+has the second.
+"""
 
 
 class Model(NamedTuple):
-  """A spec bound to its functions. `Params` are plain nested dicts of arrays; kernels are `[out, in]`.
+  """A spec bound to its functions. `Params` are plain nested dicts of arrays; kernels are `[out,
+  in]`.
 
-  init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
-    whether layers are scanned or not, and whether there are adapters or not.
-  apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the compute dtype.
-    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment. `params`
-    without adapters are the base model.
-  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
-  init_cache: (batch, length) -> an empty KV cache.
-  decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and value at the cache
+  init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same
+    numbers for one key whether layers are scanned or not, and whether there are adapters or not.
+  apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the
+    compute dtype. Attention is causal within equal segment ids; 0 is padding; positions restart at
+    0 in each segment. `params` without adapters are the base model.
+  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ. init_cache:
+  (batch, length) -> an empty KV cache. decode: (params, tokens, positions, cache) -> (hidden
+  states, cache). Writes each token's key and value at the cache
     index equal to its position, and attends to indices up to it. Takes UNROLLED parameters (`unstack_layers`).
   axes: () -> parameter tree with a tuple of logical axis names for each array.
   """
@@ -63,13 +68,18 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations; None: the compiler decides, from the arguments' shardings."""
+  """Mesh over which `apply` shards activations; None: the compiler decides, from the arguments'
+  shardings.
+  """
 
 
-def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None) -> Model:
+def build_model(
+  spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None
+) -> Model:
   """Builds the functions of a model from its spec, compute options and mesh."""
   options = ModelOptions() if options is None else options
-  chosen(options, mesh, time=1, keys=1, same_tokens=True)  # Raises UserError for an unavailable kernel.
+  # Raises UserError for an unavailable kernel.
+  chosen(options, mesh, time=1, keys=1, same_tokens=True)
   decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
@@ -91,9 +101,14 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
     return hidden
 
   def decode(
-    params: Params, tokens: Int[Array, 'batch time'], positions: Int[Array, 'batch time'], cache: Cache
+    params: Params,
+    tokens: Int[Array, 'batch time'],
+    positions: Int[Array, 'batch time'],
+    cache: Cache,
   ) -> tuple[Float[Array, 'batch time embed'], Cache]:
-    return unrolled.apply({'params': params}, tokens, Places(jnp.ones_like(positions), positions), cache)
+    return unrolled.apply(
+      {'params': params}, tokens, Places(jnp.ones_like(positions), positions), cache
+    )
 
   return Model(
     spec=spec,
@@ -101,7 +116,9 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
     init=init,
     apply=apply,
     head_kernel=lambda params: heads.head_kernel(params, spec),
-    init_cache=lambda batch, length: kv_cache.init_cache(spec, batch, length, dtype=jnp.dtype(options.dtype)),
+    init_cache=lambda batch, length: kv_cache.init_cache(
+      spec, batch, length, dtype=jnp.dtype(options.dtype)
+    ),
     decode=decode,
     axes=lambda: _axes(jax.eval_shape(init, jax.random.key(0)), scanned=options.scan_layers),
     mesh=mesh,
@@ -114,7 +131,9 @@ def is_stacked(params: Params) -> bool:
 
 
 def unstack_layers(params: Params) -> Params:
-  """Converts scanned to unrolled parameters (views for NumPy arrays); returns unrolled ones unchanged."""
+  """Converts scanned to unrolled parameters (views for NumPy arrays); returns unrolled ones
+  unchanged.
+  """
   if not is_stacked(params):
     return params
   flat = flatten(params['layers'])
@@ -128,7 +147,10 @@ def stack_layers(params: Params) -> Params:
   if is_stacked(params):
     return params
   layers = [flatten(params['layers'][name]) for name in sorted(params['layers'], key=int)]
-  return {**params, 'layers': unflatten({name: _stack([layer[name] for layer in layers]) for name in layers[0]})}
+  return {
+    **params,
+    'layers': unflatten({name: _stack([layer[name] for layer in layers]) for name in layers[0]}),
+  }
 
 
 def _stack(leaves: list) -> Array | np.ndarray:

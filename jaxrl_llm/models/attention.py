@@ -1,7 +1,8 @@
-"""Attention over a mesh: batch, heads and the queries' time are sharded, and every device computes its shard locally.
+"""Attention over a mesh: batch, heads and the queries' time are sharded, and every device computes
+its shard locally.
 
-Invariant: the implementation is chosen and validated in one place (`chosen`) from static information; it affects
-rounding only.
+Invariant: the implementation is chosen and validated in one place (`chosen`) from static
+information; it affects rounding only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', No
 """Logical axes of queries and keys: every device has all keys and values of its sequences."""
 
 
-def chosen(options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool) -> Choice:
+def chosen(
+  options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool
+) -> Choice:
   """Chooses the implementation for `time` queries of a row over `keys` keys, with the reason."""
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
@@ -52,9 +55,13 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention` with each device of the mesh on its shard; the compiler partitions masked attention."""
+  """Computes `attention` with each device of the mesh on its shard; the compiler partitions masked
+  attention.
+  """
   rule = dict(window=window, softcap=softcap, interpret=interpret)
-  compute = functools.partial(attention, implementation=choice.implementation, block=choice.block, **rule)
+  compute = functools.partial(
+    attention, implementation=choice.implementation, block=choice.block, **rule
+  )
   if mesh is None or choice.implementation == 'masked':
     return compute(query, key, value, of_queries, of_keys)
   if choice.implementation == 'splash':
@@ -70,7 +77,9 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """Passes the kernel's block list as an argument, so that each device gets the blocks of its queries."""
+  """Passes the kernel's block list as an argument, so that each device gets the blocks of its
+  queries.
+  """
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
@@ -84,12 +93,16 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
   return _over(mesh, local, query, key, value, places, places, (kernel, spec))[:, :time]
 
 
-def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more) -> Array:
-  """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its spec."""
+def _over(
+  mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more
+) -> Array:
+  """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its
+  spec.
+  """
   spec = lambda x, axes: sharding(mesh, axes, x.shape).spec
   of_query = spec(query, QUERIES)
-  # If query heads are sharded but key-value heads are not, each device picks the key-value heads that its query heads
-  # share.
+  # If query heads are sharded but key-value heads are not, each device picks the key-value heads
+  # that its query heads share.
   picks = of_query[2] is not None and spec(key, KEYS)[2] is None
 
   def each(query, key, value, *rest):
@@ -98,7 +111,10 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
     return local(query, key, value, *rest)
 
   heads = query.shape[2]
-  places = Places(*(spec(x, QUERIES[:2]) for x in of_queries)), Places(*(spec(x, KEYS[:2]) for x in of_keys))
+  places = (
+    Places(*(spec(x, QUERIES[:2]) for x in of_queries)),
+    Places(*(spec(x, KEYS[:2]) for x in of_keys)),
+  )
   mapped = jax.shard_map(
     each,
     mesh=mesh,
@@ -110,7 +126,9 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
 
 
 def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
-  """Selects the key-value heads of this device's query heads, repeated so that each serves equally many query heads."""
+  """Selects the key-value heads of this device's query heads, repeated so that each serves equally
+  many query heads.
+  """
   heads, group = query.shape[2], total // key.shape[2]
   run = math.gcd(heads, group)
   first = jax.lax.axis_index(RULES['heads']) * heads

@@ -1,7 +1,8 @@
 """KV cache: keys and values of a row's past tokens, indexed by position.
 
-Invariant: an entry is written before any token that may attend to it (index <= position) is computed, so entries
-beyond a row's last position (prefill padding, tokens of a previous occupant) are never read.
+Invariant: an entry is written before any token that may attend to it (index <= position) is
+computed, so entries beyond a row's last position (prefill padding, tokens of a previous occupant)
+are never read.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ LayerCache = dict[str, Float[Array, 'batch length kv_heads head_dim']]
 """One layer's rotated keys `k` and values `v`."""
 
 Cache = tuple[LayerCache, ...]
-"""A `LayerCache` per layer: separate buffers, so that a donated or looped cache is updated in place."""
+"""A `LayerCache` per layer: separate buffers, so that a donated or looped cache is updated in
+place.
+"""
 
 
 def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) -> Cache:
   """Creates an empty cache for `batch` rows of at most `length` tokens."""
   shape = (batch, length, spec.num_key_value_heads, spec.head_dim)
-  return tuple({name: jnp.zeros(shape, dtype) for name in ('k', 'v')} for _ in range(spec.num_hidden_layers))
+  return tuple(
+    {name: jnp.zeros(shape, dtype) for name in ('k', 'v')} for _ in range(spec.num_hidden_layers)
+  )
 
 
 def places(cache: LayerCache) -> Places:
@@ -38,7 +43,9 @@ def write(
   value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
 ) -> LayerCache:
-  """Writes each token's key and value at index `position` of its row; positions past the end are dropped."""
+  """Writes each token's key and value at index `position` of its row; positions past the end are
+  dropped.
+  """
   rows = jnp.arange(positions.shape[0])[:, None]
   return {
     name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')

@@ -1,7 +1,7 @@
 """The decoder as a Linen module with unrolled or scanned layers.
 
-Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute the same function;
-only the arrangement of the parameters differs.
+Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute
+the same function; only the arrangement of the parameters differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A kernel that the caller uses as a lookup table (embedding) or multiplies with hidden states (head)."""
+  """A kernel that the caller uses as a lookup table (embedding) or multiplies with hidden states
+  (head).
+  """
 
   rows: int
   columns: int
@@ -35,7 +37,9 @@ class Table(nn.Module):
 
   @nn.compact
   def __call__(self) -> Float[Array, 'rows columns']:
-    return self.param('kernel', nn.initializers.normal(self.std), (self.rows, self.columns), self.param_dtype)
+    return self.param(
+      'kernel', nn.initializers.normal(self.std), (self.rows, self.columns), self.param_dtype
+    )
 
 
 POLICIES: Mapping[str, Any] = {
@@ -54,7 +58,8 @@ def remat_layer(remat: str, *, in_scan: bool) -> type[nn.Module]:
   """Returns the layer class with the rematerialisation policy of `ModelOptions.remat`."""
   if remat == 'none':
     return Layer
-  # Inside a scan no common subexpressions are merged across iterations, so barriers are unnecessary.
+  # Inside a scan no common subexpressions are merged across iterations, so barriers are
+  # unnecessary.
   return nn.remat(Layer, prevent_cse=not in_scan, policy=POLICIES[remat])
 
 
@@ -76,8 +81,12 @@ class UnrolledLayers(nn.Module):
     return x, None if cache is None else tuple(written)
 
 
-def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str) -> nn.Module:
-  """Builds a module that scans one layer over stacked parameters. It is for training only, so it takes no cache."""
+def scanned_layers(
+  spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str
+) -> nn.Module:
+  """Builds a module that scans one layer over stacked parameters. It is for training only, so it
+  takes no cache.
+  """
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
     layer,
@@ -105,8 +114,12 @@ class Decoder(nn.Module):
   ) -> tuple[Float[Array, 'batch time embed'], Cache | None]:
     spec, options = self.spec, self.options
     dtype, param_dtype = jnp.dtype(options.dtype), jnp.dtype(options.param_dtype)
-    table = functools.partial(Table, columns=spec.hidden_size, std=spec.initializer_range, param_dtype=param_dtype)
-    frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
+    table = functools.partial(
+      Table, columns=spec.hidden_size, std=spec.initializer_range, param_dtype=param_dtype
+    )
+    frequencies = inverse_frequencies(
+      head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling
+    )
     # Flatten tokens of all rows into one dimension, unless time is sharded over devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)

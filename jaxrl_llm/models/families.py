@@ -1,6 +1,8 @@
-"""Model families: one entry holds all that distinguishes a family; adding a family takes no code elsewhere.
+"""Model families: one entry holds all that distinguishes a family; adding a family takes no code
+elsewhere.
 
-Invariant: no module checks a family's name; the decoder and the weights' names follow from the `ModelSpec`.
+Invariant: no module checks a family's name; the decoder and the weights' names follow from the
+`ModelSpec`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Settings that `transformers` fixes for a model_type, and its defaults for keys that are absent from config.json."""
+  """Settings that `transformers` fixes for a model_type, and its defaults for keys that are absent
+  from config.json.
+  """
 
   name: str
   """`model_type` in config.json."""
@@ -30,8 +34,9 @@ class Family:
   architectures: Mapping[str, str]
   """`transformers` class, as in `architectures` in config.json, keyed by head."""
   attention_bias: Literal['never', 'qkv', 'optional'] = 'never'
-  """Biases of attention. never: none; qkv: on query, key and value; optional: on all four projections if config.json's
-  `attention_bias` is true."""
+  """Biases of attention. never: none; qkv: on query, key and value; optional: on all four
+  projections if config.json's `attention_bias` is true.
+  """
   mlp_bias: bool = False
   """Whether the key `mlp_bias` of config.json adds biases to the MLP."""
   qk_norm: bool = False
@@ -50,8 +55,9 @@ class Family:
   rope_theta: float = 10_000.0
   rms_norm_eps: float = 1e-6
   tokenizers: tuple[str, ...] = ()
-  """Names of the tokenizer class that AutoTokenizer creates whichever class a directory names. Empty: AutoTokenizer
-  creates the class that the directory names."""
+  """Names of the tokenizer class that AutoTokenizer creates whichever class a directory names.
+  Empty: AutoTokenizer creates the class that the directory names.
+  """
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -110,12 +116,14 @@ def find_family(name: str) -> Family:
 
 
 def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
-  """Returns a spec small enough for a CPU: 2 layers of width 64, 4 heads of 32, 2 key-value heads, tied embeddings.
+  """Returns a spec small enough for a CPU: 2 layers of width 64, 4 heads of 32, 2 key-value heads,
+  tied embeddings.
 
   Args:
     family: name in FAMILIES.
     vocab_size: rows of the embedding.
-    **overrides: other values for fields of ModelSpec; `rope_scaling` may be a mapping of RopeScaling's fields.
+    **overrides: other values for fields of ModelSpec; `rope_scaling` may be a mapping of
+      RopeScaling's fields.
   """
   fixed = find_family(family)
   known = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}
@@ -150,7 +158,8 @@ def _rope_scaling(fields: Mapping[str, Any]) -> RopeScaling:
   unknown = sorted(set(fields) - set(known))
   if unknown or not {'kind', 'factor'} <= set(fields):
     raise UserError(
-      f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and of {", ".join(known)}'
+      f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and of '
+      f'{", ".join(known)}'
     )
   _check_choice('model.rope_scaling.kind', fields['kind'], ('linear', 'llama3'))
   return RopeScaling(**fields)

@@ -1,7 +1,7 @@
 """Model FLOPs: the floating-point operations that the model's arithmetic requires.
 
-Invariant: recomputation (remat), padding and masked scores are not counted, so that the share of a device's peak
-measures useful work (MFU).
+Invariant: recomputation (remat), padding and masked scores are not counted, so that the share of a
+device's peak measures useful work (MFU).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
-  """Number of parameters in matrix products per token: projections, MLP and head; not lookups, norms and biases.
+  """Number of parameters in matrix products per token: projections, MLP and head; not lookups,
+  norms and biases.
 
   A tied embedding counts once, as the head.
   """
@@ -28,12 +29,14 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True) -> int:
-  """Operations of a forward pass or, with `backward`, of a training step, which needs three times as many.
+  """Operations of a forward pass or, with `backward`, of a training step, which needs three times
+  as many.
 
-  forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and an addition for
-  each parameter and token, and twice that (scores, and their product with the values) for each pair, head and
-  dimension. The backward pass has two products where the forward pass has one. Source: Chowdhery et al.
-  (arXiv:2204.02311), appendix B, counting only pairs within the causal mask.
+  forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and
+  an addition for each parameter and token, and twice that (scores, and their product with the
+  values) for each pair, head and dimension. The backward pass has two products where the forward
+  pass has one. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, counting only pairs within
+  the causal mask.
 
   Args:
     tokens: number of tokens in all sequences, without padding.

@@ -1,8 +1,8 @@
 """Output heads: one kernel `[out, embed]`, which is the embedding itself if tied.
 
-Invariant: callers contract hidden states with `head_kernel(params)`; the decoder never does, so that
-`[batch, time, vocab]` need not be materialised. A value or scalar head is one newly initialised row,
-normal(initializer_range), as `transformers` initialises `score`.
+Invariant: callers contract hidden states with `head_kernel(params)`; the decoder never does, so
+that `[batch, time, vocab]` need not be materialised. A value or scalar head is one newly
+initialised row, normal(initializer_range), as `transformers` initialises `score`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,40 @@ def is_tied(spec: ModelSpec) -> bool:
 
 
 def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
-  """Returns the spec with another head. Single-output heads are never tied, nor are 'lm' heads derived from them."""
-  return dataclasses.replace(spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings)
+  """Returns the spec with another head. Single-output heads are never tied, nor are 'lm' heads
+  derived from them.
+  """
+  return dataclasses.replace(
+    spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings
+  )
 
 
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:
-  """Initialises a kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value' and 'scalar'."""
+  """Initialises a kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value'
+  and 'scalar'.
+  """
   shape = (head_size(spec), spec.hidden_size)
   return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))
 
 
 def replace_head(
-  params: Params, spec: ModelSpec, kernel: Float[Array, 'out embed'] | Float[np.ndarray, 'out embed']
+  params: Params,
+  spec: ModelSpec,
+  kernel: Float[Array, 'out embed'] | Float[np.ndarray, 'out embed'],
 ) -> Params:
   """Replaces the head in a parameter tree.
 
   Args:
-    params: scanned or unrolled tree; its head, if any, is dropped, everything else is shared, not copied.
+    params: scanned or unrolled tree; its head, if any, is dropped, everything else is shared, not
+      copied.
     spec: spec of the result, as from `with_head`.
     kernel: kernel of the new head, already in the right dtype and on the right devices.
 
   Raises:
-    ValueError: the kernel has another shape, or the spec is tied, so that its head is the embedding.
+    ValueError: the kernel has another shape, or the spec is tied, so that its head is the
+      embedding.
   """
   if is_tied(spec):
     raise ValueError(f'a {spec.family} spec with tied embeddings has no separate head to replace')
@@ -68,7 +78,11 @@ def head_kernel(params: Params, spec: ModelSpec) -> Float[Array, 'out embed']:
   return params['embed']['kernel'] if is_tied(spec) else params['head']['kernel']
 
 
-def outputs(hidden: Float[Array, '*batch embed'], kernel: Float[Array, 'out embed']) -> Float[Array, '*batch out']:
+def outputs(
+  hidden: Float[Array, '*batch embed'], kernel: Float[Array, 'out embed']
+) -> Float[Array, '*batch out']:
   """Computes hidden · kernelᵀ in at least float32: logits, or values with a last axis of size 1."""
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
-  return jnp.einsum('...d,od->...o', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
+  return jnp.einsum(
+    '...d,od->...o', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide
+  )

@@ -1,8 +1,9 @@
 """Linen modules of the decoder: projection, norm, attention block, MLP, layer.
 
-Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time, features]` in
-products with kernels (XLA:CPU multiplies two-dimensional operands fastest), or `[batch, time, features]` if time is
-sharded over devices; only attention distinguishes batch from time.
+Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time,
+features]` in products with kernels (XLA:CPU multiplies two-dimensional operands fastest), or
+`[batch, time, features]` if time is sharded over devices; only attention distinguishes batch from
+time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from jaxrl_llm.ops.swiglu import swiglu
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
-"""Names, in rematerialisation policies, of a layer's input and of the result of a product with a kernel."""
+"""Names, in rematerialisation policies, of a layer's input and of the result of a product with a
+kernel.
+"""
 
 
 class Context(NamedTuple):
@@ -38,7 +41,9 @@ class Context(NamedTuple):
   """Places of the call's own tokens."""
 
 
-def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None) -> Array:
+def cut(
+  x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None
+) -> Array:
   """Shards activations over the mesh by token and by the logical axis `features`."""
   return constrain(x, mesh, *('batch', 'time')[: x.ndim - 1], features)
 
@@ -54,10 +59,14 @@ class Projection(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
     param_dtype = jnp.dtype(self.options.param_dtype)
-    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), param_dtype)
+    kernel = self.param(
+      'kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), param_dtype
+    )
     y = checkpoint_name(linear(x, kernel), PRODUCT)
     if self.use_bias:
-      y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(x.dtype)
+      y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(
+        x.dtype
+      )
     return y + self._adapted(x) if self.has_variable('params', 'lora_a') else y
 
   def _adapted(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
@@ -81,7 +90,9 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-  """Self-attention over the call's own tokens or, given a cache, over its contents after writing these tokens."""
+  """Self-attention over the call's own tokens or, given a cache, over its contents after writing
+  these tokens.
+  """
 
   spec: ModelSpec
   options: ModelOptions
@@ -102,11 +113,19 @@ class Attention(nn.Module):
     query = constrain(query, self.mesh, *QUERIES)
     key, value = (constrain(x, self.mesh, *KEYS) for x in (key, value))
     choice = chosen(
-      self.options, self.mesh, time=query.shape[1], keys=key.shape[1], same_tokens=of_keys is context.places
+      self.options,
+      self.mesh,
+      time=query.shape[1],
+      keys=key.shape[1],
+      same_tokens=of_keys is context.places,
     )
-    mixed = sharded_attention(query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh)
+    mixed = sharded_attention(
+      query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh
+    )
     mixed = cut(mixed.reshape(*x.shape[:-1], -1), self.mesh, 'heads')
-    output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.options, name='output')
+    output = Projection(
+      spec.hidden_size, spec.o_bias, spec.initializer_range, self.options, name='output'
+    )
     return output(mixed), cache
 
   def _heads(
@@ -114,7 +133,9 @@ class Attention(nn.Module):
   ) -> Float[Array, 'batch time {heads} head_dim']:
     """Projects to heads; normalises queries and keys if the spec has qk_norm, and rotates them."""
     spec = self.spec
-    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name)
+    project = Projection(
+      heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name
+    )
     y = project(x).reshape(*context.places.positions.shape, heads, spec.head_dim)
     if name == 'value':
       return y
@@ -133,8 +154,13 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens embed']) -> Float[Array, '*tokens embed']:
     spec = self.spec
-    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, options=self.options)
-    gate, up = (cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp') for name in ('gate', 'up'))
+    project = functools.partial(
+      Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, options=self.options
+    )
+    gate, up = (
+      cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp')
+      for name in ('gate', 'up')
+    )
     return project(spec.hidden_size, name='down')(swiglu(gate, up))
 
 

@@ -1,7 +1,8 @@
 """LoRA adapters as data: separate from the base parameters, joined with them, or merged into them.
 
-Invariant: a model with adapters is a nested dict like any other; `split` and `join` only take it apart and reassemble
-it without copying arrays, and the trained parameters are the first result of `split`.
+Invariant: a model with adapters is a nested dict like any other; `split` and `join` only take it
+apart and reassemble it without copying arrays, and the trained parameters are the first result of
+`split`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ _A, _B, _KERNEL = '/lora_a', '/lora_b', '/kernel'
 
 
 def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
-  """Creates adapters for a tree of kernels, initially without effect: as in PEFT, A is uniform in ±1/√in, and B is 0.
+  """Creates adapters for a tree of kernels, initially without effect: as in PEFT, A is uniform in
+  ±1/√in, and B is 0.
 
   They are at least float32, as required of master weights.
   """
   targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
   adapters = {}
-  for (name, kernel), adapter_key in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
+  for (name, kernel), adapter_key in zip(
+    targets.items(), jax.random.split(key, len(targets)), strict=True
+  ):
     module, dtype = name.removesuffix(_KERNEL), jnp.promote_types(kernel.dtype, jnp.float32)
     *layers, features, inputs = kernel.shape
     bound = inputs**-0.5
-    adapters[module + _A] = jax.random.uniform(adapter_key, (*layers, lora.rank, inputs), dtype, -bound, bound)
+    adapters[module + _A] = jax.random.uniform(
+      adapter_key, (*layers, lora.rank, inputs), dtype, -bound, bound
+    )
     adapters[module + _B] = jnp.zeros((*layers, features, lora.rank), dtype)
   return unflatten(adapters)
 
@@ -44,8 +50,8 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
 def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Params, Params | None]:
   """Splits parameters into trained and frozen base parameters.
 
-  Adapters are trained, and so is the newly initialised head of a model that is not an 'lm'. Without adapters all
-  parameters are trained and the base is None.
+  Adapters are trained, and so is the newly initialised head of a model that is not an 'lm'. Without
+  adapters all parameters are trained and the base is None.
 
   Args:
     params: tree of arrays or of their shapes, shardings or axes.
@@ -71,10 +77,11 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
-  """Yields (name, array) of the equivalent model without adapters, sorted by name and computed lazily.
+  """Yields (name, array) of the equivalent model without adapters, sorted by name and computed
+  lazily.
 
-  Kernels with an adapter become W + alpha/rank · B·A, computed and returned in at least float32; all other arrays, or
-  all arrays if `lora` is None, are passed through.
+  Kernels with an adapter become W + alpha/rank · B·A, computed and returned in at least float32;
+  all other arrays, or all arrays if `lora` is None, are passed through.
   """
   flat = flatten(params)
   for name in sorted(flat):

@@ -1,6 +1,8 @@
-"""Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3 frequency scaling.
+"""Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3
+frequency scaling.
 
-Invariant: angles, sines and cosines are computed in float32 (float64 for float64 models) whatever the compute dtype.
+Invariant: angles, sines and cosines are computed in float32 (float64 for float64 models) whatever
+the compute dtype.
 """
 
 from __future__ import annotations
@@ -16,29 +18,41 @@ from jaxrl_llm.models.spec import RopeScaling
 
 
 class Rotation(NamedTuple):
-  """Cosines and sines of each token's angles, one per rotated pair, shared by all layers and heads."""
+  """Cosines and sines of each token's angles, one per rotated pair, shared by all layers and
+  heads.
+  """
 
   cos: Float[Array, 'batch time 1 pairs']
   sin: Float[Array, 'batch time 1 pairs']
 
 
-def inverse_frequencies(*, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Float[np.ndarray, 'pairs']:
+def inverse_frequencies(
+  *, head_dim: int, rope_theta: float, scaling: RopeScaling | None
+) -> Float[np.ndarray, 'pairs']:
   """Computes the radians per position of each of the head_dim / 2 rotated pairs.
 
-  fᵢ = θ^(-2i / head_dim). linear: fᵢ / factor. llama3, by wavelength λᵢ = 2π / fᵢ and the original length L:
-  λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with s = (L / λ - low) / (high - low).
-  Source: transformers' modeling_rope_utils, `_compute_llama3_parameters` and its neighbours. Each step is rounded to
-  float32 as there: at position 100,000 an error of 2 ulp in a frequency changes the angle by 0.01 radians.
+  fᵢ = θ^(-2i / head_dim). linear: fᵢ / factor. llama3, by wavelength λᵢ = 2π / fᵢ and the original
+  length L: λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with s = (L
+  / λ - low) / (high - low). Source: transformers' modeling_rope_utils, `_compute_llama3_parameters`
+  and its neighbours. Each step is rounded to float32 as there: at position 100,000 an error of 2
+  ulp in a frequency changes the angle by 0.01 radians.
   """
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-  # NumPy's float32 power differs from torch's by an ulp; the float64 power, rounded, nearly always matches it.
-  frequencies = np.float32(1.0) / np.power(rope_theta, exponents.astype(np.float64)).astype(np.float32)
+  # NumPy's float32 power differs from torch's by an ulp; the float64 power, rounded, nearly always
+  # matches it.
+  frequencies = np.float32(1.0) / np.power(rope_theta, exponents.astype(np.float64)).astype(
+    np.float32
+  )
   if scaling is None:
     return frequencies
   stretched = frequencies / np.float32(scaling.factor)
   if scaling.kind == 'linear':
     return stretched
-  length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+  length, low, high = (
+    scaling.original_max_position_embeddings,
+    scaling.low_freq_factor,
+    scaling.high_freq_factor,
+  )
   wavelengths = np.float32(2 * math.pi) / frequencies
   smooth = (np.float32(length) / wavelengths - np.float32(low)) / np.float32(high - low)
   blended = (1 - smooth) * stretched + smooth * frequencies
@@ -49,13 +63,19 @@ def inverse_frequencies(*, head_dim: int, rope_theta: float, scaling: RopeScalin
 def rotation(
   positions: Int[Array, 'batch time'], frequencies: Float[np.ndarray, 'pairs'], *, dtype: jnp.dtype
 ) -> Rotation:
-  """Computes cosines and sines at `positions` (0 at a segment's first token) in at least float32."""
+  """Computes cosines and sines at `positions` (0 at a segment's first token) in at least
+  float32.
+  """
   angles = positions[..., None, None].astype(jnp.promote_types(dtype, jnp.float32)) * frequencies
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x: Float[Array, 'batch time heads head_dim'], by: Rotation) -> Float[Array, 'batch time heads head_dim']:
+def rotate(
+  x: Float[Array, 'batch time heads head_dim'], by: Rotation
+) -> Float[Array, 'batch time heads head_dim']:
   """Rotates each pair (x[i], x[i + head_dim / 2]) by its angle."""
   first, second = jnp.split(x.astype(by.cos.dtype), 2, axis=-1)
-  turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1)
+  turned = jnp.concatenate(
+    [first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1
+  )
   return turned.astype(x.dtype)

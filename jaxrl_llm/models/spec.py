@@ -1,7 +1,8 @@
 """Model architecture (`ModelSpec`) and compute options (`ModelOptions`), validated on construction.
 
-Invariant: the spec alone determines the parameters' names and shapes; the options never do, except that `scan_layers`
-stacks the layers along a leading axis, `param_dtype` is the dtype of new parameters, and `lora` adds adapters.
+Invariant: the spec alone determines the parameters' names and shapes; the options never do, except
+that `scan_layers` stacks the layers along a leading axis, `param_dtype` is the dtype of new
+parameters, and `lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes: far above any real model, and small enough to list the parameters within a second."""
+"""Maximum sizes: far above any real model, and small enough to list the parameters within a
+second.
+"""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -34,9 +37,13 @@ class RopeScaling:
   factor: float
   """Divisor of the frequencies (llama3: of the low ones)."""
   low_freq_factor: float = 1.0
-  """llama3: frequencies with wavelengths above (original length / low_freq_factor) are fully scaled."""
+  """llama3: frequencies with wavelengths above (original length / low_freq_factor) are fully
+  scaled.
+  """
   high_freq_factor: float = 4.0
-  """llama3: frequencies with wavelengths below (original length / high_freq_factor) are not scaled."""
+  """llama3: frequencies with wavelengths below (original length / high_freq_factor) are not
+  scaled.
+  """
   original_max_position_embeddings: int = 0
   """llama3: context length in tokens before scaling."""
 
@@ -46,19 +53,23 @@ class RopeScaling:
     if self.kind == 'llama3':
       if self.original_max_position_embeddings <= 0:
         raise UserError(
-          'rope_scaling.original_max_position_embeddings: llama3 scaling needs the context length before stretching '
+          'rope_scaling.original_max_position_embeddings: llama3 scaling needs the context length '
+          'before stretching '
           f'(such as 8192), got {self.original_max_position_embeddings}'
         )
       if not 0 < self.low_freq_factor < self.high_freq_factor:
         raise UserError(
-          f'rope_scaling: wanted 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and '
+          'rope_scaling: wanted 0 < low_freq_factor < high_freq_factor, got '
+          f'{self.low_freq_factor} and '
           f'{self.high_freq_factor}'
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """Architecture of a decoder, with Hugging Face's names; families differ only in these values, not in decoder code."""
+  """Architecture of a decoder, with Hugging Face's names; families differ only in these values, not
+  in decoder code.
+  """
 
   family: str
   vocab_size: int
@@ -83,7 +94,9 @@ class ModelSpec:
   initializer_range: float = 0.02
   """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: a value per token; scalar: a score at a sequence's last token."""
+  """lm: logits over the vocabulary; value: a value per token; scalar: a score at a sequence's last
+  token.
+  """
 
   def __post_init__(self):
     for name, most in _MOST.items():
@@ -94,16 +107,22 @@ class ModelSpec:
         raise UserError(f'model.{name}: got {value:.4g}, wanted at most {most:,}')
     if self.num_attention_heads % self.num_key_value_heads:
       raise UserError(
-        f'model.num_attention_heads: {self.num_attention_heads} heads cannot share {self.num_key_value_heads} '
+        f'model.num_attention_heads: {self.num_attention_heads} heads cannot share '
+        f'{self.num_key_value_heads} '
         'key-value heads evenly; wanted a multiple of num_key_value_heads'
       )
     if self.head_dim % 2:
-      raise UserError(f'model.head_dim: got {self.head_dim}, wanted an even number (rotary embedding rotates pairs)')
+      raise UserError(
+        f'model.head_dim: got {self.head_dim}, wanted an even number (rotary embedding rotates '
+        'pairs)'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-  """Low-rank adapters (Hu et al., arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ."""
+  """Low-rank adapters (Hu et al., arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank ·
+  (x·Aᵀ)·Bᵀ.
+  """
 
   rank: int = 16
   """Rows of A and columns of B."""
@@ -116,8 +135,14 @@ class LoraConfig:
     for name in ('rank', 'alpha'):
       if getattr(self, name) < 1:
         raise UserError(f'lora.{name}: got {getattr(self, name)}, wanted at least 1')
-    if not self.targets or not set(self.targets) <= set(PROJECTIONS) or len(set(self.targets)) < len(self.targets):
-      raise UserError(f'lora.targets: got {self.targets}, wanted some of {", ".join(PROJECTIONS)}, each once')
+    if (
+      not self.targets
+      or not set(self.targets) <= set(PROJECTIONS)
+      or len(set(self.targets)) < len(self.targets)
+    ):
+      raise UserError(
+        f'lora.targets: got {self.targets}, wanted some of {", ".join(PROJECTIONS)}, each once'
+      )
 
   @property
   def scale(self) -> float:
@@ -129,17 +154,21 @@ class ModelOptions:
   """Compute options of a model; results agree for all values up to rounding."""
 
   scan_layers: bool = False
-  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on a CPU."""
+  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on a
+  CPU.
+  """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Activations of each layer saved for the backward pass.
 
-  none: all (no recomputation); full: only its input; dots: the results of its products with kernels; offload: only its
-  input, in host memory.
+  none: all (no recomputation); full: only its input; dots: the results of its products with
+  kernels; offload: only its input, in host memory.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation; auto: chosen by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
-  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are always at least float32."""
+  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are always at least
+  float32.
+  """
   param_dtype: str = 'float32'
   """Dtype of newly initialised parameters; adapters are at least float32."""
   lora: LoraConfig | None = None

@@ -1,9 +1,11 @@
-"""Off-policy correction: weights and rejections of tokens sampled by another policy, all without gradients.
+"""Off-policy correction: weights and rejections of tokens sampled by another policy, all without
+gradients.
 
-They change the numerator of the loss, never its denominator, which still counts rejected tokens: if the loss were
-divided by the number of kept tokens, their gradient would grow by N / N_kept.
-In all functions, `mask` marks the trained tokens that a sampler drew: where it is False, behaviour logprobs are
-meaningless, the weight is 1 and the token is not rejected, so that expert tokens in the same batch are unaffected.
+They change the numerator of the loss, never its denominator, which still counts rejected tokens: if
+the loss were divided by the number of kept tokens, their gradient would grow by N / N_kept. In all
+functions, `mask` marks the trained tokens that a sampler drew: where it is False, behaviour
+logprobs are meaningless, the weight is 1 and the token is not rejected, so that expert tokens in
+the same batch are unaffected.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ def importance_weights(
   threshold: float = 2.0,
   lower: float | None = None,
 ) -> Float[Array, 'chunks time']:
-  """Weight of each token's loss that corrects the difference d = proximal - behaviour between trainer and sampler.
+  """Weight of each token's loss that corrects the difference d = proximal - behaviour between
+  trainer and sampler.
 
-  token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training").
+  token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training").
   sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
   icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
 
@@ -45,7 +48,8 @@ def importance_weights(
 
   Args:
     threshold: C; IcePop's authors use 5.
-    lower: lower bound, to which token and sequence clamp (OpenRLHF); None: no lower bound, but 0.5 for icepop.
+    lower: lower bound, to which token and sequence clamp (OpenRLHF); None: no lower bound, but 0.5
+      for icepop.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
   if mode == 'sequence':
@@ -69,12 +73,16 @@ def sequence_mask(
   low: float,
   high: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤ high.
+  """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤
+  high.
 
-  NeMo-RL calls it seq-mask-TIS (bounds 0.999 and 1.002), SkyRL geometric mask (0.99 and 1.01). In these libraries, kept
-  tokens have their own weights, untruncated. The result is True where `mask` is False.
+  NeMo-RL calls it seq-mask-TIS (bounds 0.999 and 1.002), SkyRL geometric mask (0.99 and 1.01). In
+  these libraries, kept tokens have their own weights, untruncated. The result is True where `mask`
+  is False.
   """
-  means = _means(_difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments)
+  means = _means(
+    _difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments
+  )
   ratio = jnp.exp(by_segment(means, segment_ids))
   return ~mask | ((low <= ratio) & (ratio <= high))
 
@@ -89,19 +97,22 @@ def negative_sequence_mask(
   segments: int,
   threshold: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556), which drops far off-policy samples that failed.
+  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556), which drops far off-policy samples
+  that failed.
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 
-  Here old are the sampler's own logprobs. If advantages differ by token, the sign of each token's own one decides. The
-  result is True where `mask` is False.
+  Here old are the sampler's own logprobs. If advantages differ by token, the sign of each token's
+  own one decides. The result is True where `mask` is False.
   """
   means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)
   return ~mask | ~((advantages < 0) & (by_segment(means, segment_ids) > threshold))
 
 
 def _difference(
-  first: Float[Array, 'chunks time'], second: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time']
+  first: Float[Array, 'chunks time'],
+  second: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
 ) -> Float[Array, 'chunks time']:
   return jax.lax.stop_gradient(jnp.where(mask, first - second, 0.0))
 

@@ -1,4 +1,6 @@
-"""Estimators of KL(policy || reference) from sampled tokens; masked positions may hold anything, even NaN."""
+"""Estimators of KL(policy || reference) from sampled tokens; masked positions may hold anything,
+even NaN.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ def kl_estimate(
 ) -> Float[Array, 'chunks time']:
   """Per-token estimate, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
 
-  Source: Schulman, "Approximating KL divergence" (2020). For k3, -d is limited to ±`log_ratio_limit` and the result
-  to ±`limit`, as is customary. As a loss on on-policy samples, summed over sequences, k1 has zero gradient in
-  expectation, k2 has the gradient of the reverse KL at the sampled prefixes, and k3 that of the forward KL
-  (`unbiased_kl` has that of the reverse KL).
+  Source: Schulman, "Approximating KL divergence" (2020). For k3, -d is limited to
+  ±`log_ratio_limit` and the result to ±`limit`, as is customary. As a loss on on-policy samples,
+  summed over sequences, k1 has zero gradient in expectation, k2 has the gradient of the reverse KL
+  at the sampled prefixes, and k3 that of the forward KL (`unbiased_kl` has that of the reverse KL).
 
   Args:
-    mask: tokens that count; elsewhere the estimate is 0 and has no gradient. None: all, which must then be finite.
+    mask: tokens that count; elsewhere the estimate is 0 and has no gradient. None: all, which must
+      then be finite.
   """
   difference = logprobs - reference_logprobs
   if mask is not None:
@@ -54,24 +57,30 @@ def unbiased_kl(
   limit: float = 10.0,
   ratio_limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse KL.
+  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of
+  the reverse KL.
 
-  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ ∇logprobsₜ, whose
-  mean over samples of the proximal policy is the gradient of KL(policy || reference). Without limits, ρₜ k3ₜ
-  (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this gradient; it is written directly, so that a limit of the
-  value changes neither its sign nor its direction. Value and gradient are 0 where `mask` is False.
+  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ
+  ∇logprobsₜ, whose mean over samples of the proximal policy is the gradient of KL(policy ||
+  reference). Without limits, ρₜ k3ₜ (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this
+  gradient; it is written directly, so that a limit of the value changes neither its sign nor its
+  direction. Value and gradient are 0 where `mask` is False.
 
   Args:
-    ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly ever draws would
-      otherwise outweigh a batch. Where the limit applies, the gradient is too small but has the right sign.
+    ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly
+      ever draws would otherwise outweigh a batch. Where the limit applies, the gradient is too
+      small but has the right sign.
     log_ratio_limit: as in `kl_estimate`; also limits |dₜ| in the gradient.
 
   Raises:
-    ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ added.
+    ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ
+      added.
   """
   if kind == 'k1':
     raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')
-  kl = kl_estimate(logprobs, reference_logprobs, kind=kind, mask=mask, log_ratio_limit=log_ratio_limit, limit=limit)
+  kl = kl_estimate(
+    logprobs, reference_logprobs, kind=kind, mask=mask, log_ratio_limit=log_ratio_limit, limit=limit
+  )
   ratio = jnp.exp(token_log_ratio(logprobs, proximal_logprobs, mask, limit=log_ratio_limit))
   ratio = jnp.minimum(ratio, ratio_limit)
   difference = jnp.where(mask, logprobs - reference_logprobs, 0.0)
@@ -80,15 +89,17 @@ def unbiased_kl(
   return jax.lax.stop_gradient(ratio * kl) + slope * (variable - jax.lax.stop_gradient(variable))
 
 
-def has_expected_gradient(kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool) -> bool:
+def has_expected_gradient(
+  kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool
+) -> bool:
   """Whether a KL term so configured moves the policy at all, on average over on-policy samples.
 
-  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it adds only noise; and
-  if it is divided by sampled lengths, the remaining gradient does not point to the reference either. `unbiased` does
-  not help: `unbiased_kl` refuses k1.
-  k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's gradient,
-  E[(1 - exp(-d)) ∇log π]: it is not zero, but biased as a gradient of the reverse KL unless `unbiased` (`unbiased_kl`).
-  In the reward every estimator is a penalty whose value acts through the policy gradient: the means of k1 and k3 are
-  the KL itself, that of k2 is close to it.
+  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it
+  adds only noise; and if it is divided by sampled lengths, the remaining gradient does not point to
+  the reference either. `unbiased` does not help: `unbiased_kl` refuses k1. k2 in the loss has the
+  reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's gradient, E[(1 - exp(-d))
+  ∇log π]: it is not zero, but biased as a gradient of the reverse KL unless `unbiased`
+  (`unbiased_kl`). In the reward every estimator is a penalty whose value acts through the policy
+  gradient: the means of k1 and k3 are the KL itself, that of k2 is close to it.
   """
   return not (kind == 'k1' and place == 'loss')

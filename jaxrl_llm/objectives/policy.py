@@ -1,4 +1,6 @@
-"""Policy-gradient losses per token, or per sequence where said; masked positions may hold anything, even NaN."""
+"""Policy-gradient losses per token, or per sequence where said; masked positions may hold anything,
+even NaN.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class ClippedSurrogate(NamedTuple):
   clipped: Bool[Array, 'chunks time']
   """Tokens whose clipped branch is in force (`actor/pg_clipfrac`)."""
   clipped_lower: Bool[Array, 'chunks time']
-  """Tokens with a negative advantage whose loss is held at the dual-clip bound (`actor/pg_clipfrac_lower`)."""
+  """Tokens with a negative advantage whose loss is held at the dual-clip bound
+  (`actor/pg_clipfrac_lower`).
+  """
 
 
 def token_log_ratio(
@@ -26,9 +30,11 @@ def token_log_ratio(
   *,
   limit: float = 20.0,
 ) -> Float[Array, 'chunks time']:
-  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where `mask` is False.
+  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where `mask` is
+  False.
 
-  Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their gradients before calling.
+  Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their
+  gradients before calling.
   """
   return jnp.clip(jnp.where(mask, logprobs - proximal_logprobs, 0.0), -limit, limit)
 
@@ -42,12 +48,14 @@ def sequence_log_ratio(
   segments: int,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of a sequence; 0 where `mask` is False.
+  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of a sequence; 0
+  where `mask` is False.
 
-  sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs - proximal)), limit)
+  sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs -
+  proximal)), limit)
 
-  The value is the sequence's, the gradient the token's own, so that advantages and weights may differ by token. The
-  upper limit is verl's; where it is in force the gradient is 0.
+  The value is the sequence's, the gradient the token's own, so that advantages and weights may
+  differ by token. The upper limit is verl's; where it is in force the gradient is 0.
   """
   policy = jnp.where(mask, logprobs, 0.0)
   held = jax.lax.stop_gradient(policy)
@@ -65,15 +73,16 @@ def clipped_surrogate(
   clip_ratio_high: float,
   clip_ratio_c: float | None,
 ) -> ClippedSurrogate:
-  """PPO's loss with separate clip ranges and dual clipping; GSPO's where the log ratio is the sequence's.
+  """PPO's loss with separate clip ranges and dual clipping; GSPO's where the log ratio is the
+  sequence's.
 
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `log_ratio` comes from one of the functions above, which bound and mask it; `advantages` are constants: stop their
-  gradients before calling. The caller reduces the result. `clip_ratio_c` None switches the dual clip off.
-  Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv:1912.09729), eq. 5;
-  asymmetric range: DAPO (arXiv:2503.14476), eq. 10.
+  `log_ratio` comes from one of the functions above, which bound and mask it; `advantages` are
+  constants: stop their gradients before calling. The caller reduces the result. `clip_ratio_c` None
+  switches the dual clip off. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye
+  et al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10.
   """
   ratio = jnp.exp(log_ratio)
   plain = -ratio * advantages
@@ -95,26 +104,34 @@ def cispo(
   clip_ratio_low: float,
   clip_ratio_high: float,
 ) -> ClippedSurrogate:
-  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with clipped importance weights; every token keeps its gradient.
+  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with clipped importance weights; every token
+  keeps its gradient.
 
   lossₜ = -sg(clip(exp(log_ratioₜ), 1 - low, 1 + high)) Aₜ logprobsₜ
 
-  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are constants and must
-  be finite even at masked positions; `logprobs` there may be anything. `clipped` marks where the weight was clipped.
+  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are
+  constants and must be finite even at masked positions; `logprobs` there may be anything. `clipped`
+  marks where the weight was clipped.
   """
   ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
   weight = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-  return ClippedSurrogate(-weight * advantages * logprobs, weight != ratio, jnp.zeros_like(ratio, bool))
+  return ClippedSurrogate(
+    -weight * advantages * logprobs, weight != ratio, jnp.zeros_like(ratio, bool)
+  )
 
 
 def opmd_loss(
-  log_ratio_sum: Float[Array, 'chunks segments'], advantages: Float[Array, 'chunks segments'], *, tau: float
+  log_ratio_sum: Float[Array, 'chunks segments'],
+  advantages: Float[Array, 'chunks segments'],
+  *,
+  tau: float,
 ) -> Float[Array, 'chunks segments']:
   """Online policy mirror descent of Kimi k1.5 (arXiv:2501.12599), per sequence.
 
   loss = -A s + τ/2 s²,  s = sum over the sequence's valid tokens of (logprobs - reference)
 
-  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. With A = r - baseline (the group's mean reward, or the
-  log-partition function) the loss is (A - τ s)² / (2 τ) less the constant A² / (2 τ). `advantages` are constants.
+  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. With A = r - baseline (the group's mean reward,
+  or the log-partition function) the loss is (A - τ s)² / (2 τ) less the constant A² / (2 τ).
+  `advantages` are constants.
   """
   return -log_ratio_sum * advantages + 0.5 * tau * log_ratio_sum**2

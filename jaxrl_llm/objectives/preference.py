@@ -1,4 +1,6 @@
-"""Preference losses per pair, on one number per sequence: its logprob or its reward; absent pairs have no gradient."""
+"""Preference losses per pair, on one number per sequence: its logprob or its reward; absent pairs
+have no gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ class PairSums(NamedTuple):
 
 
 def pair_sums(
-  values: Float[Array, 'chunks segments'], pair: Int[Array, 'chunks segments'], label: Num[Array, 'chunks segments']
+  values: Float[Array, 'chunks segments'],
+  pair: Int[Array, 'chunks segments'],
+  label: Num[Array, 'chunks segments'],
 ) -> PairSums:
   """Joins the two members of each pair, whichever chunks of the micro-batch hold them.
 
-  The results have length `pairs` = chunks * segments, a static bound; pair p has index p - 1. For the sum chosen +
-  rejected, which `centering_penalty` takes, pass `values * label`.
+  The results have length `pairs` = chunks * segments, a static bound; pair p has index p - 1. For
+  the sum chosen + rejected, which `centering_penalty` takes, pass `values * label`.
 
   Args:
     values: per sequence; may be anything where `pair` is 0.
@@ -33,7 +37,9 @@ def pair_sums(
   # Sequences of no pair fall into segment 0, which is left out.
   total = lambda x: jax.ops.segment_sum(x, index, num_segments=index.size + 1)[1:]
   signed = values.reshape(-1) * label.astype(values.dtype)
-  present = (total((label > 0).astype(jnp.int32)) == 1) & (total((label < 0).astype(jnp.int32)) == 1)
+  present = (total((label > 0).astype(jnp.int32)) == 1) & (
+    total((label < 0).astype(jnp.int32)) == 1
+  )
   return PairSums(jnp.where(present, total(signed), 0.0), present)
 
 
@@ -45,24 +51,30 @@ def dpo_loss(
   label_smoothing: float = 0.0,
   kind: Literal['sigmoid', 'ipo'] = 'sigmoid',
 ) -> Float[Array, 'pairs']:
-  """Direct preference optimization, h = policy_margin - reference_margin (each chosen - rejected, in nats).
+  """Direct preference optimization, h = policy_margin - reference_margin (each chosen - rejected,
+  in nats).
 
   sigmoid: -(1 - ε) log σ(β h) - ε log σ(-β h);  ipo: (h - 1 / (2 β))²
 
-  Sources: DPO (arXiv:2305.18290), eq. 7; with ε, the probability that a label is wrong, cDPO (Mitchell 2023); IPO
-  (arXiv:2310.12036), eq. 17, for which the margins are of logprobs averaged over the completion's tokens, as its
-  authors confirmed to TRL. In float32, sums of thousands of logprobs lose the digits that h needs: sum
-  logprobs - reference over the tokens, and give that as the policy's margin with a reference margin of 0.
+  Sources: DPO (arXiv:2305.18290), eq. 7; with ε, the probability that a label is wrong, cDPO
+  (Mitchell 2023); IPO (arXiv:2310.12036), eq. 17, for which the margins are of logprobs averaged
+  over the completion's tokens, as its authors confirmed to TRL. In float32, sums of thousands of
+  logprobs lose the digits that h needs: sum logprobs - reference over the tokens, and give that as
+  the policy's margin with a reference margin of 0.
 
   Raises:
     ValueError: `label_smoothing` is set for ipo, which does not use it.
   """
   if kind == 'ipo' and label_smoothing:
-    raise ValueError(f'dpo_loss: label_smoothing={label_smoothing} has no meaning for kind=ipo; set it to 0')
+    raise ValueError(
+      f'dpo_loss: label_smoothing={label_smoothing} has no meaning for kind=ipo; set it to 0'
+    )
   h = policy_margin - reference_margin
   if kind == 'ipo':
     return (h - 0.5 / beta) ** 2
-  return -(1.0 - label_smoothing) * jax.nn.log_sigmoid(beta * h) - label_smoothing * jax.nn.log_sigmoid(-beta * h)
+  return -(1.0 - label_smoothing) * jax.nn.log_sigmoid(
+    beta * h
+  ) - label_smoothing * jax.nn.log_sigmoid(-beta * h)
 
 
 def bradley_terry_loss(
@@ -70,12 +82,14 @@ def bradley_terry_loss(
 ) -> Float[Array, 'pairs']:
   """A reward model's loss, -log σ(r_chosen - r_rejected - m).
 
-  Sources: Bradley and Terry 1952; with the margin m, by which the preference is to be exceeded, Llama 2
-  (arXiv:2307.09288), eq. 2. `margin` is r_chosen - r_rejected.
+  Sources: Bradley and Terry 1952; with the margin m, by which the preference is to be exceeded,
+  Llama 2 (arXiv:2307.09288), eq. 2. `margin` is r_chosen - r_rejected.
   """
   return -jax.nn.log_sigmoid(margin - target_margin)
 
 
 def centering_penalty(chosen_plus_rejected: Float[Array, 'pairs']) -> Float[Array, 'pairs']:
-  """(r_chosen + r_rejected)², which keeps rewards around 0 (arXiv:2312.09244; TRL's `center_rewards_coefficient`)."""
+  """(r_chosen + r_rejected)², which keeps rewards around 0 (arXiv:2312.09244; TRL's
+  `center_rewards_coefficient`).
+  """
   return chosen_plus_rejected**2

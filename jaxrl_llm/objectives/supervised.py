@@ -15,9 +15,11 @@ def negative_log_likelihood(logprobs: Float[Array, 'chunks time']) -> Float[Arra
 def chord_token_weight(
   logprobs: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time'] | None = None
 ) -> Float[Array, 'chunks time']:
-  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), without gradient.
+  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), without
+  gradient.
 
-  It is at most 1/4, at p = 1/2, and vanishes for tokens that the policy predicts already and for very unlikely ones.
+  It is at most 1/4, at p = 1/2, and vanishes for tokens that the policy predicts already and for
+  very unlikely ones.
 
   Args:
     mask: tokens that count; elsewhere the weight is 0. None: all, which must then be finite.
@@ -25,5 +27,6 @@ def chord_token_weight(
   if mask is not None:
     logprobs = jnp.where(mask, logprobs, -jnp.inf)
   logprobs = jax.lax.stop_gradient(logprobs)
-  # expm1, because 1 - exp(logprobs) loses its significant digits to cancellation where the probability is near 1.
+  # expm1, because 1 - exp(logprobs) loses its significant digits to cancellation where the
+  # probability is near 1.
   return -jnp.exp(logprobs) * jnp.expm1(logprobs)

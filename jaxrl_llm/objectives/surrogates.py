@@ -1,6 +1,8 @@
-"""Surrogates of the policy-gradient family: the loss of each token before correction, aggregation, KL and entropy.
+"""Surrogates of the policy-gradient family: the loss of each token before correction, aggregation,
+KL and entropy.
 
-A surrogate is a pair of an options dataclass and a function of the tokens and these options, see `Surrogate`.
+A surrogate is a pair of an options dataclass and a function of the tokens and these options, see
+`Surrogate`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.objectives import policy
-from jaxrl_llm.objectives.policy import ClippedSurrogate, clipped_surrogate, sequence_log_ratio, token_log_ratio
+from jaxrl_llm.objectives.policy import (
+  ClippedSurrogate,
+  clipped_surrogate,
+  sequence_log_ratio,
+  token_log_ratio,
+)
 
 
 class SurrogateTokens(NamedTuple):
@@ -42,11 +49,15 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric; the step's metric is their mean over the tokens in `mask`."""
+  """Numbers or flags per token, keyed by metric; the step's metric is their mean over the tokens in
+  `mask`.
+  """
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]
-"""Function of the tokens and the surrogate's options, traced by JAX. It must not normalise over the micro-batch."""
+"""Function of the tokens and the surrogate's options, traced by JAX. It must not normalise over the
+micro-batch.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,13 +78,17 @@ class DualClipBounds(RatioBounds):
 
 def clip(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
   """PPO's clipped importance ratio, see `clipped_surrogate`."""
-  return _clipped(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask), tokens, options)
+  return _clipped(
+    token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask), tokens, options
+  )
 
 
 def gspo(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
   """The clipped importance ratio of the sequence, see `sequence_log_ratio`."""
   logprobs, proximal, _, mask, ids, segments = tokens
-  return _clipped(sequence_log_ratio(logprobs, proximal, mask, ids, segments=segments), tokens, options)
+  return _clipped(
+    sequence_log_ratio(logprobs, proximal, mask, ids, segments=segments), tokens, options
+  )
 
 
 def cispo(tokens: SurrogateTokens, options: RatioBounds) -> TokenLoss:
@@ -83,14 +98,21 @@ def cispo(tokens: SurrogateTokens, options: RatioBounds) -> TokenLoss:
   return _with_clip_fractions(policy.cispo(log_ratio, tokens.logprobs, tokens.advantages, **bounds))
 
 
-def _clipped(log_ratio: Float[Array, 'chunks time'], tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
+def _clipped(
+  log_ratio: Float[Array, 'chunks time'], tokens: SurrogateTokens, options: DualClipBounds
+) -> TokenLoss:
   bounds = dict(clip_ratio_low=options.clip_ratio_low, clip_ratio_high=options.clip_ratio_high)
-  surrogate = clipped_surrogate(log_ratio, tokens.advantages, clip_ratio_c=options.clip_ratio_c, **bounds)
+  surrogate = clipped_surrogate(
+    log_ratio, tokens.advantages, clip_ratio_c=options.clip_ratio_c, **bounds
+  )
   return _with_clip_fractions(surrogate)
 
 
 def _with_clip_fractions(surrogate: ClippedSurrogate) -> TokenLoss:
-  metrics = {'actor/pg_clipfrac': surrogate.clipped, 'actor/pg_clipfrac_lower': surrogate.clipped_lower}
+  metrics = {
+    'actor/pg_clipfrac': surrogate.clipped,
+    'actor/pg_clipfrac_lower': surrogate.clipped_lower,
+  }
   return TokenLoss(surrogate.loss, metrics)
 
 
@@ -110,9 +132,11 @@ class SapoOptions:
 
 
 def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
-  """A soft gate of the importance ratio, SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ · σ(τ (ρ - 1)).
+  """A soft gate of the importance ratio, SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ ·
+  σ(τ (ρ - 1)).
 
-  τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ = σ(τ (ρₜ - 1)).
+  τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ
+  = σ(τ (ρₜ - 1)).
   """
   ratio = jnp.exp(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask))
   tau = jnp.where(tokens.advantages > 0, options.tau_pos, options.tau_neg).astype(ratio.dtype)

@@ -1,4 +1,5 @@
-"""Attention with shared key-value heads: the contract, a reference implementation, and the alternatives.
+"""Attention with shared key-value heads: the contract, a reference implementation, and the
+alternatives.
 
 Invariant: a query that sees no key yields 0 and has no gradient; finite inputs never produce NaN.
 """
@@ -20,16 +21,19 @@ Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
 KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
-"""Number of scores per head (queries × keys of a row) up to which masked attention is as fast as blockwise on a CPU; at
-512 × 512 blockwise takes at most a third of the time, for any number of heads and segments."""
+"""Number of scores per head (queries × keys of a row) up to which masked attention is as fast as
+blockwise on a CPU; at 512 × 512 blockwise takes at most a third of the time, for any number of
+heads and segments.
+"""
 
 
 class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Block size in tokens for blockwise attention: small enough for a CPU's caches; elsewhere, large enough to hide
-  the cost of a step."""
+  """Block size in tokens for blockwise attention: small enough for a CPU's caches; elsewhere, large
+  enough to hide the cost of a step.
+  """
 
 
 def choose(
@@ -47,8 +51,8 @@ def choose(
   """Chooses the implementation of an attention, with the reason.
 
   Args:
-    asked: implementation from the configuration. A fused kernel named here applies to tokens that attend to one
-      another; for attention over a cache, the choice is that of 'auto'.
+    asked: implementation from the configuration. A fused kernel named here applies to tokens that
+      attend to one another; for attention over a cache, the choice is that of 'auto'.
     platform: platform of the devices.
     time: number of queries per row.
     keys: number of keys per row.
@@ -64,7 +68,9 @@ def choose(
     return Choice(asked, 'as configured', block)
   kernel, why_not = KERNELS.get(platform), None
   if same_tokens and asked not in ('auto', kernel):
-    raise UserError(f'policy.attention: {asked} does not run on this platform ({platform}); choose auto')
+    raise UserError(
+      f'policy.attention: {asked} does not run on this platform ({platform}); choose auto'
+    )
   if kernel == 'splash':
     why_not = why_not_splash(dtype)
   if kernel == 'pallas_gpu':
@@ -74,7 +80,9 @@ def choose(
   if same_tokens and kernel and not why_not:
     return Choice(kernel, f'the kernel of {platform}', block)
   few = time * keys <= MASKED_SCORES
-  return Choice('masked' if few else 'blockwise', why_not or f'{time} × {keys} scores on {platform}', block)
+  return Choice(
+    'masked' if few else 'blockwise', why_not or f'{time} × {keys} scores on {platform}', block
+  )
 
 
 def attention(
@@ -92,18 +100,19 @@ def attention(
 ) -> Float[Array, 'batch time heads head_dim']:
   """softmax(query · key / √head_dim over the keys that a query sees) · value.
 
-  Query heads g·n … g·n + n - 1 share key-value head g (n = heads / kv_heads). Scores and statistics are at least
-  float32.
+  Query heads g·n … g·n + n - 1 share key-value head g (n = heads / kv_heads). Scores and statistics
+  are at least float32.
 
   Args:
     of_queries: places of the queries' tokens; `visible` defines the rule.
-    of_keys: places of the keys' tokens. A fused kernel requires the very object `of_queries` here, as the sign that
-      queries and keys are the same tokens; each row then holds its segments one after the other, with consecutive
-      positions.
-    window: number of tokens that a query sees, including its own; None: back to the segment's start.
+    of_keys: places of the keys' tokens. A fused kernel requires the very object `of_queries` here,
+      as the sign that queries and keys are the same tokens; each row then holds its segments one
+      after the other, with consecutive positions.
+    window: number of tokens that a query sees, including its own; None: back to the segment's
+      start.
     softcap: scores s become softcap · tanh(s / softcap).
-    implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward and backward;
-      'splash' and 'pallas_gpu' are the fused kernels of TPUs and GPUs. See `choose`.
+    implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward
+      and backward; 'splash' and 'pallas_gpu' are the fused kernels of TPUs and GPUs. See `choose`.
     block: block size in tokens, for 'blockwise'.
     interpret: runs a kernel in interpreter mode on any platform, for tests.
 
@@ -113,11 +122,15 @@ def attention(
   if implementation == 'masked':
     return masked(query, key, value, of_queries, of_keys, window=window, softcap=softcap)
   if implementation == 'blockwise':
-    return blockwise(query, key, value, of_queries, of_keys, window=window, softcap=softcap, block=block)
+    return blockwise(
+      query, key, value, of_queries, of_keys, window=window, softcap=softcap, block=block
+    )
   if of_queries is not of_keys:
     raise ValueError(f'attention: {implementation} needs queries and keys of the same tokens')
   if implementation == 'splash':
-    return splash(query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret)
+    return splash(
+      query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret
+    )
   if missing := why_not_pallas_gpu(query.dtype, window=window, softcap=softcap, shards=1):
     raise ValueError(f'attention: {missing}')
   return pallas_gpu(query, key, value, of_queries, interpret=interpret)
@@ -135,8 +148,8 @@ def masked(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Reference implementation: computes all scores at once and masks those of unseen keys.
 
-  Keys and values are never copied. Weights are cast to the values' dtype for the second product and normalised after
-  it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
+  Keys and values are never copied. Weights are cast to the values' dtype for the second product and
+  normalised after it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
   """
   batch, time, heads, head_dim = query.shape
   kv_heads, keys = key.shape[2], key.shape[1]
@@ -152,9 +165,11 @@ def masked(
   scores = jnp.where(visible(of_queries, of_keys, window=window)[:, None, None], scores, MASKED)
   peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), FLOOR))
   weights = jnp.exp(scores - peak).reshape(batch, kv_heads, group * time, keys)
-  mixed = jnp.einsum('bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics)
-  # The total of a query that sees a key is at least 1, the weight of its largest score; the bound 1e-9 only affects
-  # queries that see none.
+  mixed = jnp.einsum(
+    'bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics
+  )
+  # The total of a query that sees a key is at least 1, the weight of its largest score; the bound
+  # 1e-9 only affects queries that see none.
   mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
   mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

@@ -1,17 +1,19 @@
-"""FlashAttention-2 in plain JAX: attention whose memory is linear in time, forward and backward, on any platform.
+"""FlashAttention-2 in plain JAX: attention whose memory is linear in time, forward and backward, on
+any platform.
 
-Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and Gimelshein 2018
-(arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ / √head_dim for a block of queries Q
-and a block of keys K.
+Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
+Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ /
+√head_dim for a block of queries Q and a block of keys K.
 
-Forward, for each Q over the blocks K, V that it may see (starting with row_max = -∞, row_sum = 0, acc = 0):
+Forward, for each Q over the blocks K, V that it may see (starting with row_max = -∞, row_sum = 0,
+acc = 0):
 
   row_max' = max(row_max, rowmax(S));  P = exp(S - row_max');  rescale = exp(row_max - row_max')
   row_sum' = rescale · row_sum + rowsum(P);  acc' = rescale · acc + P V
   at the end:  O = acc / row_sum;  lse = row_max + log(row_sum)
 
-Backward, from O, lse (the log of the sum of exponentials) and dO, with P recomputed instead of stored; ∘ is the product
-by element:
+Backward, from O, lse (the log of the sum of exponentials) and dO, with P recomputed instead of
+stored; ∘ is the product by element:
 
   delta = rowsum(dO ∘ O)
   P = exp(S - lse);  dP = dO Vᵀ;  dS = P ∘ (dP - delta)
@@ -60,11 +62,12 @@ def blockwise(
   softcap: float | None = None,
   block: int = BLOCK,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention`; each block of queries iterates over the blocks of keys from the first to the last it may see.
+  """Computes `attention`; each block of queries iterates over the blocks of keys from the first to
+  the last it may see.
 
-  If rows hold packed segments in order, a block of queries visits only the blocks of keys of its own segments, up to
-  itself: neither later tokens nor other segments cost anything. Rows of the batch are processed sequentially, each with
-  its own range of blocks.
+  If rows hold packed segments in order, a block of queries visits only the blocks of keys of its
+  own segments, up to itself: neither later tokens nor other segments cost anything. Rows of the
+  batch are processed sequentially, each with its own range of blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -82,7 +85,9 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule) -> _Queries:
+def _attend(
+  query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule
+) -> _Queries:
   return _forward(query, key, value, of_queries, of_keys, rule)[0]
 
 
@@ -95,13 +100,17 @@ def _forward(
   return out, _Residuals(query, key, value, of_queries, of_keys, out, lse)
 
 
-def _backward(rule: _Rule, residuals: _Residuals, dout: _Queries) -> tuple[_Queries, _Keys, _Keys, None, None]:
+def _backward(
+  rule: _Rule, residuals: _Residuals, dout: _Queries
+) -> tuple[_Queries, _Keys, _Keys, None, None]:
   """Returns the gradients of queries, keys and values; places have none."""
   *arguments, out, lse = residuals
   rows = _Rows.of(*arguments, rule)
   delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1, keepdims=True)
   blocked = functools.partial(_blocked, kv_heads=residuals.key.shape[2], block=rows.query_block)
-  dq, dk, dv = jax.lax.map(lambda row: _backward_row(*row, rule), (rows, blocked(dout), blocked(delta), lse))
+  dq, dk, dv = jax.lax.map(
+    lambda row: _backward_row(*row, rule), (rows, blocked(dout), blocked(delta), lse)
+  )
   return (
     _unblocked(dq, like=residuals.query),
     _unblocked(dk, like=residuals.key),
@@ -115,7 +124,9 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = heads / kv_heads · block)."""
+  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = heads /
+  kv_heads · block).
+  """
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']
   key: Float[Array, '*batch key_blocks kv_heads key_block head_dim']
@@ -133,7 +144,9 @@ class _Rows(NamedTuple):
     return self.of_queries.positions.shape[-1]
 
   @classmethod
-  def of(cls, query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule) -> _Rows:
+  def of(
+    cls, query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule
+  ) -> _Rows:
     kv_heads = key.shape[2]
     block, key_block = min(rule.block, query.shape[1]), min(rule.block, key.shape[1])
     of_queries, of_keys = _placed(of_queries, block), _placed(of_keys, key_block)
@@ -152,7 +165,9 @@ class _Rows(NamedTuple):
 def _blocked(
   x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
 ) -> Float[Array, 'batch blocks kv_heads rows n']:
-  """Splits time, padded with zeros, into blocks, each of `rows` = heads / kv_heads · block rows per key-value head."""
+  """Splits time, padded with zeros, into blocks, each of `rows` = heads / kv_heads · block rows per
+  key-value head.
+  """
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
   x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, n)
@@ -178,11 +193,13 @@ def _placed(places: Places, block: int) -> Places:
 def _ranges(
   of_queries: Places, of_keys: Places, window: int | None
 ) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
-  """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there are none.
+  """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there
+  are none.
 
-  A block of keys is skipped if it lies wholly after the last query of the block of queries, or wholly before the first
-  key that the first of these queries sees, ordered by segment and then position. No visible key is skipped, whatever
-  the order of the tokens; for packed tokens the range is exact except for padding.
+  A block of keys is skipped if it lies wholly after the last query of the block of queries, or
+  wholly before the first key that the first of these queries sees, ordered by segment and then
+  position. No visible key is skipped, whatever the order of the tokens; for packed tokens the range
+  is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))
@@ -195,9 +212,11 @@ def _ranges(
 
 
 def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
-  """Returns, per block, the lowest segment, its lowest position, the highest segment and its highest position.
+  """Returns, per block, the lowest segment, its lowest position, the highest segment and its
+  highest position.
 
-  Padding is ignored; in a block of padding only, the lowest segment is above all others and the highest below.
+  Padding is ignored; in a block of padding only, the lowest segment is above all others and the
+  highest below.
   """
   segments, positions = places
   top = jnp.iinfo(segments.dtype).max
@@ -217,7 +236,10 @@ def _scores(
 ) -> tuple[Float[Array, 'kv_heads rows keys'], Bool[Array, 'rows keys']]:
   """Returns the unmasked, scaled and capped scores of a block and its visibility mask."""
   statistics = jnp.promote_types(query.dtype, jnp.float32)
-  scores = jnp.einsum('krh,ksh->krs', query, key, preferred_element_type=statistics) * query.shape[-1] ** -0.5
+  scores = (
+    jnp.einsum('krh,ksh->krs', query, key, preferred_element_type=statistics)
+    * query.shape[-1] ** -0.5
+  )
   if rule.softcap is not None:
     scores = rule.softcap * jnp.tanh(scores / rule.softcap)
   seen = visible(of_queries, of_keys, window=rule.window)
@@ -237,14 +259,21 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
       scores = jnp.where(seen, scores, MASKED)
       new_max = jnp.maximum(row_max, scores.max(-1, keepdims=True))
       p, rescale = jnp.exp(scores - new_max), jnp.exp(row_max - new_max)
-      pv = jnp.einsum('krs,ksh->krh', p.astype(value.dtype), value, preferred_element_type=scores.dtype)
+      pv = jnp.einsum(
+        'krs,ksh->krh', p.astype(value.dtype), value, preferred_element_type=scores.dtype
+      )
       return acc * rescale + pv, new_max, row_sum * rescale + p.sum(-1, keepdims=True)
 
     statistics = jnp.promote_types(query.dtype, jnp.float32)
     column = (*query.shape[:-1], 1)
-    start = jnp.zeros(query.shape, statistics), jnp.full(column, FLOOR, statistics), jnp.zeros(column, statistics)
+    start = (
+      jnp.zeros(query.shape, statistics),
+      jnp.full(column, FLOOR, statistics),
+      jnp.zeros(column, statistics),
+    )
     acc, row_max, row_sum = jax.lax.fori_loop(first, end, add_keys, start)
-    # The sum of a query that sees a key is at least 1; the bound 1e-9 only affects queries that see none.
+    # The sum of a query that sees a key is at least 1; the bound 1e-9 only affects queries that see
+    # none.
     row_sum = jnp.maximum(row_sum, 1e-9)
     return (acc / row_sum).astype(query.dtype), row_max + jnp.log(row_sum)
 

@@ -1,7 +1,8 @@
 """Fused attention kernels shipped with JAX: splash attention (TPU) and a Triton kernel (GPU).
 
-Invariant: both are causal by index and compare segments, so they require tokens that attend to one another and are in
-order; see `attention`. A kernel is imported where it is used, because the import takes most of a second.
+Invariant: both are causal by index and compare segments, so they require tokens that attend to one
+another and are in order; see `attention`. A kernel is imported where it is used, because the import
+takes most of a second.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 
 def why_not_splash(dtype: Any) -> str | None:
-  """Returns the reason why splash attention cannot take this dtype; None if it can. Any length and head size works."""
+  """Returns the reason why splash attention cannot take this dtype; None if it can. Any length and
+  head size works.
+  """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
     return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
   return None
 
 
-def why_not_pallas_gpu(dtype: Any, *, window: int | None, softcap: float | None, shards: int) -> str | None:
-  """Returns the reason why the GPU kernel cannot take inputs with `shards` shards of time; None if it can."""
+def why_not_pallas_gpu(
+  dtype: Any, *, window: int | None, softcap: float | None, shards: int
+) -> str | None:
+  """Returns the reason why the GPU kernel cannot take inputs with `shards` shards of time; None if
+  it can.
+  """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
@@ -42,8 +49,11 @@ def why_not_pallas_gpu(dtype: Any, *, window: int | None, softcap: float | None,
 
 
 def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the padded length of a row of `time` tokens, such that whole blocks fill each of its shards."""
-  # The largest block for which no shard grows by more than an eighth; shards² must divide the length too.
+  """Returns the padded length of a row of `time` tokens, such that whole blocks fill each of its
+  shards.
+  """
+  # The largest block for which no shard grows by more than an eighth; shards² must divide the
+  # length too.
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
   step = math.lcm(shards * block, shards**2)
@@ -51,18 +61,24 @@ def splash_length(time: int, *, shards: int = 1) -> int:
 
 
 def splash_kernel(
-  length: int, *, window: int | None, softcap: float | None, shards: int = 1, interpret: bool = False
+  length: int,
+  *,
+  window: int | None,
+  softcap: float | None,
+  shards: int = 1,
+  interpret: bool = False,
 ) -> Any:
-  """Builds the kernel for rows of `length` tokens, any number of heads: a callable pytree with the blocks to visit.
+  """Builds the kernel for rows of `length` tokens, any number of heads: a callable pytree with the
+  blocks to visit.
 
-  Blocks above the diagonal or beyond the window are never visited. The backward pass uses two kernels, one for
-  queries and one for keys and values: the single-kernel variant keeps a gradient of the queries per block of keys,
-  which is quadratic in time.
+  Blocks above the diagonal or beyond the window are never visited. The backward pass uses two
+  kernels, one for queries and one for keys and values: the single-kernel variant keeps a gradient
+  of the queries per block of keys, which is quadratic in time.
 
   Args:
     length: result of `splash_length`.
-    shards: number of shards of the queries' time, if the kernel runs under `jax.shard_map` and is passed as an
-      argument with its `manual_sharding_spec`.
+    shards: number of shards of the queries' time, if the kernel runs under `jax.shard_map` and is
+      passed as an argument with its `manual_sharding_spec`.
     interpret: runs in interpreter mode on any platform, for tests.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as library
@@ -95,13 +111,17 @@ def run_splash(
   segment_ids: Int[Array, 'batch time'],
   key_segment_ids: Int[Array, 'batch keys'],
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Runs a kernel from `splash_kernel` on rows padded to its length, or on this device's shard of them."""
+  """Runs a kernel from `splash_kernel` on rows padded to its length, or on this device's shard of
+  them.
+  """
   from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
   wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
   query = (wide * query.shape[-1] ** -0.5).astype(query.dtype)
   by_head = lambda x: jnp.moveaxis(x, 2, 1)
-  mixed = jax.vmap(kernel)(by_head(query), by_head(key), by_head(value), SegmentIds(segment_ids, key_segment_ids))
+  mixed = jax.vmap(kernel)(
+    by_head(query), by_head(key), by_head(value), SegmentIds(segment_ids, key_segment_ids)
+  )
   return _without_padding(by_head(mixed), segment_ids)
 
 
@@ -133,9 +153,10 @@ def pallas_gpu(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Runs JAX's Triton kernel, which compares segments on the fly.
 
-  Why not cuDNN: JAX's public interface to it supports segments only as a bias, `[batch, 1, time, time]` in memory,
-  the very array that this kernel avoids. The kernel compiles only where a GPU is present and has not yet run on one: it
-  is tested against the reference in Pallas's interpreter mode. JAX 0.12 announces the kernel's removal.
+  Why not cuDNN: JAX's public interface to it supports segments only as a bias, `[batch, 1, time,
+  time]` in memory, the very array that this kernel avoids. The kernel compiles only where a GPU is
+  present and has not yet run on one: it is tested against the reference in Pallas's interpreter
+  mode. JAX 0.12 announces the kernel's removal.
 
   Args:
     interpret: runs the kernel in interpreter mode on any platform, for tests.
@@ -145,14 +166,17 @@ def pallas_gpu(
   batch, time, heads, head_dim = query.shape
   length, kv_heads = -(-time // BLOCKS[-1]) * BLOCKS[-1], key.shape[2]
   query, key, value, ids = (fill(x, length) for x in (query, key, value, places.segment_ids))
-  # Mapped over the heads that share keys: unmapped keys and values are indexed by the kernel, not copied.
+  # Mapped over the heads that share keys: unmapped keys and values are indexed by the kernel, not
+  # copied.
   shared = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
   options = head_dim**-0.5, True, BlockSizes.get_default(), 'triton', None, 2, None, interpret
   mixed = jax.vmap(lambda q: mha(q, key, value, ids, *options), in_axes=3, out_axes=3)(shared)
   return _without_padding(mixed.reshape(query.shape), ids)[:, :time]
 
 
-def fill(x: Shaped[Array, 'batch time *rest'], length: int) -> Shaped[Array, 'batch {length} *rest']:
+def fill(
+  x: Shaped[Array, 'batch time *rest'], length: int
+) -> Shaped[Array, 'batch {length} *rest']:
   """Pads time with zeros to `length`; segment ids are 0 at padding."""
   return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
@@ -160,5 +184,7 @@ def fill(x: Shaped[Array, 'batch time *rest'], length: int) -> Shaped[Array, 'ba
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Zeroes the outputs at padding, so that they have no gradient: in the kernels, padding attends to padding."""
+  """Zeroes the outputs at padding, so that they have no gradient: in the kernels, padding attends
+  to padding.
+  """
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

@@ -1,7 +1,8 @@
-"""Product of activations with a kernel `[out, in]` whose gradient is accumulated in the kernel's own precision.
+"""Product of activations with a kernel `[out, in]` whose gradient is accumulated in the kernel's
+own precision.
 
-Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it is summed over tokens
-or devices: only its two factors are.
+Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it
+is summed over tokens or devices: only its two factors are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def linear(x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']) -> Float[Array, '*tokens out']:
+def linear(
+  x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']
+) -> Float[Array, '*tokens out']:
   """x · kernelᵀ in the activations' dtype."""
   return _product(x, kernel.astype(x.dtype), x.ndim - 1, 1, x.dtype)
 
@@ -23,23 +26,30 @@ def _forward(x, kernel):
 
 def _backward(kept, dy):
   x, kernel = kept
-  return _product(dy, kernel.astype(x.dtype), dy.ndim - 1, 0, x.dtype), _by_kernel(x, dy, kernel.dtype)
+  return _product(dy, kernel.astype(x.dtype), dy.ndim - 1, 0, x.dtype), _by_kernel(
+    x, dy, kernel.dtype
+  )
 
 
 def _by_kernel(x, dy, dtype: jnp.dtype):
   """Σ over the tokens of dy · xᵀ."""
   tokens = tuple(range(x.ndim - 1))
-  product = lambda a, b: jax.lax.dot_general(a, b, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
+  product = lambda a, b: jax.lax.dot_general(
+    a, b, ((tokens, tokens), ((), ())), preferred_element_type=dtype
+  )
   plain = lambda x, dy: product(dy, x)
   if dy.shape[-1] <= x.shape[-1]:
     return plain(x, dy)
-  # XLA:CPU takes a third less time if the second factor is the wider; without the barrier it swaps the factors back.
+  # XLA:CPU takes a third less time if the second factor is the wider; without the barrier it swaps
+  # the factors back.
   turned = lambda x, dy: jax.lax.optimization_barrier(product(x, dy)).T
   return jax.lax.platform_dependent(x, dy, cpu=turned, default=plain)
 
 
 def _product(x, kernel, of_x: int, of_kernel: int, dtype: jnp.dtype):
-  return jax.lax.dot_general(x, kernel, (((of_x,), (of_kernel,)), ((), ())), preferred_element_type=dtype)
+  return jax.lax.dot_general(
+    x, kernel, (((of_x,), (of_kernel,)), ((), ())), preferred_element_type=dtype
+  )
 
 
 linear.defvjp(_forward, _backward)

@@ -1,4 +1,5 @@
-"""Token logprobs, values and scores from hidden states, without ever materialising `[batch, time, vocab]`.
+"""Token logprobs, values and scores from hidden states, without ever materialising `[batch, time,
+vocab]`.
 
 This is the only module that shifts tokens.
 """
@@ -17,8 +18,9 @@ from jaxrl_llm.ops.reduce import segment_sums
 
 
 class TokenLogprobs(NamedTuple):
-  """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`; 0 at a segment's first
-  token and where not wanted."""
+  """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`; 0
+  at a segment's first token and where not wanted.
+  """
 
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
@@ -26,7 +28,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-  """Entry t is the value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
+  """Entry t is the value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first
+  token.
+  """
 
   values: Float[Array, 'chunks time']
 
@@ -46,8 +50,11 @@ class SequenceScores(NamedTuple):
   scores: Float[Array, 'chunks segments']
 
 
-def plan_token_chunk(*, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1) -> int:
-  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`, at least one position per time shard.
+def plan_token_chunk(
+  *, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1
+) -> int:
+  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`, at least one
+  position per time shard.
 
   Args:
     chunks: number of rows per device.
@@ -73,42 +80,50 @@ def token_logprobs(
   time_shards: int = 1,
   row_shards: int = 1,
 ) -> TokenLogprobs:
-  """Computes the tokens' logprobs under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
+  """Computes the tokens' logprobs under softmax(hidden @ kernel.T / temperature), and that
+  distribution's entropy.
 
-  Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the backward pass; with
-  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, which is
-  preferable if memory allows, a compiler that sees both passes computes the logits only once. If `kernel` is sharded
-  over its vocabulary, so are the logits: devices exchange only maxima, sums and the targets' logits.
+  Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the
+  backward pass; with `wanted`, only as many chunks are computed as the wanted positions fill. With
+  all positions in one chunk, which is preferable if memory allows, a compiler that sees both passes
+  computes the logits only once. If `kernel` is sharded over its vocabulary, so are the logits:
+  devices exchange only maxima, sums and the targets' logits.
 
-  Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have gradients, the temperature
-  has none.
+  Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have
+  gradients, the temperature has none.
 
   Args:
     hidden: states after the final norm; state t predicts token t + 1.
     kernel: the unembedding, `[vocab, embed]`.
     tokens: tokens to score.
-    segment_ids: segment of each token, 0 for padding; the first token of each segment has no logprob (it gets 0).
+    segment_ids: segment of each token, 0 for padding; the first token of each segment has no
+      logprob (it gets 0).
     temperature: temperature of each token's sample, by which the logits are divided.
     wanted: tokens to compute; others get 0. None: all.
     token_chunk: positions computed at a time; must divide `time`.
-    time_shards: number of equal contiguous shards of time over devices; a chunk takes equally many positions of each,
-      so that nothing moves between them. Must divide `token_chunk`.
-    row_shards: number of shards of the rows. The kernel's gradient is summed over both kinds of shards once, after all
-      chunks, instead of in every chunk. Must divide the rows.
+    time_shards: number of equal contiguous shards of time over devices; a chunk takes equally many
+      positions of each, so that nothing moves between them. Must divide `token_chunk`.
+    row_shards: number of shards of the rows. The kernel's gradient is summed over both kinds of
+      shards once, after all chunks, instead of in every chunk. Must divide the rows.
   """
   rows, time = tokens.shape
   if time % token_chunk:
     raise ValueError(f'token_chunk {token_chunk} does not divide the {time} positions of a chunk')
   if token_chunk % time_shards:
     raise ValueError(
-      f'time_shards {time_shards} does not divide token_chunk {token_chunk}, which is taken from all parts'
+      f'time_shards {time_shards} does not divide token_chunk {token_chunk}, which is taken from '
+      'all parts'
     )
   if rows % row_shards:
     raise ValueError(f'row_shards {row_shards} does not divide the {rows} rows')
   cut = (row_shards, rows // row_shards, time_shards, time // time_shards)
   wanted_or_all = lambda x: x if wanted is None else jnp.where(wanted, x, 0.0)
-  by_part = lambda x: x.reshape(*cut, *x.shape[2:]).swapaxes(1, 2).reshape(row_shards, time_shards, -1, *x.shape[2:])
-  by_row = lambda x: x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
+  by_part = lambda x: (
+    x.reshape(*cut, *x.shape[2:]).swapaxes(1, 2).reshape(row_shards, time_shards, -1, *x.shape[2:])
+  )
+  by_row = lambda x: (
+    x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
+  )
   following = lambda x: by_part(jnp.roll(x, -1, axis=1))
   states, targets, scale = by_part(hidden), following(tokens), following(temperature)
   chunks, positions = time // token_chunk, token_chunk // time_shards * cut[1]
@@ -120,22 +135,30 @@ def token_logprobs(
     places = jnp.argsort(order, axis=-1)
     first = lambda x: jnp.take_along_axis(x, order, axis=-1)
     used = -(-asked.sum(-1).max() // positions)
-    results = _head(positions, _moved(states, order, places), kernel, first(targets), first(scale), used)
+    results = _head(
+      positions, _moved(states, order, places), kernel, first(targets), first(scale), used
+    )
     results = (jnp.take_along_axis(x, places, axis=-1) for x in results)
   return TokenLogprobs(*(wanted_or_all(_delayed(by_row(x), segment_ids)) for x in results))
 
 
 def token_values(
-  hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
+  hidden: Float[Array, 'chunks time embed'],
+  kernel: Float[Array, 'one embed'],
+  segment_ids: Int[Array, 'chunks time'],
 ) -> TokenValues:
   """Computes hidden · kernel at the position before each token, in at least float32."""
   return TokenValues(_delayed(_scalar(hidden, kernel), segment_ids))
 
 
 def state_values(
-  hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
+  hidden: Float[Array, 'chunks time embed'],
+  kernel: Float[Array, 'one embed'],
+  segment_ids: Int[Array, 'chunks time'],
 ) -> StateValues:
-  """Computes hidden · kernel at the position before each token and at the token's own, in at least float32."""
+  """Computes hidden · kernel at the position before each token and at the token's own, in at least
+  float32.
+  """
   after = _scalar(hidden, kernel)
   return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
@@ -154,11 +177,15 @@ def sequence_scores(
   """
   last = (segment_ids > 0) & (segment_ids != jnp.roll(segment_ids, -1, axis=1))
   last = last.at[:, -1].set(segment_ids[:, -1] > 0)
-  return SequenceScores(segment_sums(jnp.where(last, _scalar(hidden, kernel), 0.0), segment_ids, segments=segments))
+  return SequenceScores(
+    segment_sums(jnp.where(last, _scalar(hidden, kernel), 0.0), segment_ids, segments=segments)
+  )
 
 
 def _scalar(hidden, kernel):
-  return jnp.einsum('cte,oe->ct', hidden, kernel.astype(hidden.dtype), preferred_element_type=_wide(hidden))
+  return jnp.einsum(
+    'cte,oe->ct', hidden, kernel.astype(hidden.dtype), preferred_element_type=_wide(hidden)
+  )
 
 
 def _delayed(x, segment_ids):
@@ -170,7 +197,9 @@ def _delayed(x, segment_ids):
 
 @jax.custom_vjp
 def _moved(states, order, places):
-  """Reorders the states of each part; `places` is the inverse order, so that gradients are gathered, not scattered."""
+  """Reorders the states of each part; `places` is the inverse order, so that gradients are
+  gathered, not scattered.
+  """
   return jnp.take_along_axis(states, order[..., None], axis=2)
 
 
@@ -182,19 +211,21 @@ _moved.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head(positions, hidden, kernel, targets, temperature, used):
-  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets` and `temperature`.
+  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets` and
+  `temperature`.
 
-  `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions` positions per part;
-  the other positions are 0.
+  `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions`
+  positions per part; the other positions are 0.
 
-  Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The derivative of
-  log p[target] by z is onehot(target) - p, as in any softmax cross-entropy; that of H is -p · (log p + H), because
-  ∂p[i] / ∂z[j] = p[i] · (δ[i, j] - p[j]). So with cotangents g and h of the two outputs
+  Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The
+  derivative of log p[target] by z is onehot(target) - p, as in any softmax cross-entropy; that of H
+  is -p · (log p + H), because ∂p[i] / ∂z[j] = p[i] · (δ[i, j] - p[j]). So with cotangents g and h
+  of the two outputs
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
 
-  for which the only residuals besides the arguments are each token's log-normalizer and H (logits are recomputed as in
-  arXiv:2411.09009).
+  for which the only residuals besides the arguments are each token's log-normalizer and H (logits
+  are recomputed as in arXiv:2411.09009).
   """
   return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
 
@@ -209,7 +240,9 @@ def _head_forward(positions, hidden, kernel, targets, temperature, used):
     logp = logits - normalizer[:, None]
     # With a sharded vocabulary, a comparison and a sum partition locally; a gather might not.
     chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
-    return _with_chunk(results, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions)
+    return _with_chunk(
+      results, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions
+    )
 
   start = (jnp.zeros(targets.shape, _wide(hidden)),) * 3
   logprobs, entropy, normalizer = _repeat(used, chunk, start, once=positions == targets.shape[-1])
@@ -227,14 +260,18 @@ def _head_backward(positions, kept, cotangents):
     normalizer, entropy, by_logprob, by_entropy = (x[:, None] for x in rest)
     logp = _logits(states, compute, scale) - normalizer
     d_logits = jnp.where(_is_target(logp, target), by_logprob, 0.0)
-    d_logits = (d_logits - jnp.exp(logp) * (by_logprob + by_entropy * (logp + entropy))).astype(hidden.dtype)
+    d_logits = (d_logits - jnp.exp(logp) * (by_logprob + by_entropy * (logp + entropy))).astype(
+      hidden.dtype
+    )
     d_states = jnp.einsum('tv,ve->te', d_logits, compute, preferred_element_type=d_kernel.dtype)
     by_part = lambda x: x.reshape(len(d_kernel), -1, x.shape[-1])
-    d_kernel += jnp.einsum('pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype)
+    d_kernel += jnp.einsum(
+      'pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype
+    )
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
-  # Sum as [embed, vocab], which matches the layout of d_logits, so that only the final sum is transposed. Each part
-  # keeps a sum of its own until then.
+  # Sum as [embed, vocab], which matches the layout of d_logits, so that only the final sum is
+  # transposed. Each part keeps a sum of its own until then.
   start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
@@ -245,12 +282,16 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _repeat(used, chunk, start, *, once: bool):
-  """Runs the used chunks in sequence; a single chunk runs without a loop, so that compilers can keep its logits."""
+  """Runs the used chunks in sequence; a single chunk runs without a loop, so that compilers can
+  keep its logits.
+  """
   return chunk(0, start) if once else jax.lax.fori_loop(0, used, chunk, start)
 
 
 def _chunk(arrays, i, positions):
-  """Returns chunk `i` of arrays `[row part, time part, position, ...]`, each as `[positions of all parts, ...]`."""
+  """Returns chunk `i` of arrays `[row part, time part, position, ...]`, each as `[positions of all
+  parts, ...]`.
+  """
   part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * positions, positions, axis=2)
   return [part(x).reshape(-1, *x.shape[3:]) for x in arrays]
 
@@ -258,12 +299,17 @@ def _chunk(arrays, i, positions):
 def _with_chunk(arrays, chunks, i, positions):
   """Replaces chunk `i` in the arrays; the inverse of `_chunk`."""
   part = lambda x, chunk: chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)
-  place = lambda x, chunk: jax.lax.dynamic_update_slice_in_dim(x, part(x, chunk), i * positions, axis=2)
+  place = lambda x, chunk: jax.lax.dynamic_update_slice_in_dim(
+    x, part(x, chunk), i * positions, axis=2
+  )
   return tuple(place(x, chunk) for x, chunk in zip(arrays, chunks, strict=True))
 
 
 def _logits(states, kernel, temperature):
-  return jnp.einsum('te,ve->tv', states, kernel, preferred_element_type=_wide(states)) / temperature[..., None]
+  return (
+    jnp.einsum('te,ve->tv', states, kernel, preferred_element_type=_wide(states))
+    / temperature[..., None]
+  )
 
 
 def _is_target(logits, target):

@@ -1,7 +1,9 @@
-"""Sums over packed tokens: named loss terms with their denominators, and the usual loss aggregations.
+"""Sums over packed tokens: named loss terms with their denominators, and the usual loss
+aggregations.
 
-A loss is never a mean of means: each term is (numerator, denominator), both summed over micro-batches and ranks, and
-divided once, so that it does not depend on how sequences were packed and split.
+A loss is never a mean of means: each term is (numerator, denominator), both summed over
+micro-batches and ranks, and divided once, so that it does not depend on how sequences were packed
+and split.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Aggregation = Literal['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm']
+Aggregation = Literal[
+  'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'
+]
 
 
 class Term(NamedTuple):
@@ -27,7 +31,9 @@ class Term(NamedTuple):
 
 
 class Stat(NamedTuple):
-  """A metric `total / count`, with both summed over micro-batches, ranks and optimizer steps before the division."""
+  """A metric `total / count`, with both summed over micro-batches, ranks and optimizer steps before
+  the division.
+  """
 
   total: Float[Array, '']
   count: Float[Array, '']
@@ -36,7 +42,9 @@ class Stat(NamedTuple):
 def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
-  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and omitted."""
+  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and
+  omitted.
+  """
   sum_chunk = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
   return jax.vmap(sum_chunk)(values, segment_ids)
 
@@ -59,13 +67,13 @@ def aggregate(
 ) -> tuple[Float[Array, ''], Float[Array, '']]:
   """Returns (numerator, denominator) of a masked aggregation of per-token values.
 
-  token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476).
-  seq-mean-token-sum: sum over tokens / number of sequences.
-  seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO, arXiv:2402.03300).
-  seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
+  token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476). seq-mean-token-sum: sum
+  over tokens / number of sequences. seq-mean-token-mean: sum over sequences of their token means /
+  number of sequences (GRPO, arXiv:2402.03300). seq-mean-token-sum-norm: sum over tokens / (number
+  of sequences * `loss_scale_factor`), which is Dr.GRPO
     (arXiv:2503.20783) with the factor set to the maximal response length.
-  Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences without a valid
-  token. `values` at masked positions may be anything, finite or not.
+  Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences
+  without a valid token. `values` at masked positions may be anything, finite or not.
   """
   values = jnp.where(mask, values, 0.0)
   tokens = mask.astype(jnp.float32)
@@ -74,7 +82,9 @@ def aggregate(
   lengths = segment_sums(tokens, segment_ids, segments=segments)
   sequences = (lengths > 0).sum().astype(jnp.float32)
   if mode == 'seq-mean-token-mean':
-    return (segment_sums(values, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)).sum(), sequences
+    return (
+      segment_sums(values, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)
+    ).sum(), sequences
   if mode == 'seq-mean-token-sum':
     return values.sum(), sequences
   return values.sum() / loss_scale_factor, sequences

@@ -1,7 +1,7 @@
 """The MLP's gate, silu(gate) · up, with a backward pass that needs only the two factors.
 
-Invariant: the only residuals are the arguments; automatic differentiation would keep one more array of the MLP's width
-per layer.
+Invariant: the only residuals are the arguments; automatic differentiation would keep one more array
+of the MLP's width per layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _forward(gate, up):
 
 
 def _backward(kept, dy):
-  """With s = sigmoid(gate): d gate = dy · up · s · (1 + gate · (1 - s)), d up = dy · gate · s; in at least float32."""
+  """With s = sigmoid(gate): d gate = dy · up · s · (1 + gate · (1 - s)), d up = dy · gate · s; in
+  at least float32.
+  """
   gate, up, wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (*kept, dy))
   s = jax.nn.sigmoid(gate)
   by_gate, by_up = wide * up * s * (1 + gate * (1 - s)), wide * gate * s

@@ -1,7 +1,8 @@
 """Communication volume of a compiled program, parsed from its text.
 
-A collective in the body of a loop with a trip count known to the compiler (scanned layers) counts that many times; in
-other loops (micro-batches and chunks of the head, whose number is known only at run time) it counts once.
+A collective in the body of a loop with a trip count known to the compiler (scanned layers) counts
+that many times; in other loops (micro-batches and chunks of the head, whose number is known only at
+run time) it counts once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Bytes of the unsharded arrays per device: the operands of reduce-scatters, the results of all other collectives."""
+  """Bytes of the unsharded arrays per device: the operands of reduce-scatters, the results of all
+  other collectives.
+  """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
 
@@ -24,11 +27,15 @@ class Traffic(NamedTuple):
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*\) -> [^\n]*)?\{$')
 _OPERATION = re.compile(rf'^(?:ROOT )?%?[\w.\-]+ = (.+?) ({"|".join(KINDS)})(-start)?\(')
-_CALLED = re.compile(r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)')
+_CALLED = re.compile(
+  r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)'
+)
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
-"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's own shard."""
+"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's own
+shard.
+"""
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
@@ -61,7 +68,9 @@ class _Computation:
     """Result types, keyed by operation."""
     self.constants: dict[str, int] = {}
     self.bound: int | None = None
-    """If this is a loop condition: exclusive upper bound of the counter, which starts at 0 and increments by one."""
+    """If this is a loop condition: exclusive upper bound of the counter, which starts at 0 and
+    increments by one.
+    """
 
 
 def traffic(text: str) -> Mapping[str, Traffic]:
@@ -73,8 +82,13 @@ def traffic(text: str) -> Mapping[str, Traffic]:
 
   def visit(name: str, times: int) -> None:
     computation = program[name]
-    # TPU programs split a transfer into several fusions of one channel: its start, overlapped work, its end.
-    fused = {sent.channel or object(): sent for fusion in computation.fused for sent in _within(program, fusion)}
+    # TPU programs split a transfer into several fusions of one channel: its start, overlapped work,
+    # its end.
+    fused = {
+      sent.channel or object(): sent
+      for fusion in computation.fused
+      for sent in _within(program, fusion)
+    }
     for sent in (*computation.own, *fused.values()):
       counts[sent.kind] += times
       sizes[sent.kind] += times * sent.bytes
@@ -85,7 +99,9 @@ def traffic(text: str) -> Mapping[str, Traffic]:
       visit(called, times * trips)
 
   visit(entry, 1)
-  return {kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in KINDS if counts[kind]}
+  return {
+    kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in KINDS if counts[kind]
+  }
 
 
 def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
@@ -108,7 +124,13 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
     computation.types[defined[1]] = defined[2]
   if operation := _OPERATION.match(line):
     scattered = name.startswith(_FUSED_SCATTER)
-    arrays = _whole(operation[2], started=bool(operation[3]), result=operation[1], line=line, types=computation.types)
+    arrays = _whole(
+      operation[2],
+      started=bool(operation[3]),
+      result=operation[1],
+      line=line,
+      types=computation.types,
+    )
     channel = _CHANNEL.search(line)
     computation.own.append(
       _Collective(
@@ -129,10 +151,14 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
       computation.fused += called
     else:
       times = int(trips[1]) if trips else None
-      computation.calls += [(callee, times, condition[1] if condition else None) for callee in called]
+      computation.calls += [
+        (callee, times, condition[1] if condition else None) for callee in called
+      ]
 
 
-def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]) -> list[_Array]:
+def _whole(
+  kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]
+) -> list[_Array]:
   """Returns the arrays counted in `Traffic.bytes`."""
   if started and kind != 'all-reduce':
     # An asynchronous start returns a tuple of operands, as many results, and context scalars.
@@ -141,7 +167,9 @@ def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[s
     return max(halves, key=lambda half: sum(array.bytes for array in half))
   if kind == 'reduce-scatter':
     operands = line.split(f'{kind}(', 1)[1].split(')', 1)[0].split(',')
-    arrays = [array for operand in operands for array in _arrays(types.get(operand.strip(), operand))]
+    arrays = [
+      array for operand in operands for array in _arrays(types.get(operand.strip(), operand))
+    ]
     return arrays or _arrays(result)
   return _arrays(result)
 

@@ -1,7 +1,9 @@
-"""Agreement among the trainer's processes: process 0 decides, and all get the same value at the same program point.
+"""Agreement among the trainer's processes: process 0 decides, and all get the same value at the
+same program point.
 
-While process 0 is busy it exchanges heartbeats with the waiting processes, so that a dead peer is noticed at the next
-heartbeat, which also tells process 0 about a signal that reached only one process.
+While process 0 is busy it exchanges heartbeats with the waiting processes, so that a dead peer is
+noticed at the next heartbeat, which also tells process 0 about a signal that reached only one
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _BEAT, _VALUE, _ABORT = 0, 1, 2
 
 
 class Coordinator:
-  """Broadcasts decisions in a `jax.distributed` job; with a single process it returns them directly."""
+  """Broadcasts decisions in a `jax.distributed` job; with a single process it returns them
+  directly.
+  """
 
   def __init__(
     self,
@@ -38,10 +42,11 @@ class Coordinator:
     """
     Args:
       device: thread that runs all collectives.
-      on_signal: called in process 0 with a signal that any process reported, at each exchange from then on.
+      on_signal: called in process 0 with a signal that any process reported, at each exchange from
+        then on.
       beat_s: seconds between heartbeats while process 0 is busy.
-      silence_s: maximum wait for another process at an exchange; must exceed the longest work between two exchanges
-        (the engine's start, compilation).
+      silence_s: maximum wait for another process at an exchange; must exceed the longest work
+        between two exchanges (the engine's start, compilation).
     """
     self._device, self._on_signal = device, on_signal
     self._beat_s, self._silence_s = beat_s, silence_s
@@ -62,13 +67,15 @@ class Coordinator:
       decision: awaitable of a JSON value in process 0, None in the others.
 
     Raises:
-      PeerFailed: another process is gone; or, outside process 0, `decision` raised in process 0 (which itself raises
-        the original exception).
+      PeerFailed: another process is gone; or, outside process 0, `decision` raised in process 0
+        (which itself raises the original exception).
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
       return await decision  # wait decision: its own waits; for the other processes `exchange`
-    return await (self._lead(decision) if self.leads else self._follow())  # wait decision: see above
+    return await (
+      self._lead(decision) if self.leads else self._follow()
+    )  # wait decision: see above
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
     task = asyncio.ensure_future(_encoded(decision))
@@ -87,7 +94,9 @@ class Coordinator:
     while True:
       kind, length = await self._headers(_BEAT, 0)
       if kind == _ABORT:
-        raise PeerFailed(f'process {jax.process_index()}: process 0 failed; its own message says why')
+        raise PeerFailed(
+          f'process {jax.process_index()}: process 0 failed; its own message says why'
+        )
       if kind == _VALUE:
         return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 
@@ -105,13 +114,17 @@ class Coordinator:
       self._device.run(collective, *args),
       name='exchange',
       owner=f'process {jax.process_index()}',
-      waits_for='the other processes to come to the same broadcast' if self.leads else "process 0's beat or decision",
+      waits_for='the other processes to come to the same broadcast'
+      if self.leads
+      else "process 0's beat or decision",
       deadline_s=self._silence_s,
     )
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  return json.dumps(await decision).encode()  # wait decision: its own waits; the others get beats meanwhile
+  return json.dumps(
+    await decision
+  ).encode()  # wait decision: its own waits; the others get beats meanwhile
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:
@@ -120,5 +133,7 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
   # wait exchange: `silence_s`, from outside
-  received = [multihost_utils.broadcast_one_to_all(block) for block in buffer.reshape(blocks, _BLOCK)]
+  received = [
+    multihost_utils.broadcast_one_to_all(block) for block in buffer.reshape(blocks, _BLOCK)
+  ]
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

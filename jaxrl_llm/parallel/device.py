@@ -1,6 +1,8 @@
-"""Device thread: the only thread of a process that uses its devices, so that the event loop never blocks on them.
+"""Device thread: the only thread of a process that uses its devices, so that the event loop never
+blocks on them.
 
-A collective that fails because another process is gone raises PeerFailed, whatever error the runtime raises.
+A collective that fails because another process is gone raises PeerFailed, whatever error the
+runtime raises.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.waits import bounded
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
-"""Substrings of the runtime's errors when another process is gone; their type varies across platforms."""
+"""Substrings of the runtime's errors when another process is gone; their type varies across
+platforms.
+"""
 
 
 DEADLINE_S = 3600.0
-"""Maximum seconds of a device call in a multi-process job; exceeds the coordinator's `silence_s`."""
+"""Maximum seconds of a device call in a multi-process job; exceeds the coordinator's
+`silence_s`.
+"""
 
 
 class PeerFailed(RunError):
@@ -32,8 +38,9 @@ class PeerFailed(RunError):
 
 
 class DeviceThread:
-  """Runs device work in submission order. Collectives match across processes, because all processes submit them in the
-  same order."""
+  """Runs device work in submission order. Collectives match across processes, because all processes
+  submit them in the same order.
+  """
 
   def __init__(self, *, deadline_s: float = DEADLINE_S):
     """
@@ -66,10 +73,13 @@ class DeviceThread:
       if jax.process_count() == 1 or not any(sign in str(error) for sign in _TRANSPORT):
         raise
       raise PeerFailed(
-        f'process {jax.process_index()}: another process of the job is gone ({str(error).splitlines()[0][:200]}); '
+        f'process {jax.process_index()}: another process of the job is gone '
+        f'({str(error).splitlines()[0][:200]}); '
         'its own message says why, start the job again with the same command'
       ) from error
 
   def close(self) -> None:
     """Waits for the work in progress and cancels queued work."""
-    self._executor.shutdown(wait=True, cancel_futures=True)  # wait device: alone, the computation itself
+    self._executor.shutdown(
+      wait=True, cancel_futures=True
+    )  # wait device: alone, the computation itself

@@ -1,4 +1,6 @@
-"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its axes."""
+"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its
+axes.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,48 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.core.errors import UserError
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in the machine."""
+"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in
+the machine.
+"""
 BATCH_AXES = (DATA, FSDP)
-"""Mesh axes over which sequences are distributed; the product of their sizes is the number of data-parallel ranks."""
+"""Mesh axes over which sequences are distributed; the product of their sizes is the number of
+data-parallel ranks.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; at most one may be None, which takes the remaining devices."""
+  """Number of devices along each mesh axis; at most one may be None, which takes the remaining
+  devices.
+  """
 
   data: int | None = 1
   """Data parallelism: replicas of the parameters, each with different sequences."""
   fsdp: int | None = None
-  """Fully sharded data parallelism: parameters and optimizer state are sharded, parameters are gathered where used, and
-  each shard has different sequences."""
+  """Fully sharded data parallelism: parameters and optimizer state are sharded, parameters are
+  gathered where used, and each shard has different sequences.
+  """
   sequence: int | None = 1
-  """Context parallelism: sequences are sharded over tokens, and keys and values are gathered; parameters are sharded as
-  with fsdp."""
+  """Context parallelism: sequences are sharded over tokens, and keys and values are gathered;
+  parameters are sharded as with fsdp.
+  """
   tensor: int | None = 1
   """Tensor parallelism: heads, MLP and vocabulary are sharded."""
 
 
 def available_devices() -> list[jax.Device]:
-  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted platforms."""
+  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted
+  platforms.
+  """
   try:
     return jax.devices()
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
     reason = str(error).partition('\n')[0]
     raise UserError(
-      f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} finds no such device'
-      f'{f" ({reason})" if reason else ""}; unset the variable, set JAX_PLATFORMS=cpu, or install the plugin of the '
+      f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} finds no such '
+      'device'
+      f'{f" ({reason})" if reason else ""}; unset the variable, set JAX_PLATFORMS=cpu, or install '
+      'the plugin of the '
       "device (pip install 'jax[cuda12]' or 'jax[tpu]') and look whether its driver runs"
     ) from error
 
@@ -58,7 +72,8 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
   if math.prod(sizes) != len(devices) or min(sizes) < 1:
     wanted = ' '.join(f'{axis}={getattr(config, axis)}' for axis in AXES)
     raise UserError(
-      f'mesh: {wanted} does not match the number of devices, {len(devices)}; change the mesh, or start with another '
+      f'mesh: {wanted} does not match the number of devices, {len(devices)}; change the mesh, or '
+      'start with another '
       'number of devices'
     )
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -1,4 +1,6 @@
-"""Sharding rules: a table from logical axes (the meaning of a dimension) to the mesh axes that shard them."""
+"""Sharding rules: a table from logical axes (the meaning of a dimension) to the mesh axes that
+shard them.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,21 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Returns an array's sharding: each dimension is sharded over as many of its rule's mesh axes as divide it.
+  """Returns an array's sharding: each dimension is sharded over as many of its rule's mesh axes as
+  divide it.
 
   Args:
     mesh: device mesh.
     axes: logical name of each dimension; None for a dimension that is never sharded.
     shape: shape of the array.
   """
-  mesh_axes = [() if name is None else _dividing(mesh, name, size) for name, size in zip(axes, shape, strict=True)]
-  return NamedSharding(mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in mesh_axes)))
+  mesh_axes = [
+    () if name is None else _dividing(mesh, name, size)
+    for name, size in zip(axes, shape, strict=True)
+  ]
+  return NamedSharding(
+    mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in mesh_axes))
+  )
 
 
 def parts(mesh: Mesh, axis: str, size: int) -> int:
@@ -54,15 +62,24 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
   return math.prod(mesh.shape[axis] for axis in over)
 
 
-def constrain(x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None) -> Shaped[Array, '*shape']:
-  """Constrains the sharding of `x` by the table, inside a jitted function; returns it unchanged without a mesh."""
+def constrain(
+  x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None
+) -> Shaped[Array, '*shape']:
+  """Constrains the sharding of `x` by the table, inside a jitted function; returns it unchanged
+  without a mesh.
+  """
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-  """Returns the shardings of a parameter tree, from its trees of axis names and shapes (`jax.eval_shape`)."""
+  """Returns the shardings of a parameter tree, from its trees of axis names and shapes
+  (`jax.eval_shape`).
+  """
   return jax.tree.map(
-    lambda names, array: sharding(mesh, names, array.shape), axes, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    lambda names, array: sharding(mesh, names, array.shape),
+    axes,
+    shapes,
+    is_leaf=lambda leaf: isinstance(leaf, tuple),
   )
 
 
@@ -71,5 +88,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def sharding_of_batch(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of arrays `[micro_batches, chunks, ...]`: chunks are sharded over data-parallel ranks."""
+  """Returns the sharding of arrays `[micro_batches, chunks, ...]`: chunks are sharded over
+  data-parallel ranks.
+  """
   return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

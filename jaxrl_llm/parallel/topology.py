@@ -1,6 +1,7 @@
 """Descriptions of absent devices for ahead-of-time compilation: TPU slices and GPUs.
 
-Compiling for them needs libtpu or JAX's CUDA plugin (`jaxrl install --environment=aot`), but no such device.
+Compiling for them needs libtpu or JAX's CUDA plugin (`jaxrl install --environment=aot`), but no
+such device.
 """
 
 from __future__ import annotations
@@ -54,14 +55,23 @@ _GPUS = {
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-  """Parses 'v5e:4x4' to chip and shape; GPUs are 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
+  """Parses 'v5e:4x4' to chip and shape; GPUs are 'h100:8' (one host) or 'h100:2x8' (hosts ×
+  GPUs).
+  """
   match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
   chip = match and match[1]
   shape = tuple(map(int, match[2].split('x'))) if match else ()
   if chip not in CHIPS:
-    raise UserError(f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4 or h100:8')
+    raise UserError(
+      f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4 or '
+      'h100:8'
+    )
   wanted = _TPU_SHAPES.get(chip)
-  if min(shape) < 1 or (wanted is not None and len(shape) != wanted) or (wanted is None and len(shape) > 2):
+  if (
+    min(shape) < 1
+    or (wanted is not None and len(shape) != wanted)
+    or (wanted is None and len(shape) > 2)
+  ):
     example = {2: '4x4', 3: '2x2x4', None: '8, or 2x8 for two hosts'}[wanted]
     raise UserError(f'topology {name!r}: {chip} needs a shape such as {example}')
   return chip, shape
@@ -86,11 +96,15 @@ def topology_devices(name: str) -> list[jax.Device]:
     if CHIPS[chip].platform == 'cuda':
       hosts, gpus = shape if len(shape) == 2 else (1, shape[0])
       target = _HOPPER.format(**_GPUS[chip])
-      description = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
+      description = topologies.get_topology_desc(
+        platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}'
+      )
     else:
       # A single chip is less than a full host on any TPU, so the host's size must be given.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
       description = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
   except (jax.errors.JaxRuntimeError, ValueError) as error:
-    raise UserError(f'topology {name!r}: the compiler does not know it: {str(error).splitlines()[0]}') from None
+    raise UserError(
+      f'topology {name!r}: the compiler does not know it: {str(error).splitlines()[0]}'
+    ) from None
   return list(description.devices)

@@ -1,7 +1,8 @@
-"""Store audit: verifies from the files alone that every issued sample is accounted for exactly once.
+"""Store audit: verifies from the files alone that every issued sample is accounted for exactly
+once.
 
-Invariant: nothing that the writer recorded is trusted. States are replayed from the transitions, counts are recomputed,
-and every referenced byte is read and decoded.
+Invariant: nothing that the writer recorded is trusted. States are replayed from the transitions,
+counts are recomputed, and every referenced byte is read and decoded.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ class AuditReport:
   reasons: dict[str, int]
   """Number of samples per 'state(reason)', for terminal states with a reason."""
   uses: dict[int, int]
-  """Number of the policy's samples (partition 'usual'), keyed by how many batches trained on them (at least 1)."""
+  """Number of the policy's samples (partition 'usual'), keyed by how many batches trained on them
+  (at least 1).
+  """
   duplicates: int
-  """Number of results that arrived after another had been accepted, or after the sample had ended."""
+  """Number of results that arrived after another had been accepted, or after the sample had
+  ended.
+  """
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
@@ -51,7 +56,9 @@ class AuditReport:
   lost: tuple[str, ...]
   """uids whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """One line each for `segments/` and `quarantine/` if they have files that the index does not name. Not a problem."""
+  """One line each for `segments/` and `quarantine/` if they have files that the index does not
+  name. Not a problem.
+  """
   problems: tuple[str, ...]
   """One line per problem; empty if ok."""
 
@@ -63,11 +70,16 @@ class AuditReport:
       f'issued {self.issued} = '
       + ' + '.join(f'{state} {count}' for state, count in self.states.items())
       + f'; results that came twice or late: {self.duplicates}, scores that came again: {self.rescored}',
-      'partitions: ' + ', '.join(f'{partition} {count}' for partition, count in sorted(self.partitions.items())),
+      'partitions: '
+      + ', '.join(f'{partition} {count}' for partition, count in sorted(self.partitions.items())),
       f'ended {sum(terminal.values())}, live {_listed(self.live)}',
       *([f'stored and never scored {_listed(self.unscored)}'] if self.unscored else []),
       *(f'{reason}: {count}' for reason, count in sorted(self.reasons.items())),
-      *([f'trained: {", ".join(f"{n} times {self.uses[n]}" for n in sorted(self.uses))}'] if self.uses else []),
+      *(
+        [f'trained: {", ".join(f"{n} times {self.uses[n]}" for n in sorted(self.uses))}']
+        if self.uses
+        else []
+      ),
       *([f'bytes lost of {_listed(self.lost)}'] if self.lost else []),
       *self.unclaimed,
       *(f'PROBLEM {problem}' for problem in self.problems),
@@ -81,18 +93,24 @@ def _listed(uids: tuple[str, ...]) -> str:
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
-  """Audits a store or its directory; works while a run writes to it, since it reads one snapshot."""
+  """Audits a store or its directory; works while a run writes to it, since it reads one
+  snapshot.
+  """
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
     return _Audit(db, reader).report(unclaimed(directory))
 
 
 class _Audit:
-  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all of them."""
+  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all of
+  them.
+  """
 
   def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
     self._db, self._reader = db, reader
-    self._max_uses = json.loads(db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()[0])
+    self._max_uses = json.loads(
+      db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()[0]
+    )
     self._states: collections.Counter[tuple[str, str]] = collections.Counter()
     self._reasons: collections.Counter[str] = collections.Counter()
     self._uses: collections.Counter[int] = collections.Counter()
@@ -123,7 +141,8 @@ class _Audit:
       problems.append(f'{issued} samples were issued, but the states add up to {states.total()}')
     (duplicates,) = db.execute('SELECT count(*) FROM duplicates').fetchone()
     (rescored,) = db.execute(
-      'SELECT coalesce(sum(n - 1), 0) FROM (SELECT count(*) AS n FROM scores GROUP BY uid, attempt, scorer)'
+      'SELECT coalesce(sum(n - 1), 0) FROM (SELECT count(*) AS n FROM scores GROUP BY uid, '
+      'attempt, scorer)'
     ).fetchone()
     unscored = db.execute(
       "SELECT uid FROM samples s WHERE state = 'stored' AND NOT EXISTS "
@@ -148,14 +167,20 @@ class _Audit:
   def _transitions(self) -> Iterator[str]:
     """Replays each sample's transitions and checks its row against them."""
     log = self._db.execute(
-      'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, s.uses, s.version, '
-      't.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t USING (uid, attempt) '
+      'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, '
+      's.uses, s.version, '
+      't.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t USING (uid, '
+      'attempt) '
       'ORDER BY s.uid, s.attempt, t.seq'
     )
     for uid, of_uid in itertools.groupby(log, key=lambda row: row[0]):
       counting, trained, partition = 0, collections.Counter(), ''
       for row, changes in itertools.groupby(of_uid, key=lambda row: row[:10]):
-        changes = [(seq, step, State(state), reason) for *_, seq, step, state, reason in changes if seq is not None]
+        changes = [
+          (seq, step, State(state), reason)
+          for *_, seq, step, state, reason in changes
+          if seq is not None
+        ]
         name, partition, state = f'{uid} (attempt {row[1]})', row[2], row[4]
         counting += state != State.VOID
         trained.update(step for _, step, after, _ in changes if after == State.TRAINED)
@@ -172,7 +197,9 @@ class _Audit:
     ):
       yield f'{uid} (attempt {attempt}): has transitions and was never issued'
 
-  def _replayed(self, name: str, row: tuple, changes: list[tuple[int, int, State, str]]) -> Iterator[str]:
+  def _replayed(
+    self, name: str, row: tuple, changes: list[tuple[int, int, State, str]]
+  ) -> Iterator[str]:
     uid, _, partition, issued, state, *repeated = row
     if changes[0][1:3] != (issued, State.ISSUED):
       yield f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, issued at {issued}'
@@ -221,9 +248,12 @@ class _Audit:
         yield f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions {self._states[key]}'
 
   def _locations(self) -> Iterator[str]:
-    """Checks where bytes are: those of an accepted sample in one place, of a trained one sealed, of others nowhere."""
+    """Checks where bytes are: those of an accepted sample in one place, of a trained one sealed, of
+    others nowhere.
+    """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
-      'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s '
+      'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
+      'samples s '
       'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt '
       'LEFT JOIN segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
     ):
@@ -235,13 +265,18 @@ class _Audit:
         State.TRAINED: (opened, sealed) == (0, 1),
       }.get(state, opened + sealed <= 1)
       if not (opened + sealed == 0 if partition == 'expert' else fine):
-        if partition == 'usual' and state in (State.STORED, State.ADMITTED, State.TRAINED) and not opened + sealed:
+        if (
+          partition == 'usual'
+          and state in (State.STORED, State.ADMITTED, State.TRAINED)
+          and not opened + sealed
+        ):
           self._lost.append(uid)
         status = state if partition == 'usual' else f'{state} ({partition})'
         yield f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a sealed one {sealed}'
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
-        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '  # table names are constants
+        # table names are constants
+        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '
         '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
       ):
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
@@ -249,13 +284,17 @@ class _Audit:
   def _sealed(self) -> Iterator[str]:
     """Checks that every indexed row is in its file and holds the expected sample."""
     for name, rows in self._db.execute(
-      'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r WHERE r.name = g.name)'
+      'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r '
+      'WHERE r.name = g.name)'
     ):
       yield f'segment {name}: the index names other rows than the {rows} sealed'
-    for (name,) in self._db.execute('SELECT name FROM segment_rows EXCEPT SELECT name FROM segments'):
+    for (name,) in self._db.execute(
+      'SELECT name FROM segment_rows EXCEPT SELECT name FROM segments'
+    ):
       yield f'segment {name}: has rows in the index and is not in it'
     cursor = self._db.execute(
-      'SELECT r.name, r.row, r.uid, s.version FROM segment_rows r LEFT JOIN samples s USING (uid, attempt) '
+      'SELECT r.name, r.row, r.uid, s.version FROM segment_rows r LEFT JOIN samples s USING (uid, '
+      'attempt) '
       'ORDER BY r.name, r.row'
     )
     while rows := cursor.fetchmany(_ROWS_AT_ONCE):
@@ -285,25 +324,31 @@ class _Audit:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _left_behind(self) -> Iterator[str]:
-    """Checks that groups end as a whole, and that the score of a sample can only be that of its accepted result."""
+    """Checks that groups end as a whole, and that the score of a sample can only be that of its
+    accepted result.
+    """
     for uid, attempt, group in self._db.execute(
-      "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 FROM samples m WHERE "
+      "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 "
+      'FROM samples m WHERE '
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
       "m.state NOT IN ('issued', 'stored', 'void')) ORDER BY seq"
     ):
       yield f'{uid} (attempt {attempt}): is issued, and its group {group} has ended without it'
     for uid, attempt, scorer, step in self._db.execute(
       'SELECT uid, attempt, scorer, step FROM (SELECT DISTINCT uid, attempt, step FROM duplicates) '
-      'CROSS JOIN scores USING (uid, attempt, step) GROUP BY uid, attempt, scorer, step HAVING count(*) > 1'
+      'CROSS JOIN scores USING (uid, attempt, step) GROUP BY uid, attempt, scorer, step HAVING '
+      'count(*) > 1'
     ):
       yield (
-        f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; the score in force '
+        f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; '
+        'the score in force '
         'may be that of the result that was not accepted'
       )
 
   def _open(self) -> Iterator[str]:
     for uid, version, payload in self._db.execute(
-      'SELECT o.uid, s.version, o.payload FROM open_segment o LEFT JOIN samples s USING (uid, attempt)'
+      'SELECT o.uid, s.version, o.payload FROM open_segment o LEFT JOIN samples s USING (uid, '
+      'attempt)'
     ):
       try:
         sample = decode_row(payload, f'open segment, {uid}')

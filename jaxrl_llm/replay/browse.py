@@ -1,4 +1,6 @@
-"""Read-only views of a store, even while a run writes to it: summary, sample search, task and sample history."""
+"""Read-only views of a store, even while a run writes to it: summary, sample search, task and
+sample history.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay import quarantine
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
-from jaxrl_llm.replay.tables import ENTRY, INDEX, QUARANTINE, SCHEMA, SEGMENTS, Entry, State, entry_of
+from jaxrl_llm.replay.tables import (
+  ENTRY,
+  INDEX,
+  QUARANTINE,
+  SCHEMA,
+  SEGMENTS,
+  Entry,
+  State,
+  entry_of,
+)
 
 _AT_MOST = 8
 """Number of versions listed individually."""
@@ -25,8 +36,11 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   """Opens a store's index, in one read transaction, and its sealed segments."""
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
-    raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
-  # Without a write-ahead log (WAL), no process has the index open; opening it as immutable leaves no files behind.
+    raise UserError(
+      f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)'
+    )
+  # Without a write-ahead log (WAL), no process has the index open; opening it as immutable leaves
+  # no files behind.
   log = path.with_name(f'{INDEX}-wal')
   opened = lambda options: sqlite3.connect(
     f'{path.resolve().as_uri()}?{options}', uri=True, isolation_level=None, timeout=5.0
@@ -42,19 +56,26 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
       db.execute('BEGIN')
     (schema,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
     if json.loads(schema) != SCHEMA:
-      raise UserError(f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that wrote it')
+      raise UserError(
+        f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that '
+        'wrote it'
+      )
     yield db, reader
   except sqlite3.DatabaseError as error:
-    raise UserError(f'replay store {path}: {error}; it is damaged or not a store of this program') from error
+    raise UserError(
+      f'replay store {path}: {error}; it is damaged or not a store of this program'
+    ) from error
   finally:
     reader.close()
     db.close()
 
 
 def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
-  """Opens a snapshot of the store for programs that need its full read API: a copied index over the same segments.
+  """Opens a snapshot of the store for programs that need its full read API: a copied index over the
+  same segments.
 
-  Writes nothing to `directory`; creates `into`. Raises UserError if the index is damaged or missing.
+  Writes nothing to `directory`; creates `into`. Raises UserError if the index is damaged or
+  missing.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
   if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
@@ -69,7 +90,9 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
 
 
 def summary(directory: str | os.PathLike) -> list[str]:
-  """Lines on samples (by state, partition, version, uses), attempts, segments, scores, plans and unclaimed files."""
+  """Lines on samples (by state, partition, version, uses), attempts, segments, scores, plans and
+  unclaimed files.
+  """
   with snapshot(directory) as (db, _):
     counted: dict[str, dict[str, int]] = {}
     for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
@@ -79,32 +102,44 @@ def summary(directory: str | os.PathLike) -> list[str]:
       'GROUP BY 1 ORDER BY 1 DESC'
     ).fetchall()
     uses = db.execute(
-      "SELECT partition, uses, count(*) FROM samples WHERE state = 'trained' GROUP BY 1, 2 ORDER BY 1 DESC, 2"
+      "SELECT partition, uses, count(*) FROM samples WHERE state = 'trained' GROUP BY 1, 2 ORDER "
+      'BY 1 DESC, 2'
     ).fetchall()
     tasks = db.execute('SELECT taskset, count(*) FROM tasks GROUP BY 1 ORDER BY 1').fetchall()
     (max_uses,) = db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
     (attempts,) = db.execute('SELECT count(*) FROM attempts').fetchone()
-    (segments, rows) = db.execute('SELECT count(*), coalesce(sum(rows), 0) FROM segments').fetchone()
+    (segments, rows) = db.execute(
+      'SELECT count(*), coalesce(sum(rows), 0) FROM segments'
+    ).fetchone()
     (open_rows, open_bytes) = db.execute(
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
     ).fetchone()
     scores = db.execute(
-      'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM '  # with max(), SQLite takes that row's columns
-      '(SELECT scorer, status, value, count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
+      # with max(), SQLite takes that row's columns
+      'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM '
+      '(SELECT scorer, status, value, count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, '
+      'scorer) GROUP BY 1, 2'
     ).fetchall()
     (plans, first, last) = db.execute('SELECT count(*), min(step), max(step) FROM plans').fetchone()
-  sealed = sum(file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord'))
+  sealed = sum(
+    file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord')
+  )
   mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
   return [
     *(_by_state(partition, counted[partition]) for partition in sorted(counted, reverse=True)),
-    *([f'tasks, taskset: {", ".join(f"{name} {count:,}" for name, count in tasks)}'] if tasks else []),
+    *(
+      [f'tasks, taskset: {", ".join(f"{name} {count:,}" for name, count in tasks)}']
+      if tasks
+      else []
+    ),
     *_versions(waiting),
     *_uses(uses, max_uses),
     f'attempts of the run: {attempts}',
     f'sealed segments {segments:,}: {rows:,} samples, {sealed / 1e6:,.1f} MB',
     f'open segment: {open_rows:,} samples, {open_bytes / 1e6:,.1f} MB',
     *(
-      f'scores of {scorer}, {status}: {count:,}, {mean(value)}' + (f'; {again:,} given again' if again else '')
+      f'scores of {scorer}, {status}: {count:,}, '
+      f'{mean(value)}' + (f'; {again:,} given again' if again else '')
       for scorer, status, count, value, again in scores
     ),
     f'plans {plans:,}' + (f': steps {first} to {last}' if plans else ''),
@@ -114,16 +149,27 @@ def summary(directory: str | os.PathLike) -> list[str]:
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
   """Returns a line per subdirectory of a store that has files no sample needs."""
-  here = quarantine.files(directory, SEGMENTS)  # Listed first: the index, read later, names anything sealed meanwhile.
+  # Listed first: the index, read later, names anything sealed meanwhile.
+  here = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
   # A .tmp file may be a seal in progress.
-  here = {name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')}
+  here = {
+    name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')
+  }
   aside = quarantine.files(directory, QUARANTINE)
   size = lambda sizes: f'{sum(sizes.values()) / 1e6:,.1f} MB in {quarantine.listed([*sizes])}'
   return [
-    *([f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}'] if here else []),
-    *([f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(aside)}'] if aside else []),
+    *(
+      [f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}']
+      if here
+      else []
+    ),
+    *(
+      [f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(aside)}']
+      if aside
+      else []
+    ),
   ]
 
 
@@ -145,13 +191,18 @@ def _uses(uses: list[tuple[str, int, int]], max_uses: str) -> list[str]:
   for partition, of in itertools.groupby(uses, key=lambda row: row[0]):
     limit = f', max_uses {max_uses}' if partition == 'usual' else ''
     lines.append(
-      f'uses of those trained, {partition}{limit}: ' + ', '.join(f'{n} times {count:,}' for _, n, count in of)
+      f'uses of those trained, {partition}{limit}: '
+      + ', '.join(f'{n} times {count:,}' for _, n, count in of)
     )
   return lines
 
 
 def find(
-  directory: str | os.PathLike, *, state: str | None = None, task: str | None = None, limit: int = 20
+  directory: str | os.PathLike,
+  *,
+  state: str | None = None,
+  task: str | None = None,
+  limit: int = 20,
 ) -> list[Entry]:
   """Returns the samples that changed last, newest first.
 
@@ -163,17 +214,23 @@ def find(
   if state is not None and state not in list(State):
     raise UserError(f'state {state!r}: unknown; wanted one of {", ".join(State)}')
   values = [] if task is None else [task]
-  where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # + makes SQLite use the task index
+  # + makes SQLite use the task index
+  where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):
-    for queried in State if state is None else (State(state),):  # samples are indexed by (state, last)
-      rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit))
+    # samples are indexed by (state, last)
+    for queried in State if state is None else (State(state),):
+      rows = db.execute(
+        f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit)
+      )
       entries += [entry_of(row) for row in rows]
   return sorted(entries, key=lambda entry: -entry.last)[:limit]
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Returns lines on a task: prompt, truth and its samples' states over all visits; empty if never attempted."""
+  """Returns lines on a task: prompt, truth and its samples' states over all visits; empty if never
+  attempted.
+  """
   with snapshot(directory) as (db, _):
     row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
     of = 'FROM samples WHERE task_id = ?'
@@ -193,31 +250,48 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
-  """Returns lines on one sample: its transitions, scores and derived values in every attempt, and its stored bytes."""
+  """Returns lines on one sample: its transitions, scores and derived values in every attempt, and
+  its stored bytes.
+  """
   with snapshot(directory) as (db, reader):
-    changes = db.execute('SELECT attempt, step, state, reason FROM transitions WHERE uid = ? ORDER BY seq', (uid,))
+    changes = db.execute(
+      'SELECT attempt, step, state, reason FROM transitions WHERE uid = ? ORDER BY seq', (uid,)
+    )
     lines = [
       f'attempt {attempt}, step {step}: {state}' + (f' ({reason})' if reason else '')
       for attempt, step, state, reason in changes
     ]
     if not lines:
-      raise UserError(f'sample {uid!r}: never issued in {directory}; --state or --task lists samples')
-    scores = db.execute('SELECT attempt, scorer, status, value, json FROM scores WHERE uid = ? ORDER BY seq', (uid,))
+      raise UserError(
+        f'sample {uid!r}: never issued in {directory}; --state or --task lists samples'
+      )
+    scores = db.execute(
+      'SELECT attempt, scorer, status, value, json FROM scores WHERE uid = ? ORDER BY seq', (uid,)
+    )
     for attempt, scorer, status, value, text in scores:
       lines.append(f'attempt {attempt}, score of {scorer}: {status}, {value}, {json.loads(text)}')
-    made = db.execute('SELECT attempt, operator, json FROM derived WHERE uid = ? ORDER BY seq', (uid,))
+    made = db.execute(
+      'SELECT attempt, operator, json FROM derived WHERE uid = ? ORDER BY seq', (uid,)
+    )
     lines += [f'attempt {attempt}, {operator}: {text}' for attempt, operator, text in made]
-    for attempt, name, row in db.execute('SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)):
+    for attempt, name, row in db.execute(
+      'SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)
+    ):
       (sample,) = reader.read([(name, row)])
       lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_told(sample)}')
-    for attempt, payload in db.execute('SELECT attempt, payload FROM open_segment WHERE uid = ?', (uid,)):
-      lines.append(f'attempt {attempt}, open segment: {_told(decode_row(payload, f"open segment, {uid}"))}')
+    for attempt, payload in db.execute(
+      'SELECT attempt, payload FROM open_segment WHERE uid = ?', (uid,)
+    ):
+      lines.append(
+        f'attempt {attempt}, open segment: {_told(decode_row(payload, f"open segment, {uid}"))}'
+      )
   return lines
 
 
 def _told(sample) -> str:
   versions = ', '.join(dict.fromkeys(str(segment.version) for segment in sample.segments))
   return (
-    f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, {int(sample.loss_mask.sum())} trained; '
+    f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '
+    f'{int(sample.loss_mask.sum())} trained; '
     f'weights {versions or "none"}'
   )

@@ -11,12 +11,14 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase for each missing part of the store that the commit at `step` needs. Writes nothing.
+  """Returns a phrase for each missing part of the store that the commit at `step` needs. Writes
+  nothing.
 
   Args:
     directory: directory of the store.
     step: name of the commit: the number of batches completed before it, above 0.
-    store: name of the store recorded in the commit; None: the commit is from a version that did not record it.
+    store: name of the store recorded in the commit; None: the commit is from a version that did not
+      record it.
 
   Raises:
     UserError: the index is damaged, or not from this program.
@@ -26,14 +28,20 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
   with snapshot(directory) as (db, _):
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
     (plans,) = db.execute('SELECT count(*) FROM plans WHERE step < ?', (step,)).fetchone()
-    named = [name for (name,) in db.execute('SELECT name FROM segments WHERE step < ? ORDER BY name', (step,))]
+    named = [
+      name
+      for (name,) in db.execute('SELECT name FROM segments WHERE step < ? ORDER BY name', (step,))
+    ]
   current = json.loads(row[0]) if row else None
   if store is not None and current != store:
     return [
-      f'store {store} ({directory / INDEX} is {f"store {current}" if current else "an older store without a name"})'
+      f'store {store} ({directory / INDEX} is '
+      f'{f"store {current}" if current else "an older store without a name"})'
     ]
   if plans < step:
-    return [f'{step - plans} of the plans of {step} batches (is {directory / INDEX} an older copy?)']
+    return [
+      f'{step - plans} of the plans of {step} batches (is {directory / INDEX} an older copy?)'
+    ]
   there = files(directory, SEGMENTS)
   gone = [name for name in named if name not in there]
   if not gone:

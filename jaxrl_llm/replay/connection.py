@@ -1,4 +1,6 @@
-"""The open SQLite index: its connection, transactions and lock, and the queries that reads and changes share."""
+"""The open SQLite index: its connection, transactions and lock, and the queries that reads and
+changes share.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Connection:
     db: use it under `lock` or in a `transaction`.
   """
 
-  def __init__(self, directory: pathlib.Path, db: sqlite3.Connection, *, attempt: int, max_uses: int):
+  def __init__(
+    self, directory: pathlib.Path, db: sqlite3.Connection, *, attempt: int, max_uses: int
+  ):
     self.directory, self.db, self.attempt, self.max_uses = directory, db, attempt, max_uses
     self.lock = threading.RLock()
     self._depth = 0
@@ -52,7 +56,8 @@ class Connection:
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(
-          f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free disk space, end other '
+          f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free '
+          'disk space, end other '
           'processes that write to this run directory, and start again with the same command'
         ) from error
       finally:
@@ -69,22 +74,29 @@ class Connection:
     """
     uids = list(uids)
     if len(set(uids)) != len(uids):
-      raise ValueError(f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}')
+      raise ValueError(
+        f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
+      )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
     entries = {row[0]: entry_of(row) for row in rows}  # the newest attempt's row comes last
     if missing == 'raise' and len(entries) < len(uids):
-      raise ValueError(f'unknown uid {next(u for u in uids if u not in entries)}: it was never issued')
+      raise ValueError(
+        f'unknown uid {next(u for u in uids if u not in entries)}: it was never issued'
+      )
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
     """Returns the file and row of each of these samples that is sealed, keyed by uid."""
     rows = self.db.execute(
-      f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(list(uids)),)
+      f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt',
+      (json.dumps(list(uids)),),
     )
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns the attempt and bytes of each of these samples that is in the open segment, keyed by uid."""
+    """Returns the attempt and bytes of each of these samples that is in the open segment, keyed by
+    uid.
+    """
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

@@ -1,7 +1,8 @@
-"""Draws a batch from the available groups with a pure function, so that a resumed run repeats its draws.
+"""Draws a batch from the available groups with a pure function, so that a resumed run repeats its
+draws.
 
-Invariant: the draw depends on the groups (not on the order in which they are listed), the configuration, the step and
-the seed alone.
+Invariant: the draw depends on the groups (not on the order in which they are listed), the
+configuration, the step and the seed alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class DrawConfig:
   """Rules for drawing a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
-  """newest: the newest version first. shuffled: uniform, without replacement. priority: by version - decay · uses."""
+  """newest: the newest version first. shuffled: uniform, without replacement. priority: by version
+  - decay · uses.
+  """
   decay: float = 2.0
   """For priority: cost of one use, in versions."""
   cooldown: int = 1
@@ -53,10 +56,14 @@ class DrawConfig:
     if self.cooldown < 0:
       raise UserError(f'draw.cooldown: {self.cooldown}, wanted at least 0 batches')
     if self.max_age is not None and self.max_age < 0:
-      raise UserError(f'draw.max_age: {self.max_age}, wanted at least 0 versions, or None for no limit')
+      raise UserError(
+        f'draw.max_age: {self.max_age}, wanted at least 0 versions, or None for no limit'
+      )
 
 
-def draw(groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, seed: int) -> list[str]:
+def draw(
+  groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, seed: int
+) -> list[str]:
   """Returns the ids of the groups of batch `step`, in drawing order.
 
   newest:    the largest (version, admitted, issued) first
@@ -72,13 +79,17 @@ def draw(groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, 
     step: batches completed before this one.
     seed: shuffle seed, at least 0.
   """
-  ready = sorted((group for group in groups if _ready(group, config, step)), key=lambda group: group.group_id)
+  ready = sorted(
+    (group for group in groups if _ready(group, config, step)), key=lambda group: group.group_id
+  )
   newness = lambda group: (-group.admitted, -group.issued)
   match config.order:
     case 'newest':
       ready.sort(key=lambda group: (-group.version, *newness(group)))
     case 'priority':
-      ready.sort(key=lambda group: (config.decay * group.uses - group.version, group.uses, *newness(group)))
+      ready.sort(
+        key=lambda group: (config.decay * group.uses - group.version, group.uses, *newness(group))
+      )
     case 'shuffled':
       bits = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(len(ready))
       ready = [ready[i] for i in np.argsort(bits, kind='stable')]

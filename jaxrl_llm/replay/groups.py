@@ -1,6 +1,7 @@
 """Index queries that return whole groups: drawable, waiting and sealed ones.
 
-Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at all.
+Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at
+all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""
 _WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
-# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from scanning whole tables.
+# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from
+# scanning whole tables.
 _DRAWABLE_GROUPS = _GROUPS.format(
   ready=f'{_WAITING} AND version >= :oldest UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used '
   "WHERE state = 'trained' AND uses < :max_uses AND changed < :step AND version >= :oldest",
@@ -28,17 +30,22 @@ _DRAWABLE_GROUPS = _GROUPS.format(
 _WAITING_GROUPS = _GROUPS.format(
   ready=_WAITING,
   barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
-  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR b.uid IS NOT NULL)",
+  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
+  'b.uid IS NOT NULL)',
 )
 _SEALED = """
 SELECT group_id, uid FROM samples s JOIN segment_rows r USING (uid, attempt)
 WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
 
 
-def drawable(db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None) -> list[Group]:
+def drawable(
+  db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None
+) -> list[Group]:
   """Returns the groups that a batch can draw; see `ReplayStore.candidates`."""
   oldest = 0 if oldest_version is None else oldest_version
-  return _groups(db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest}))
+  return _groups(
+    db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest})
+  )
 
 
 def to_evict(
@@ -47,7 +54,9 @@ def to_evict(
   """Returns the samples to expire, keyed by reason; see `StepWriter.evict`."""
   waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
   waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
-  old = [group for group in waiting if before_version is not None and group.version < before_version]
+  old = [
+    group for group in waiting if before_version is not None and group.version < before_version
+  ]
   kept = waiting[len(old) :]
   over = [] if capacity is None else kept[: max(len(kept) - capacity, 0)]
   uids = lambda groups: [uid for group in groups for uid in group.uids]

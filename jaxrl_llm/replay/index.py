@@ -1,20 +1,24 @@
-"""The durable store of samples: SQLite holds all control state, sealed ArrayRecord segments hold bytes that left it.
+"""The durable store of samples: SQLite holds all control state, sealed ArrayRecord segments hold
+bytes that left it.
 
 Invariants:
-- every issued sample keeps one row forever, keyed (uid, attempt); its state changes are appended to `transitions`, each
-  stamped with the number of completed batches at that moment; `samples.state` repeats its last transition;
-- an accepted sample has its bytes in the open segment or in one sealed, verified segment; rows of static data (`join`)
-  have theirs in a file of their own and none here;
-- each public call is one transaction (or part of an enclosing `transaction()`): a killed process loses nothing of a
-  call that returned, and keeps nothing of one that did not.
+- every issued sample keeps one row forever, keyed (uid, attempt); its state changes are appended to
+  `transitions`, each stamped with the number of completed batches at that moment; `samples.state`
+  repeats its last transition;
+- an accepted sample has its bytes in the open segment or in one sealed, verified segment; rows of
+  static data (`join`) have theirs in a file of their own and none here;
+- each public call is one transaction (or part of an enclosing `transaction()`): a killed process
+  loses nothing of a call that returned, and keeps nothing of one that did not.
 
-A commit named c holds the changes stamped < c. `recover(c)` undoes the rest and so restores the store as of the commit,
-except that samples which dead attempts had not accepted by then are `void`, reason `crash`.
+A commit named c holds the changes stamped < c. `recover(c)` undoes the rest and so restores the
+store as of the commit, except that samples which dead attempts had not accepted by then are `void`,
+reason `crash`.
 
-Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With 'normal' a killed
-process loses nothing either, but a power loss may lose transactions since the last `flush()`. Flush before a
-checkpoint's COMMIT: whatever is lost then came after the COMMIT and would be undone anyway (only the record of which
-samples were void is lost). In both modes, segments are on disk before SQLite deletes their bytes.
+Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With
+'normal' a killed process loses nothing either, but a power loss may lose transactions since the
+last `flush()`. Flush before a checkpoint's COMMIT: whatever is lost then came after the COMMIT and
+would be undone anyway (only the record of which samples were void is lost). In both modes, segments
+are on disk before SQLite deletes their bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +68,9 @@ class ReplayStore:
     self.directory, self.attempt = connection.directory, connection.attempt
     self.reader = segments.open_segment_reader(self.directory / SEGMENTS)
     self._full = full
-    (earlier,) = self._db.execute('SELECT count(*) FROM attempts WHERE attempt < ?', (self.attempt,)).fetchone()
+    (earlier,) = self._db.execute(
+      'SELECT count(*) FROM attempts WHERE attempt < ?', (self.attempt,)
+    ).fetchone()
     self._recovered = earlier == 0
 
   @property
@@ -83,14 +89,15 @@ class ReplayStore:
     return StepWriter(self._connection, step)
 
   def recover(self, commit_step: int) -> dict[str, int]:
-    """Undoes, at start-up and in one transaction, all changes after the commit. See the module docstring.
+    """Undoes, at start-up and in one transaction, all changes after the commit. See the module
+    docstring.
 
     Args:
       commit_step: name of the newest commit; 0 if there is none.
 
     Returns:
-      The number of changes, scores, plans etc. that were undone, of samples made void, of samples restored to the open
-      segment, and of files set aside (`quarantine`), each under its own key.
+      The number of changes, scores, plans etc. that were undone, of samples made void, of samples
+      restored to the open segment, and of files set aside (`quarantine`), each under its own key.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -103,17 +110,21 @@ class ReplayStore:
       counts['files'] = quarantine.set_aside(self.directory, named)
       self._recovered = True
     if any(counts.values()):
-      logging.info('replay: attempt %d starts from commit %d; undone: %s', self.attempt, commit_step, counts)
+      logging.info(
+        'replay: attempt %d starts from commit %d; undone: %s', self.attempt, commit_step, counts
+      )
     return counts
 
   def prune(self, commit_step: int) -> int:
     """Deletes the bytes of samples dropped or expired before the commit; returns how many.
 
-    A crash may undo a drop, so the drop itself keeps the bytes; pass the oldest commit that a start may return to.
+    A crash may undo a drop, so the drop itself keeps the bytes; pass the oldest commit that a start
+    may return to.
     """
     with self.transaction():
       return self._db.execute(
-        'DELETE FROM open_segment WHERE seq IN (SELECT o.seq FROM open_segment o CROSS JOIN samples s '
+        'DELETE FROM open_segment WHERE seq IN (SELECT o.seq FROM open_segment o CROSS JOIN '
+        'samples s '
         "USING (uid, attempt) WHERE s.state IN ('dropped', 'expired') AND s.changed < ?)",
         (commit_step,),
       ).rowcount
@@ -124,7 +135,8 @@ class ReplayStore:
       return
     with self._lock:
       self._db.execute('PRAGMA synchronous=FULL')
-      self.set_meta('flushed', {'attempt': self.attempt})  # its fsync covers the whole log before it
+      # its fsync covers the whole log before it
+      self.set_meta('flushed', {'attempt': self.attempt})
       self._db.execute('PRAGMA synchronous=NORMAL')
 
   def close(self) -> None:
@@ -137,26 +149,31 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Samples of the partition that are issued, stored or admitted, from this and earlier attempts, in uid order."""
+    """Samples of the partition that are issued, stored or admitted, from this and earlier attempts,
+    in uid order.
+    """
     with self._lock:
       rows = self._db.execute(
-        f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid", (partition,)
+        f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid",
+        (partition,),
       ).fetchall()
     return [entry_of(row) for row in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
     """Groups that batch `step` can draw, in order of issue; the input of `draw`.
 
-    Each sample of such a group is dropped, expired, void or admitted, or was trained on fewer than `max_uses` times and
-    not in batch `step`. The group's `uids` are those of the admitted and trained samples, which have bytes. Expert rows
-    are not drawn.
+    Each sample of such a group is dropped, expired, void or admitted, or was trained on fewer than
+    `max_uses` times and not in batch `step`. The group's `uids` are those of the admitted and
+    trained samples, which have bytes. Expert rows are not drawn.
 
     Args:
       step: batches completed before this one.
       oldest_version: excludes groups of older versions, at little cost; None: no limit.
     """
     with self._lock:
-      return groups.drawable(self._db, step=step, max_uses=self._connection.max_uses, oldest_version=oldest_version)
+      return groups.drawable(
+        self._db, step=step, max_uses=self._connection.max_uses, oldest_version=oldest_version
+      )
 
   def sealed(self) -> list[list[str]]:
     """Sealed samples of the usual partition, by group; groups and samples in order of issue."""
@@ -164,14 +181,16 @@ class ReplayStore:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str]) -> dict[str, int]:
-    """Returns each task's next visit number, keyed by task uid: how often these stages have drawn the task.
+    """Returns each task's next visit number, keyed by task uid: how often these stages have drawn
+    the task.
 
     Void samples do not count.
     """
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({NAMED}) stage '
-        "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "  # '0' follows '/' in ASCII.
+        # '0' follows '/' in ASCII.
+        "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "
         "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
         (json.dumps(list(stages)),),
       ).fetchall()
@@ -182,7 +201,8 @@ class ReplayStore:
     with self._lock:
       rows = self._db.execute(
         'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN '
-        f'({NAMED}) AND attempt = (SELECT max(attempt) FROM samples s WHERE s.uid = c.uid) ORDER BY seq',
+        f'({NAMED}) AND attempt = (SELECT max(attempt) FROM samples s WHERE s.uid = c.uid) ORDER '
+        'BY seq',
         (json.dumps(list(uids)),),
       ).fetchall()
     newest: dict[str, dict[str, Score]] = {uid: {} for uid in uids}
@@ -190,11 +210,15 @@ class ReplayStore:
       fields = json.loads(rest)
       fields['turn_values'] = tuple(fields['turn_values'])
       newest[uid].pop(scorer, None)
-      newest[uid][scorer] = Score(uid=uid, scorer=scorer, value=value, status=Status(status), **fields)
+      newest[uid][scorer] = Score(
+        uid=uid, scorer=scorer, value=value, status=Status(status), **fields
+      )
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
 
   def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
-    """Latest value that `operator` derived from each sample, in the order of `uids`; omits samples without one."""
+    """Latest value that `operator` derived from each sample, in the order of `uids`; omits samples
+    without one.
+    """
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, json FROM derived WHERE uid IN ({NAMED}) AND operator = ? ORDER BY seq',
@@ -215,7 +239,9 @@ class ReplayStore:
 
   def plans(self, first_step: int = 0) -> dict[int, Any]:
     with self._lock:
-      rows = self._db.execute('SELECT step, json FROM plans WHERE step >= ? ORDER BY step', (first_step,)).fetchall()
+      rows = self._db.execute(
+        'SELECT step, json FROM plans WHERE step >= ? ORDER BY step', (first_step,)
+      ).fetchall()
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
@@ -229,9 +255,13 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Number of samples per state, and of `duplicates`: results that came after another had been accepted."""
+    """Number of samples per state, and of `duplicates`: results that came after another had been
+    accepted.
+    """
     with self._lock:
-      by_state = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
+      by_state = dict(
+        self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall()
+      )
       (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()
     return {**{str(state): by_state.get(state, 0) for state in State}, 'duplicates': duplicates}
 
@@ -258,13 +288,16 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: index pages are rewritten many times
+    # pages, 32 MB: index pages are rewritten many times
+    db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:
     db.close()
-    raise UserError(f'replay store {path}: {error}; damaged, locked or not a store of this program') from error
+    raise UserError(
+      f'replay store {path}: {error}; damaged, locked or not a store of this program'
+    ) from error
   except UserError:
     db.close()
     raise

@@ -1,7 +1,8 @@
-"""Quarantine for files in `segments/` that the index does not name: a start moves them here but never deletes them.
+"""Quarantine for files in `segments/` that the index does not name: a start moves them here but
+never deletes them.
 
-These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/` until `clear`, which
-only `jaxrl buffer --clear_quarantine` calls.
+These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/`
+until `clear`, which only `jaxrl buffer --clear_quarantine` calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _NAMED_AT_MOST = 5
 
 
 def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
-  """Returns the size in bytes of each entry of a store's `segments/` or `quarantine/`, keyed by name.
+  """Returns the size in bytes of each entry of a store's `segments/` or `quarantine/`, keyed by
+  name.
 
   Args:
     directory: directory of the store.
@@ -31,20 +33,24 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    with contextlib.suppress(FileNotFoundError):  # A run that writes to the store may just have renamed it.
+    # A run that writes to the store may just have renamed it.
+    with contextlib.suppress(FileNotFoundError):
       sizes[path.name] = _size(path)
   return sizes
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves entries of `segments/` not in `named` to `quarantine/`, numbering name clashes; returns how many."""
+  """Moves entries of `segments/` not in `named` to `quarantine/`, numbering name clashes; returns
+  how many.
+  """
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
     (directory / QUARANTINE).mkdir(exist_ok=True)
     for path in unnamed:
       shutil.move(path, _free(directory / QUARANTINE / path.name))
     logging.warning(
-      'replay: moved %s, which the index does not name, to %s; jaxrl buffer --clear_quarantine removes it',
+      'replay: moved %s, which the index does not name, to %s; jaxrl buffer --clear_quarantine '
+      'removes it',
       listed([path.name for path in unnamed]),
       directory / QUARANTINE,
     )

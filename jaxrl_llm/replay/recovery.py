@@ -1,7 +1,8 @@
 """Crash recovery: rolls the index back to the newest commit and accounts for the samples lost.
 
-Invariant: afterwards the index holds what it held at the commit, except that samples which were not accepted by then
-are `void`, reason `crash`, under the attempt that issued them; no sample's row is ever deleted.
+Invariant: afterwards the index holds what it held at the commit, except that samples which were not
+accepted by then are `void`, reason `crash`, under the attempt that issued them; no sample's row is
+ever deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _UNDONE = {
   'duplicates': '',
   'open_segment': '',
 }
-"""Tables of which rows stamped at or after the commit are deleted, each with a further condition on these rows."""
+"""Tables of which rows stamped at or after the commit are deleted, each with a further condition on
+these rows.
+"""
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
 _REPEAT = f"""
@@ -33,8 +36,11 @@ WHERE uid = ? AND attempt = ?"""
 """Recomputes the columns of `samples` that repeat transitions, after some of these were deleted."""
 
 
-def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int) -> dict[str, int]:
-  """Undoes, inside the caller's transaction, changes stamped at or after `commit_step`; returns counts by table.
+def undo(
+  db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int
+) -> dict[str, int]:
+  """Undoes, inside the caller's transaction, changes stamped at or after `commit_step`; returns
+  counts by table.
 
   Args:
     db: the index.
@@ -44,15 +50,20 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
-    f'SELECT DISTINCT uid, attempt FROM transitions INDEXED BY transitions_at WHERE step >= ? {_UNDONE["transitions"]}',
+    'SELECT DISTINCT uid, attempt FROM transitions INDEXED BY transitions_at WHERE step >= ? '
+    f'{_UNDONE["transitions"]}',
     (commit_step,),
   ).fetchall()
   for table, which in _UNDONE.items():
-    counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
+    counts[table] = db.execute(
+      f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)
+    ).rowcount
   db.executemany(_REPEAT, moved)
-  # Samples issued after the commit, or before it but not accepted by then, are all at `issued` again; no live process
-  # works on them.
-  lost = db.execute("SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)).fetchall()
+  # Samples issued after the commit, or before it but not accepted by then, are all at `issued`
+  # again; no live process works on them.
+  lost = db.execute(
+    "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
+  ).fetchall()
   voided = log(db, [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost])
   db.executemany(
     "UPDATE samples SET state = 'void', changed = ?, last = ? WHERE attempt = ? AND uid = ?",
@@ -60,16 +71,21 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
   )
   counts['void'] = len(lost)
   db.execute(
-    'UPDATE attempts SET commit_step = ?, counts = ? WHERE attempt = ?', (commit_step, json.dumps(counts), attempt)
+    'UPDATE attempts SET commit_step = ?, counts = ? WHERE attempt = ?',
+    (commit_step, json.dumps(counts), attempt),
   )
   return counts
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes seals: moves the bytes of samples accepted before the commit back to the open segment."""
+  """Undoes seals: moves the bytes of samples accepted before the commit back to the open
+  segment.
+  """
   rows = db.execute(
-    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r USING (name) '
-    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # fixed join order, by the indexes
+    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '
+    'USING (name) '
+    # fixed join order, by the indexes
+    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
     "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
     {'commit': commit_step},
   ).fetchall()
@@ -80,6 +96,9 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
     'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
     [(stored, dead, uid, payload) for (_, _, uid, dead, stored), payload in zip(rows, payloads)],
   )
-  db.execute('DELETE FROM segment_rows WHERE name IN (SELECT name FROM segments WHERE step >= ?)', (commit_step,))
+  db.execute(
+    'DELETE FROM segment_rows WHERE name IN (SELECT name FROM segments WHERE step >= ?)',
+    (commit_step,),
+  )
   db.execute('DELETE FROM segments WHERE step >= ?', (commit_step,))
   return len(rows)

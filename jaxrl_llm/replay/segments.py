@@ -1,7 +1,9 @@
-"""Sealed segments: immutable ArrayRecord files of encoded samples, one record per sample, read by (file, row).
+"""Sealed segments: immutable ArrayRecord files of encoded samples, one record per sample, read by
+(file, row).
 
-Invariant: a file under its final name is complete, was re-read byte for byte after it was closed, and is on disk with
-its directory entry. A writer that dies leaves at most a `.tmp` file (ArrayRecord cannot read a file without a footer).
+Invariant: a file under its final name is complete, was re-read byte for byte after it was closed,
+and is on disk with its directory entry. A writer that dies leaves at most a `.tmp` file
+(ArrayRecord cannot read a file without a footer).
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ Ref = tuple[str, int]
 
 _WRITER = 'group_size:1'  # random access decodes whole groups
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
-_UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)  # raised by ArrayRecordReader for a bad file
+# raised by ArrayRecordReader for a bad file
+_UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)
 
 
 class SegmentError(RunError):
   """A segment cannot be written, or its content on disk is not what was sealed."""
 
 
-def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[bytes]) -> pathlib.Path:
-  """Writes `directory/name`, replacing a leftover of that name; on return it is complete, verified and durable."""
+def write_segment(
+  directory: str | os.PathLike, name: str, payloads: Sequence[bytes]
+) -> pathlib.Path:
+  """Writes `directory/name`, replacing a leftover of that name; on return it is complete, verified
+  and durable.
+  """
   path = pathlib.Path(directory) / name
   temporary = path.with_name(path.name + '.tmp')
   try:
@@ -57,7 +64,9 @@ def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[by
 def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
   reader = ArrayRecordReader(str(path), _READER)
   try:
-    rows = reader.read(list(range(len(payloads)))) if reader.num_records() == len(payloads) else None
+    rows = (
+      reader.read(list(range(len(payloads)))) if reader.num_records() == len(payloads) else None
+    )
   finally:
     reader.close()
   if rows != list(payloads):
@@ -69,7 +78,9 @@ def _first_line(error: Exception) -> str:
 
 
 class SegmentReader:
-  """Random access to sealed rows; keeps the most recently used files open. Thread-safe; pickled as its directory."""
+  """Random access to sealed rows; keeps the most recently used files open. Thread-safe; pickled as
+  its directory.
+  """
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
     self._directory = pathlib.Path(directory)
@@ -78,7 +89,9 @@ class SegmentReader:
     self._lock = threading.Lock()
 
   def read(self, refs: Sequence[Ref]) -> list[Sample]:
-    """Reads the samples at `refs`, in that order. Raises SegmentError for a row that is not what was sealed."""
+    """Reads the samples at `refs`, in that order. Raises SegmentError for a row that is not what
+    was sealed.
+    """
     payloads = self.read_bytes(refs)
     return [
       decode_row(payload, f'segment {self._directory / name}, row {row}')
@@ -111,8 +124,10 @@ class SegmentReader:
       return reader.read(rows)
     except _UNREADABLE as error:
       raise SegmentError(
-        f'segment {self._directory / name}: rows {rows[:3]}{"…" if len(rows) > 3 else ""} cannot be read: '
-        f'{_first_line(error)}; the file is damaged or missing: restore it, or branch with --init_from'
+        f'segment {self._directory / name}: rows {rows[:3]}{"…" if len(rows) > 3 else ""} cannot '
+        'be read: '
+        f'{_first_line(error)}; the file is damaged or missing: restore it, or branch with '
+        '--init_from'
       ) from error
 
   def _reader(self, name: str) -> ArrayRecordReader:
@@ -132,7 +147,8 @@ class SegmentReader:
 
 
 def _close(reader: ArrayRecordReader) -> None:
-  with contextlib.suppress(RuntimeError):  # closing a damaged file repeats the error that its read raised
+  # closing a damaged file repeats the error that its read raised
+  with contextlib.suppress(RuntimeError):
     reader.close()
 
 
@@ -145,7 +161,9 @@ def decode_row(payload: bytes, where: str) -> Sample:
 
 
 def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
-  """Returns a reader of `<workdir>/replay/segments`; files are opened on first read and kept open."""
+  """Returns a reader of `<workdir>/replay/segments`; files are opened on first read and kept
+  open.
+  """
   return SegmentReader(directory)
 
 

@@ -42,10 +42,13 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""States from which each state can be entered. `max_uses` limits how many batches train on a sample."""
+"""States from which each state can be entered. `max_uses` limits how many batches train on a
+sample.
+"""
 
 Partition = Literal['usual', 'expert']
-"""usual: samples of the policy. expert: rows of static data that joined a batch, without bytes in the store.
+"""usual: samples of the policy. expert: rows of static data that joined a batch, without bytes in
+the store.
 
 The third partition, taskset, has no samples: it is the table `tasks` of attempted tasks.
 """
@@ -61,9 +64,10 @@ def may_become(partition: Partition, before: State, after: State) -> bool:
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
-# A blank line ends a statement. `samples` is in order of issue; its columns after `state` repeat the transitions
-# (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often trained), so that a draw needs no
-# history. Triggers maintain `tallies`, since counting 10^6 samples takes a scan.
+# A blank line ends a statement. `samples` is in order of issue; its columns after `state` repeat
+# the transitions (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often
+# trained), so that a draw needs no history. Triggers maintain `tallies`, since counting 10^6
+# samples takes a scan.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -154,7 +158,9 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """Index row of a sample's newest attempt. A tuple for speed, since one is created per sample and change."""
+  """Index row of a sample's newest attempt. A tuple for speed, since one is created per sample and
+  change.
+  """
 
   uid: str
   attempt: int
@@ -163,7 +169,9 @@ class Entry(NamedTuple):
   visit: int
   partition: Partition
   version: int | None
-  """Step of the oldest weights that generated it; None until it is accepted, and for expert rows."""
+  """Step of the oldest weights that generated it; None until it is accepted, and for expert
+  rows.
+  """
   step: int
   """Number of completed batches when it was issued."""
   uses: int
@@ -177,7 +185,8 @@ class Entry(NamedTuple):
 
 _STATES = {str(state): state for state in State}
 ENTRY = (
-  'SELECT uid, attempt, group_id, task_id, visit, partition, version, step, uses, state, changed, last FROM samples'
+  'SELECT uid, attempt, group_id, task_id, visit, partition, version, step, uses, state, changed, '
+  'last FROM samples'
 )
 
 
@@ -190,25 +199,36 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
   """Appends transitions (step, attempt, uid, state, reason); returns their numbers."""
   (last,) = db.execute('SELECT coalesce(max(seq), 0) FROM transitions').fetchone()
   seqs = range(last + 1, last + 1 + len(rows))
-  db.executemany('INSERT INTO transitions VALUES (?,?,?,?,?,?)', [(seq, *row) for seq, row in zip(seqs, rows)])
+  db.executemany(
+    'INSERT INTO transitions VALUES (?,?,?,?,?,?)', [(seq, *row) for seq, row in zip(seqs, rows)]
+  )
   return seqs
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Creates missing tables, names an unnamed store and reserves the attempt's number, in one transaction."""
+  """Creates missing tables, names an unnamed store and reserves the attempt's number, in one
+  transaction.
+  """
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
     for statement in TABLES.split('\n\n'):
       db.execute(statement)
-    db.executemany('INSERT INTO meta VALUES (?,?)', [('schema', str(SCHEMA)), ('max_uses', str(max_uses))])
+    db.executemany(
+      'INSERT INTO meta VALUES (?,?)', [('schema', str(SCHEMA)), ('max_uses', str(max_uses))]
+    )
   for key, wanted in (('schema', SCHEMA), ('max_uses', max_uses)):
     (text,) = db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     if json.loads(text) != wanted:
-      raise UserError(f'replay store {path}: it has {key} {text}, wanted {wanted}; use another --workdir')
+      raise UserError(
+        f'replay store {path}: it has {key} {text}, wanted {wanted}; use another --workdir'
+      )
   (last,) = db.execute('SELECT coalesce(max(attempt), 0) FROM attempts').fetchone()
   attempt = last + 1 if attempt is None else attempt
   if attempt <= last:
-    raise UserError(f'replay store {path}: attempt {attempt} was given, but {last} has already run; wanted {last + 1}')
+    raise UserError(
+      f'replay store {path}: attempt {attempt} was given, but {last} has already run; wanted '
+      f'{last + 1}'
+    )
   db.execute("INSERT OR IGNORE INTO meta VALUES ('store', ?)", (json.dumps(secrets.token_hex(8)),))
   db.execute('INSERT INTO attempts(attempt) VALUES (?)', (attempt,))
   db.execute('COMMIT')

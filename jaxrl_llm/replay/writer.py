@@ -1,4 +1,6 @@
-"""Changes to the store, stamped with the number of batches that were complete when they happened."""
+"""Changes to the store, stamped with the number of batches that were complete when they
+happened.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jaxrl_llm.replay.connection import NAMED, Connection
 from jaxrl_llm.replay.tables import SEGMENTS, Issue, Partition, State, log, may_become
 
 _ISSUE = (
-  'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, last, admitted, uses) '
+  'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, '
+  'last, admitted, uses) '
   'VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
 )
 
@@ -25,8 +28,8 @@ _ISSUE = (
 class StepWriter:
   """Changes the store at one step, the number of completed batches; created by `ReplayStore.at`.
 
-  Methods identify samples by uid, meaning the row of the uid's newest attempt. An unknown uid, or one in a state that
-  does not permit the change, raises ValueError, and the call has no effect.
+  Methods identify samples by uid, meaning the row of the uid's newest attempt. An unknown uid, or
+  one in a state that does not permit the change, raises ValueError, and the call has no effect.
   """
 
   def __init__(self, connection: Connection, step: int):
@@ -34,29 +37,37 @@ class StepWriter:
     self._db, self._attempt, self._max_uses = connection.db, connection.attempt, connection.max_uses
 
   def issue(self, rows: Sequence[Issue]) -> None:
-    """Records samples about to be requested. A uid can be issued again only after it became void with its attempt."""
+    """Records samples about to be requested. A uid can be issued again only after it became void
+    with its attempt.
+    """
     with self._connection.transaction():
       known = self._connection.entries([row.uid for row in rows], missing='skip')
       for entry in known.values():
         if entry.state != State.VOID:
-          raise ValueError(f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}')
+          raise ValueError(
+            f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}'
+          )
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change, even after a crash."""
+    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change,
+    even after a crash.
+    """
     content = lambda task: {
       'prompt': [dict(message) for message in task.prompt],
       'truth': task.truth,
       'media': [{'kind': shown.kind, 'digest': shown.digest} for shown in task.media],
     }
     rows = [
-      (task.uid, task.taskset, task.domain, self.step, self._attempt, json.dumps(content(task))) for task in tasks
+      (task.uid, task.taskset, task.domain, self.step, self._attempt, json.dumps(content(task)))
+      for task in tasks
     ]
     with self._connection.transaction():
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue]) -> None:
-    """Records rows of static data that join a batch: issued and immediately admitted, without bytes.
+    """Records rows of static data that join a batch: issued and immediately admitted, without
+    bytes.
 
     Existing rows stay as they are, since static data repeat; `max_uses` does not apply to them.
     """
@@ -64,25 +75,37 @@ class StepWriter:
       known = self._connection.entries([row.uid for row in rows], missing='skip')
       for row in rows:
         entry = known.get(row.uid)
-        if entry and (entry.partition, entry.group_id, entry.task_id) != ('expert', row.group_id, row.task_id):
+        if entry and (entry.partition, entry.group_id, entry.task_id) != (
+          'expert',
+          row.group_id,
+          row.task_id,
+        ):
           raise ValueError(
-            f'join {row.uid}: already {entry.state}, {entry.partition}, of group {entry.group_id!r}, task '
+            f'join {row.uid}: already {entry.state}, {entry.partition}, of group '
+            f'{entry.group_id!r}, task '
             f'{entry.task_id!r}; wanted expert, {row.group_id!r}, {row.task_id!r}'
           )
       new = [row for row in rows if row.uid not in known or known[row.uid].state == State.VOID]
       self._insert(new, 'expert', State.ADMITTED)
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Accepts results; returns the accepted uids. A result for a sample no longer `issued` is not accepted, only
-    counted as a duplicate."""
+    """Accepts results; returns the accepted uids. A result for a sample no longer `issued` is not
+    accepted, only counted as a duplicate.
+    """
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
       accepted: dict[str, Sample] = {}
       for sample in samples:
         entry = known[sample.uid]
         if not sample.segments:
-          raise ValueError(f'append {sample.uid}: it has no segments, so it is of no version of the weights')
-        if (sample.group_id, sample.task_id, sample.visit) != (entry.group_id, entry.task_id, entry.visit):
+          raise ValueError(
+            f'append {sample.uid}: it has no segments, so it is of no version of the weights'
+          )
+        if (sample.group_id, sample.task_id, sample.visit) != (
+          entry.group_id,
+          entry.task_id,
+          entry.visit,
+        ):
           raise ValueError(f'append {sample.uid}: group, task or visit differ from what was issued')
         if entry.state != State.ISSUED or sample.uid in accepted:
           state = State.STORED if sample.uid in accepted else entry.state
@@ -110,7 +133,9 @@ class StepWriter:
       rows = []
       for score in scores:
         if score.value is not None and not math.isfinite(score.value):
-          raise ValueError(f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None')
+          raise ValueError(
+            f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None'
+          )
         if known[score.uid].state == State.ISSUED:
           raise ValueError(f'score {score.uid}: it has no bytes yet')
         rest = json.dumps(
@@ -121,9 +146,21 @@ class StepWriter:
             'time': score.time,
           }
         )
-        rows.append((self.step, known[score.uid].attempt, score.uid, score.scorer, score.value, score.status, rest))
+        rows.append(
+          (
+            self.step,
+            known[score.uid].attempt,
+            score.uid,
+            score.scorer,
+            score.value,
+            score.status,
+            rest,
+          )
+        )
       self._db.executemany(
-        'INSERT INTO scores(step, attempt, uid, scorer, value, status, json) VALUES (?,?,?,?,?,?,?)', rows
+        'INSERT INTO scores(step, attempt, uid, scorer, value, status, json) VALUES '
+        '(?,?,?,?,?,?,?)',
+        rows,
       )
 
   def derive(self, rows: Sequence[tuple[str, str, Json]]) -> None:
@@ -135,7 +172,10 @@ class StepWriter:
           raise ValueError(f'derive {entry.uid}: it has no bytes yet')
       self._db.executemany(
         'INSERT INTO derived(step, attempt, uid, operator, json) VALUES (?,?,?,?,?)',
-        [(self.step, known[uid].attempt, uid, operator, json.dumps(value)) for uid, operator, value in rows],
+        [
+          (self.step, known[uid].attempt, uid, operator, json.dumps(value))
+          for uid, operator, value in rows
+        ],
       )
 
   def admit(self, uids: Sequence[str]) -> None:
@@ -153,44 +193,62 @@ class StepWriter:
       self._move(uids, State.EXPIRED, '')
 
   def evict(self, *, before_version: int | None, capacity: int | None) -> dict[str, int]:
-    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond the capacity.
+    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond the
+    capacity.
 
-    A group expires whole or not at all. It stays if any of its samples was trained on, was sealed (drawn by a batch) or
-    is not admitted yet; such groups do not count towards the capacity.
+    A group expires whole or not at all. It stays if any of its samples was trained on, was sealed
+    (drawn by a batch) or is not admitted yet; such groups do not count towards the capacity.
 
     Args:
       before_version: groups of an older version expire; None: no age limit.
-      capacity: maximum number of groups to keep, the newest by version and admission; None: unlimited.
+      capacity: maximum number of groups to keep, the newest by version and admission; None:
+        unlimited.
 
     Returns:
       Number of expired samples, keyed by reason: 'version' or 'capacity'.
     """
     with self._connection.transaction():
-      expired = groups.to_evict(self._db, before_version=before_version, capacity=capacity, step=self.step)
+      expired = groups.to_evict(
+        self._db, before_version=before_version, capacity=capacity, step=self.step
+      )
       for reason, uids in expired.items():
         self._move(uids, State.EXPIRED, reason)
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals admitted samples: moves those still in the open segment to a new sealed one. Returns the places of all the
-    samples, keyed by uid."""
+    """Seals admitted samples: moves those still in the open segment to a new sealed one. Returns
+    the places of all the samples, keyed by uid.
+    """
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
         if entry.state not in (State.ADMITTED, State.TRAINED):
-          raise ValueError(f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed')
+          raise ValueError(
+            f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed'
+          )
         if entry.partition == 'expert':
           raise ValueError(f'seal {entry.uid}: the bytes of expert rows are not in the store')
       refs = self._connection.places(uids)
-      payloads = {uid: row for uid, row in self._connection.open_rows(uids).items() if uid not in refs}
+      payloads = {
+        uid: row for uid, row in self._connection.open_rows(uids).items() if uid not in refs
+      }
       new = [uid for uid in uids if uid not in refs]
       if missing := [uid for uid in new if uid not in payloads]:
-        raise RunError(f'seal {missing[0]}: its bytes are in no segment; run the audit on {self._connection.directory}')
+        raise RunError(
+          f'seal {missing[0]}: its bytes are in no segment; run the audit on '
+          f'{self._connection.directory}'
+        )
       if new:
-        (count,) = self._db.execute('SELECT count(*) FROM segments WHERE step = ?', (self.step,)).fetchone()
+        (count,) = self._db.execute(
+          'SELECT count(*) FROM segments WHERE step = ?', (self.step,)
+        ).fetchone()
         name = f'{self.step:08d}-{self._attempt:03d}-{count:03d}{segments.SUFFIX}'
-        segments.write_segment(self._connection.directory / SEGMENTS, name, [payloads[uid][1] for uid in new])
+        segments.write_segment(
+          self._connection.directory / SEGMENTS, name, [payloads[uid][1] for uid in new]
+        )
         with self._connection.transaction():
-          self._db.execute('INSERT INTO segments VALUES (?,?,?,?)', (name, self.step, self._attempt, len(new)))
+          self._db.execute(
+            'INSERT INTO segments VALUES (?,?,?,?)', (name, self.step, self._attempt, len(new))
+          )
           self._db.executemany(
             'INSERT INTO segment_rows VALUES (?,?,?,?)',
             [(name, row, uid, payloads[uid][0]) for row, uid in enumerate(new)],
@@ -200,23 +258,30 @@ class StepWriter:
       return {uid: refs[uid] for uid in uids}
 
   def trained(self, uids: Sequence[str]) -> None:
-    """Records that one batch trained on these samples, each an expert row or sealed and used by fewer than `max_uses`
-    batches before."""
+    """Records that one batch trained on these samples, each an expert row or sealed and used by
+    fewer than `max_uses` batches before.
+    """
     with self._connection.transaction():
       refs = self._connection.places(uids)
       for uid, entry in self._connection.entries(uids).items():
         if entry.partition == 'usual' and uid not in refs:
           raise ValueError(f'trained {uid}: it was not sealed')
         if entry.partition == 'usual' and entry.uses >= self._max_uses:
-          raise ValueError(f'trained {uid}: it was already used {entry.uses} times, max_uses is {self._max_uses}')
+          raise ValueError(
+            f'trained {uid}: it was already used {entry.uses} times, max_uses is {self._max_uses}'
+          )
         if entry.state == State.TRAINED and entry.changed == self.step:
-          raise ValueError(f'trained {uid}: the batch of step {self.step} has already trained on it')
+          raise ValueError(
+            f'trained {uid}: the batch of step {self.step} has already trained on it'
+          )
       self._move(uids, State.TRAINED, '')
 
   def record_plan(self, plan: Any) -> None:
     """Stores the plan of this step's batch as JSON."""
     with self._connection.transaction():
-      self._db.execute('INSERT INTO plans VALUES (?,?,?)', (self.step, self._attempt, json.dumps(plan)))
+      self._db.execute(
+        'INSERT INTO plans VALUES (?,?,?)', (self.step, self._attempt, json.dumps(plan))
+      )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
     """Inserts new samples as issued and, if `state` differs, moves them to it at once."""
@@ -224,12 +289,27 @@ class StepWriter:
       if row.partition != partition:
         raise ValueError(f'{row.uid}: partition {row.partition!r}, wanted {partition!r}')
     changes = dict.fromkeys((State.ISSUED, state))
-    last = [log(self._db, [(self.step, self._attempt, row.uid, change, '') for row in rows]) for change in changes][-1]
+    last = [
+      log(self._db, [(self.step, self._attempt, row.uid, change, '') for row in rows])
+      for change in changes
+    ][-1]
     admitted = self.step if state == State.ADMITTED else None
     self._db.executemany(
       _ISSUE,
       [
-        (r.uid, self._attempt, r.group_id, r.task_id, r.visit, partition, self.step, state, self.step, seq, admitted)
+        (
+          r.uid,
+          self._attempt,
+          r.group_id,
+          r.task_id,
+          r.visit,
+          partition,
+          self.step,
+          state,
+          self.step,
+          seq,
+          admitted,
+        )
         for r, seq in zip(rows, last)
       ],
     )
@@ -241,14 +321,19 @@ class StepWriter:
         raise ValueError(f'{entry.uid}: is {entry.state}, cannot become {state}')
       if self.step < entry.changed:
         raise ValueError(
-          f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at {self.step}'
+          f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at '
+          f'{self.step}'
         )
     last = log(self._db, [(self.step, entries[uid].attempt, uid, state, reason) for uid in uids])
     admitted, use = (self.step if state == State.ADMITTED else None), int(state == State.TRAINED)
     self._db.executemany(
-      'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses = uses + ? '
+      'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses '
+      '= uses + ? '
       'WHERE uid = ? AND attempt = ?',
-      [(state, self.step, seq, admitted, use, uid, entries[uid].attempt) for uid, seq in zip(uids, last)],
+      [
+        (state, self.step, seq, admitted, use, uid, entries[uid].attempt)
+        for uid, seq in zip(uids, last)
+      ],
     )
 
 

@@ -1,7 +1,9 @@
-"""The scorer interface (per attempt or per group), its configuration, and the combination of scores into a reward.
+"""The scorer interface (per attempt or per group), its configuration, and the combination of scores
+into a reward.
 
-Invariants: a scorer sees the attempts at one task and nothing else; the reward is None if any scorer in force returned
-no value, so an unscorable sample is never 0 by accident. Nothing here imports jax, so scorer processes start fast.
+Invariants: a scorer sees the attempts at one task and nothing else; the reward is None if any
+scorer in force returned no value, so an unscorable sample is never 0 by accident. Nothing here
+imports jax, so scorer processes start fast.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result; `value` is None if the attempt cannot be scored, through no fault of the completion."""
+  """A scorer's result; `value` is None if the attempt cannot be scored, through no fault of the
+  completion.
+  """
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -46,15 +50,19 @@ class Verdict:
 
 
 Scorer = Callable[[Attempt], Verdict]
-"""Pure and picklable by reference: a top-level function, a partial of one, or `OverrunIsZero` around either."""
+"""Pure and picklable by reference: a top-level function, a partial of one, or `OverrunIsZero`
+around either.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class OverrunIsZero:
-  """A scorer that blames the completion if it runs out of time, memory or stack: the value is then 0, not None.
+  """A scorer that blames the completion if it runs out of time, memory or stack: the value is then
+  0, not None.
 
-  Meant for scorers that take milliseconds on any ordinary answer: only a hostile one (`9^{9^{9^{9}}}`) exhausts them.
-  If such answers got None, a policy could hide its wrong answers behind them.
+  Meant for scorers that take milliseconds on any ordinary answer: only a hostile one
+  (`9^{9^{9^{9}}}`) exhausts them. If such answers got None, a policy could hide its wrong answers
+  behind them.
   """
 
   scorer: Scorer
@@ -65,11 +73,16 @@ class OverrunIsZero:
 
 @dataclasses.dataclass(frozen=True)
 class Awaited:
-  """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The pool's owner awaits it on its
-  event loop; it occupies no worker."""
+  """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The pool's
+  owner awaits it on its event loop; it occupies no worker.
+  """
 
-  open: Callable[[], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]]
-  """Context entered once when the pool starts (opens its aiohttp session) and left when the pool closes."""
+  open: Callable[
+    [], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]
+  ]
+  """Context entered once when the pool starts (opens its aiohttp session) and left when the pool
+  closes.
+  """
   concurrency: int = 16
   """Maximum number of concurrent calls."""
 
@@ -81,7 +94,9 @@ class Addressed(Protocol):
   def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends later calls to these addresses; calls in flight finish where they are. Raises UserError for a bad one."""
+    """Sends later calls to these addresses; calls in flight finish where they are. Raises UserError
+    for a bad one.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +104,9 @@ class PerGroup:
   """A scorer of a whole group, called in a worker once every attempt has its per-sample scores."""
 
   scorer: Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], tuple[Verdict, ...]]
-  """(attempts of the group, per-sample scores of each) -> one Verdict per attempt, in the same order."""
+  """(attempts of the group, per-sample scores of each) -> one Verdict per attempt, in the same
+  order.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +119,9 @@ class AwaitedGroup:
       Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
     ],
   ]
-  """Context entered once when the pool starts and left when it closes; the value it yields may be `Addressed`."""
+  """Context entered once when the pool starts and left when it closes; the value it yields may be
+  `Addressed`.
+  """
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
 
@@ -126,13 +145,16 @@ class ScorerConfig:
   domains: tuple[str, ...] = ()
   """Task domains that this scorer applies to; empty: all."""
   tasksets: tuple[str, ...] = ()
-  """Tasksets that this scorer applies to, so that each taskset can have its own scorers; empty: all."""
+  """Tasksets that this scorer applies to, so that each taskset can have its own scorers; empty:
+  all.
+  """
   retries: int = 0
   """Maximum number of retries after a call raised, missed its deadline, or lost its process."""
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
-  """What happens to an attempt if the last call failed. unscorable: it has no value; drop_group: it has no value, and
-  its whole group is dropped; zero: its value is 0. A failure that the completion causes (`OverrunIsZero`) is always
-  worth 0."""
+  """What happens to an attempt if the last call failed. unscorable: it has no value; drop_group: it
+  has no value, and its whole group is dropped; zero: its value is 0. A failure that the completion
+  causes (`OverrunIsZero`) is always worth 0.
+  """
 
   @property
   def implementation(self) -> str:
@@ -151,51 +173,72 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Scorer that decides correctness (value of at least 1); None: the first in force for the task."""
+  """Scorer that decides correctness (value of at least 1); None: the first in force for the
+  task.
+  """
   memory_limit_mib: int = 4096
-  """Address-space limit of a worker in MiB, against completions that make a scorer allocate endlessly; 0: no limit."""
+  """Address-space limit of a worker in MiB, against completions that make a scorer allocate
+  endlessly; 0: no limit.
+  """
   environment: tuple[str, ...] = ()
-  """Environment variables passed to workers although their names suggest secrets, such as OPENAI_API_KEY."""
+  """Environment variables passed to workers although their names suggest secrets, such as
+  OPENAI_API_KEY.
+  """
 
   def __post_init__(self):
     names = [s.name for s in self.scorers]
     for name in names:
       if names.count(name) > 1:
-        raise UserError(f'rewards.scorers: two scorers are called {name!r}; give each its own name (and its kind)')
+        raise UserError(
+          f'rewards.scorers: two scorers are called {name!r}; give each its own name (and its kind)'
+        )
     if self.correct_by is not None and self.correct_by not in names:
-      raise UserError(f'rewards.correct_by: no scorer {self.correct_by!r}; configured are {sorted(names)}')
+      raise UserError(
+        f'rewards.correct_by: no scorer {self.correct_by!r}; configured are {sorted(names)}'
+      )
     for s in self.scorers:
       if not s.deadline_s > 0:
         raise UserError(
-          f'rewards.scorers {s.name!r}: deadline_s is {s.deadline_s}, wanted a positive number of seconds'
+          f'rewards.scorers {s.name!r}: deadline_s is {s.deadline_s}, wanted a positive number of '
+          'seconds'
         )
       if s.retries < 0:
         raise UserError(f'rewards.scorers {s.name!r}: retries is {s.retries}, wanted 0 or more')
       if not abs(s.weight) <= _MAX_WEIGHT:
         raise UserError(
-          f'rewards.scorers {s.name!r}: weight is {s.weight}, wanted a number from -{_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}'
+          f'rewards.scorers {s.name!r}: weight is {s.weight}, wanted a number from '
+          f'-{_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}'
         )
     if self.workers < 1:
       raise UserError(f'rewards.workers is {self.workers}, wanted at least 1')
     if self.memory_limit_mib < 0:
-      raise UserError(f'rewards.memory_limit_mib is {self.memory_limit_mib}, wanted 0 (no limit) or more')
+      raise UserError(
+        f'rewards.memory_limit_mib is {self.memory_limit_mib}, wanted 0 (no limit) or more'
+      )
 
 
-def in_force(configs: Sequence[ScorerConfig], domain: str, taskset: str) -> tuple[ScorerConfig, ...]:
-  """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError for none: such tasks teach nothing."""
+def in_force(
+  configs: Sequence[ScorerConfig], domain: str, taskset: str
+) -> tuple[ScorerConfig, ...]:
+  """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError for none: such tasks
+  teach nothing.
+  """
   applies = lambda config: not config.tasksets or taskset in config.tasksets
   chosen = tuple(c for c in configs if applies(c) and (not c.domains or domain in c.domains))
   if not chosen:
     known = sorted({d for c in configs for d in c.domains})
     raise UserError(
-      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: {known}); '
+      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: '
+      f'{known}); '
       'add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen
 
 
 def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
-  """Whether the group is to be dropped: a scorer with `on_failure='drop_group'` failed on one of its attempts."""
+  """Whether the group is to be dropped: a scorer with `on_failure='drop_group'` failed on one of
+  its attempts.
+  """
   strict = {c.name for c in config.scorers if c.on_failure == 'drop_group'}
   return any(s.scorer in strict and s.status != Status.OK and s.value is None for s in scores)
 
@@ -209,7 +252,9 @@ class Reward:
   parts: dict[str, float]
   """Unweighted values, keyed `<scorer>` and `<scorer>/<part>`; scores of None are left out."""
   correct: bool | None = None
-  """Correctness by `RewardsConfig.correct_by`; None if there is no reward or that scorer is not in force."""
+  """Correctness by `RewardsConfig.correct_by`; None if there is no reward or that scorer is not in
+  force.
+  """
   turn_values: tuple[float, ...] = ()
   """Weighted sums per turn, in addition to `value`; empty if no scorer returns turn values."""
 
@@ -220,7 +265,9 @@ class Reward:
 
 
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
-  """Combines scores: value = Σ weightₛ · valueₛ, or None if `scores` is empty or any of them has no value."""
+  """Combines scores: value = Σ weightₛ · valueₛ, or None if `scores` is empty or any of them has no
+  value.
+  """
   weights = {c.name: c.weight for c in config.scorers}
   parts: dict[str, float] = {}
   for score in scores:
@@ -245,7 +292,11 @@ OptionsT = TypeVar('OptionsT')
 
 
 def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) -> OptionsT:
-  """Parses a scorer's options into its dataclass `kind`. Raises UserError for an unknown name or a wrong type."""
+  """Parses a scorer's options into its dataclass `kind`. Raises UserError for an unknown name or a
+  wrong type.
+  """
   # JSON has no tuples: `from_json` expects lists, which a saved configuration holds too.
-  plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+  plain = {
+    name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
+  }
   return from_json(plain, kind, f'scorer {scorer!r}')

@@ -1,7 +1,7 @@
 """Watches verifiers that should only compare text, and refuses any other operation.
 
-The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot be removed. A
-process in which an operation was refused is to be discarded.
+The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot
+be removed. A process in which an operation was refused is to be discarded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Watch:
 
 def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
   match event:
-    case 'compile':  # Compiling text, as eval, exec and ast.literal_eval do; an import names a file.
+    # Compiling text, as eval, exec and ast.literal_eval do; an import names a file.
+    case 'compile':
       source = args[0].decode(errors='replace') if isinstance(args[0], bytes) else args[0]
       return source != _Watch.literal and (not isinstance(args[1], str) or args[1].startswith('<'))
     case 'import':
@@ -59,20 +60,25 @@ def _exposes_processes(path: Any) -> bool:
     return False
   if not isinstance(path, str | bytes):
     return True
-  # With a directory descriptor, files are opened by relative names that the audit event does not resolve.
+  # With a directory descriptor, files are opened by relative names that the audit event does not
+  # resolve.
   return os.path.isdir(path) or os.fsdecode(os.path.realpath(path)).startswith('/proc/')
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-  if _Watch.thread is not None and _Watch.thread == threading.get_ident() and _is_suspicious(event, args):
+  if (
+    _Watch.thread is not None
+    and _Watch.thread == threading.get_ident()
+    and _is_suspicious(event, args)
+  ):
     _Watch.sign = _Watch.sign or f'{event} {args!r}'[:200]
     raise BadSign(_Watch.sign)
 
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """Forbids this thread, inside the block, to compile text, import new libraries, write files, read /proc or start
-  processes.
+  """Forbids this thread, inside the block, to compile text, import new libraries, write files, read
+  /proc or start processes.
 
   Args:
     name: the verifier's name, for the error message.
@@ -92,4 +98,7 @@ def watched(name: str, literal: str | None = None) -> Iterator[None]:
     _Watch.thread = None
     sys.dont_write_bytecode = bytecode
     if _Watch.sign:
-      raise BadSign(f'verifier {name!r} was stopped: it evaluates or does more than compare text ({_Watch.sign})')
+      raise BadSign(
+        f'verifier {name!r} was stopped: it evaluates or does more than compare text '
+        f'({_Watch.sign})'
+      )

@@ -1,4 +1,6 @@
-"""Auxiliary models: models other than the policy that workflows may query on OpenAI-compatible servers."""
+"""Auxiliary models: models other than the policy that workflows may query on OpenAI-compatible
+servers.
+"""
 
 from __future__ import annotations
 
@@ -41,4 +43,6 @@ class AuxiliaryModel(ServiceClient):
     match answer:
       case {'choices': [{'message': {'content': str(text)}}, *_]}:
         return text
-    raise RunError(f'auxiliary model {self.name}: answered {answer!r:.200}, wanted a chat completion with a text')
+    raise RunError(
+      f'auxiliary model {self.name}: answered {answer!r:.200}, wanted a chat completion with a text'
+    )

@@ -48,19 +48,34 @@ class EngineSpec:
   build: Callable[[EngineSetting, Run], Engine]
   """Returns the engine, not started, in process 0 of the trainer."""
   served: bool = False
-  """Whether servers outside the trainer's process sample the tokens. Their arithmetic differs from the trainer's, so
-  each version is published to them with a probe; an engine in the process runs the trainer's own model on its
-  devices."""
+  """Whether servers outside the trainer's process sample the tokens. Their arithmetic differs from
+  the trainer's, so each version is published to them with a probe; an engine in the process runs
+  the trainer's own model on its devices.
+  """
   adapters: bool = False
-  """Whether a LoRA policy is published as base weights once and then adapters alone; False: always merged."""
+  """Whether a LoRA policy is published as base weights once and then adapters alone; False: always
+  merged.
+  """
   addresses: tuple[str, ...] = ()
-  """Running servers that the engine attaches to (its option `addresses`); empty: it starts its own, or needs none. The
-  run owns their weights, so programs that reopen a run must not load other weights into these servers."""
+  """Running servers that the engine attaches to (its option `addresses`); empty: it starts its own,
+  or needs none. The run owns their weights, so programs that reopen a run must not load other
+  weights into these servers.
+  """
   may_change: tuple[str, ...] = ()
-  """Names of options that a resumed run may change: number, place and deadlines of servers, not what they sample."""
+  """Names of options that a resumed run may change: number, place and deadlines of servers, not
+  what they sample.
+  """
   unsupported: Callable[[Sampling], str | None] = lambda sampling: None
-  """Returns why the engine cannot sample with these parameters; None if it can. It can always sample greedily."""
-  programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = lambda setting, device: ()
-  """Returns the named programs that it compiles for one device, for the memory table of `--dry_run`."""
+  """Returns why the engine cannot sample with these parameters; None if it can. It can always
+  sample greedily.
+  """
+  programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
+    lambda setting, device: ()
+  )
+  """Returns the named programs that it compiles for one device, for the memory table of
+  `--dry_run`.
+  """
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
-  """Returns the shell commands of the servers that it starts, keyed by server name, for `--dry_run`."""
+  """Returns the shell commands of the servers that it starts, keyed by server name, for
+  `--dry_run`.
+  """

@@ -1,6 +1,7 @@
 """Services available to a workflow during an episode, in the master process or in an explorer.
 
-Invariant: a workflow reaches models and scorers only through its hub, so all its requests pass through the master.
+Invariant: a workflow reaches models and scorers only through its hub, so all its requests pass
+through the master.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Hub(Protocol):
     """
     ...
 
-  async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
-    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of its servers replies."""
+  async def ask(
+    self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
+  ) -> str:
+    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of its
+    servers replies.
+    """
     ...

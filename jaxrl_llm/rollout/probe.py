@@ -15,28 +15,39 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Number and length of sequences; longer than a vLLM cache block (128 tokens on CPUs) where the model allows it."""
+"""Number and length of sequences; longer than a vLLM cache block (128 tokens on CPUs) where the
+model allows it.
+"""
 
 
 class Prober:
-  """Computes the probe of each version in every process, since the forward pass is sharded like the parameters."""
+  """Computes the probe of each version in every process, since the forward pass is sharded like the
+  parameters.
+  """
 
   def __init__(self, model: Model, mesh: Mesh, *, max_length: int):
     """
     Args:
-      max_length: tokens of the longest sequence that the engines serve; a probe is at least one token shorter, since
-        a server samples a token after it.
+      max_length: tokens of the longest sequence that the engines serve; a probe is at least one
+        token shorter, since a server samples a token after it.
     """
     length = max(2, min(LENGTH, max_length - 1))
-    self._sequences = np.random.default_rng(0).integers(0, model.spec.vocab_size, (SEQUENCES, length), np.int32)
+    self._sequences = np.random.default_rng(0).integers(
+      0, model.spec.vocab_size, (SEQUENCES, length), np.int32
+    )
 
     def forward(params: Params) -> Float[Array, 'sequences time']:
       tokens = jnp.asarray(self._sequences)
-      positions, segments = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.ones_like(tokens)
+      positions, segments = (
+        jnp.broadcast_to(jnp.arange(length), tokens.shape),
+        jnp.ones_like(tokens),
+      )
       hidden = model.apply(params, tokens, positions, segments)
       temperature = jnp.ones(tokens.shape, jnp.float32)
       kernel = model.head_kernel(params)
-      return token_logprobs(hidden, kernel, tokens, segments, temperature, token_chunk=length).logprobs
+      return token_logprobs(
+        hidden, kernel, tokens, segments, temperature, token_chunk=length
+      ).logprobs
 
     self._forward = jax.jit(forward, out_shardings=replicated(mesh))
 

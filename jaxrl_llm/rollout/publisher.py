@@ -1,4 +1,6 @@
-"""Weight publishing: gathers sharded parameters to host arrays in process 0, one at a time, and loads the engine."""
+"""Weight publishing: gathers sharded parameters to host arrays in process 0, one at a time, and
+loads the engine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Gatherer:
   def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
     """
     Args:
-      lora: configuration of the adapters, which are merged into their base weights; None: arrays are left unchanged.
+      lora: configuration of the adapters, which are merged into their base weights; None: arrays
+        are left unchanged.
     """
     self._lora, whole = lora, replicated(mesh)
     self._replicate = jax.jit(lambda x: x, out_shardings=whole)
@@ -34,10 +37,11 @@ class Gatherer:
     self._leads = jax.process_index() == 0
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) for each parameter, in the same order in every process; all processes must iterate.
+    """Yields (name, array) for each parameter, in the same order in every process; all processes
+    must iterate.
 
-    Only one array at a time is replicated on the devices, so the model may be larger than one device. An array may be
-    a view of a buffer that an update donates: copy what must outlive it.
+    Only one array at a time is replicated on the devices, so the model may be larger than one
+    device. An array may be a view of a buffer that an update donates: copy what must outlive it.
     """
     for name, array in merged(params, self._lora):
       if self._several:
@@ -74,7 +78,8 @@ class Publisher:
     """
     Args:
       engine: the engine in process 0; None in the others, which only take part in gathering.
-      prober: computes the trainer's logprobs of fixed sequences; None for an engine that needs no check.
+      prober: computes the trainer's logprobs of fixed sequences; None for an engine that needs no
+        check.
       changing: selects the parameters to send after the first full publish.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
@@ -91,7 +96,8 @@ class Publisher:
     """Publishes `version` and returns once the engine has acknowledged it. Called by every process.
 
     Args:
-      moved: step at which the weights last changed; if it is that of the last call, the engine only relabels them.
+      moved: step at which the weights last changed; if it is that of the last call, the engine only
+        relabels them.
     """
     if version == self._served:
       return
@@ -107,6 +113,8 @@ class Publisher:
     if self._engine is None:
       await self._device.run(self._gatherer.take_part, sent)
     else:
-      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe))
+      await self._engine.load(
+        Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe)
+      )
     self._events.reply(asked, how='loaded')
     self._served, self._moved = version, moved

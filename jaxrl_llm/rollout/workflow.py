@@ -1,7 +1,8 @@
-"""Workflows, which turn a task into samples, and the single-turn one: prompt in, n completions out, token-exact.
+"""Workflows, which turn a task into samples, and the single-turn one: prompt in, n completions out,
+token-exact.
 
-A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it
-in `rollout.workflow`.
+A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a
+`Workflow`; a run selects it in `rollout.workflow`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ class Workflow(Protocol):
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Yields each sample with its decoded response as soon as it finishes; each index below `samples` once.
+    """Yields each sample with its decoded response as soon as it finishes; each index below
+    `samples` once.
 
     Ending the iteration cancels the samples in flight.
 
     Args:
       task: the task to attempt.
-      visit: number of times the task was drawn before, in this and earlier stages; part of every request's key.
-      stage: first part of the sample uid `<stage>/<task uid>/<visit>/<index>`; the group id omits the index.
+      visit: number of times the task was drawn before, in this and earlier stages; part of every
+        request's key.
+      stage: first part of the sample uid `<stage>/<task uid>/<visit>/<index>`; the group id omits
+        the index.
       samples: number of samples.
       sampling: sampling parameters.
     """
@@ -71,13 +75,18 @@ class Roster:
     self._group, self._samples = group, samples
 
   def take(self, sample: Sample) -> bool:
-    """Returns whether the sample is the first of its index. Raises ValueError for one that is not expected."""
+    """Returns whether the sample is the first of its index. Raises ValueError for one that is not
+    expected.
+    """
     index = sample.sample_index
     if not 0 <= index < self._samples:
       raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')
     wanted = f'{self._group}/{index}'
     if (sample.uid, sample.group_id) != (wanted, self._group):
-      raise ValueError(f'sample {sample.uid} of group {sample.group_id}, wanted sample {wanted} of group {self._group}')
+      raise ValueError(
+        f'sample {sample.uid} of group {sample.group_id}, wanted sample {wanted} of group '
+        f'{self._group}'
+      )
     if index in self._seen:
       return False
     self._seen.add(index)
@@ -92,7 +101,8 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorer processes.
+  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorer
+  processes.
 
   Raises:
     RunError: the workflow yields an unexpected sample or omits an expected one.
@@ -110,10 +120,15 @@ async def checked_run(
         yield sample, text
       else:
         logging.log_first_n(
-          logging.WARNING, 'rollout.workflow: sample %s was yielded twice; the first one counts', 5, sample.uid
+          logging.WARNING,
+          'rollout.workflow: sample %s was yielded twice; the first one counts',
+          5,
+          sample.uid,
         )
   if problem := roster.incomplete():
-    raise RunError(f'rollout.workflow: group {group}: {problem}; it must yield each index below {samples} once')
+    raise RunError(
+      f'rollout.workflow: group {group}: {problem}; it must yield each index below {samples} once'
+    )
 
 
 class SingleTurn:
@@ -141,11 +156,15 @@ class SingleTurn:
       key=(digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit),
     )
     async for index, completion in self._engine.generate(request):
-      sample = rollout_sample(task, visit, index, prompt, completion, group=group, temperature=sampling.temperature)
+      sample = rollout_sample(
+        task, visit, index, prompt, completion, group=group, temperature=sampling.temperature
+      )
       yield sample, self.text(sample)
 
   def text(self, sample: Sample) -> str:
-    return completion_text(self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+    return completion_text(
+      self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    )
 
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
@@ -154,13 +173,26 @@ def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish
 
 
 def rollout_sample(
-  task: Task, visit: int, index: int, prompt: list[int], completion: Completion, *, group: str, temperature: float
+  task: Task,
+  visit: int,
+  index: int,
+  prompt: list[int],
+  completion: Completion,
+  *,
+  group: str,
+  temperature: float,
 ) -> Sample:
   """Builds the sample record of one completion."""
   before, after = len(prompt), len(completion.tokens)
   sampled = np.r_[np.zeros(before, bool), np.ones(after, bool)]
   segments = tuple(
-    Segment(start=s.start + before, end=s.end + before, version=s.version, engine=s.engine, finish=s.finish)
+    Segment(
+      start=s.start + before,
+      end=s.end + before,
+      version=s.version,
+      engine=s.engine,
+      finish=s.finish,
+    )
     for s in completion.segments
   )
   return Sample(

@@ -1,7 +1,8 @@
 """Commits: a checkpoint exists exactly when its COMMIT file does, and is then complete.
 
-All processes write `checkpoints/<step>/arrays` (orbax). Process 0 writes `host.json` and then, when all other files are
-on disk, `COMMIT` (name, size and digest of every file). Directories without COMMIT are removed at the next start.
+All processes write `checkpoints/<step>/arrays` (orbax). Process 0 writes `host.json` and then, when
+all other files are on disk, `COMMIT` (name, size and digest of every file). Directories without
+COMMIT are removed at the next start.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Checkpoints:
     self._directory, self._config, self._leads = directory.absolute(), config, leads
 
   def clean(self) -> None:
-    """Removes uncommitted leftovers of killed processes. Only process 0 calls it, before any process saves."""
+    """Removes uncommitted leftovers of killed processes. Only process 0 calls it, before any
+    process saves.
+    """
     if self._directory.exists():
       for path in self._directory.iterdir():
         if not (path / _COMMIT).exists():
@@ -94,7 +97,8 @@ class Checkpoints:
       best: committed step to keep in addition to the newest.
 
     Raises:
-      CheckpointFailed: the files could not be written (disk full, for example); earlier commits are intact.
+      CheckpointFailed: the files could not be written (disk full, for example); earlier commits are
+        intact.
     """
     target = self._directory / str(step)
     encoded = json.dumps(host).encode()
@@ -111,7 +115,8 @@ class Checkpoints:
           (target / _HOST).write_bytes(encoded)
           _commit(target)
       except (OSError, ValueError) as error:
-        # Both the storage library and a collective that lost a peer raise ValueError; only the former names the file.
+        # Both the storage library and a collective that lost a peer raise ValueError; only the
+        # former names the file.
         if isinstance(error, ValueError) and str(target) not in str(error):
           raise
         if self._leads:
@@ -126,12 +131,18 @@ class Checkpoints:
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(f'commit {step}')  # wait device: that of the device thread
+      multihost_utils.sync_global_devices(
+        f'commit {step}'
+      )  # wait device: that of the device thread
 
   def restore(self, step: int, like: Any) -> Any:
-    """Restores the arrays of a committed step with the shardings of `like` (arrays or ShapeDtypeStructs)."""
+    """Restores the arrays of a committed step with the shardings of `like` (arrays or
+    ShapeDtypeStructs).
+    """
     self._verify(step, self._committed(step))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    abstract = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+    )
     with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
       return checkpointer.restore(self._directory / str(step) / _ARRAYS, abstract)
 
@@ -148,7 +159,8 @@ class Checkpoints:
       return {name: (size, digest) for name, (size, digest) in committed.items()}
     except (ValueError, TypeError, AttributeError) as error:
       raise UserError(
-        f'checkpoint {path / _COMMIT}: damaged ({error}); remove {path} to resume from an earlier commit'
+        f'checkpoint {path / _COMMIT}: damaged ({error}); remove {path} to resume from an earlier '
+        'commit'
       ) from error
 
   def _verify(self, step: int, names: Iterable[str]) -> None:
@@ -164,19 +176,27 @@ class Checkpoints:
   def _retire(self, best: int | None) -> None:
     for step in self.steps()[: -self._config.keep]:
       if step != best:
-        # COMMIT goes first: if the removal is interrupted, `clean` recognises the rest as uncommitted.
+        # COMMIT goes first: if the removal is interrupted, `clean` recognises the rest as
+        # uncommitted.
         (self._directory / str(step) / _COMMIT).unlink()
         shutil.rmtree(self._directory / str(step), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Silences orbax's progress logs and the traceback that each failed write prints besides raising the error."""
-  loggers, hook = (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')), sys.unraisablehook
+  """Silences orbax's progress logs and the traceback that each failed write prints besides raising
+  the error.
+  """
+  loggers, hook = (
+    (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')),
+    sys.unraisablehook,
+  )
   for logger in loggers:
     logger.addFilter(_not_of_orbax)
   # Writes that finish after the first error find their event loop closed.
-  sys.unraisablehook = lambda ignored: None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
+  sys.unraisablehook = lambda ignored: (
+    None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
+  )
   try:
     yield
   finally:
@@ -191,14 +211,17 @@ def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
 
 
 def _remove_failed(path: pathlib.Path, error: Exception) -> None:
-  """Removes the files of a failed save, repeatedly: its remaining writes go on briefly and recreate directories."""
+  """Removes the files of a failed save, repeatedly: its remaining writes go on briefly and recreate
+  directories.
+  """
   seen = started = time.monotonic()
   while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):
     if path.exists():
       seen = now
       shutil.rmtree(path, ignore_errors=True)
     time.sleep(0.02)
-  # Collect futures and coroutines now, while their 'never retrieved' and 'never awaited' warnings are suppressed.
+  # Collect futures and coroutines now, while their 'never retrieved' and 'never awaited' warnings
+  # are suppressed.
   with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
     traceback.clear_frames(error.__traceback__)
     gc.collect()
@@ -231,11 +254,18 @@ def _digest(path: pathlib.Path) -> str:
 def _reason(error: Exception) -> str:
   """Extracts the operating system's error text from a storage library's message, where possible."""
   if isinstance(error, TimeoutError):
-    return f'not every process had written its part after {_DEADLINE_S} s; see the logs of the others'
+    return (
+      f'not every process had written its part after {_DEADLINE_S} s; see the logs of the others'
+    )
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   text = str(error)
-  for known in ('No space left on device', 'File too large', 'Disk quota exceeded', 'Read-only file system'):
+  for known in (
+    'No space left on device',
+    'File too large',
+    'Disk quota exceeded',
+    'Read-only file system',
+  ):
     if known in text:
       return known
   return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,11 +1,12 @@
-"""events.jsonl: every message that passes through the master, one JSON line each, in chronological order.
+"""events.jsonl: every message that passes through the master, one JSON line each, in chronological
+order.
 
-A one-way message is one line; an exchange is two: a request and the reply that refers to it. A request without a reply
-was abandoned (by a stop, an error, or the end of its stage, which drops its groups) or was lost with its process.
-`EDGES` lists all edges and the diagram in which each appears.
+A one-way message is one line; an exchange is two: a request and the reply that refers to it. A
+request without a reply was abandoned (by a stop, an error, or the end of its stage, which drops its
+groups) or was lost with its process. `EDGES` lists all edges and the diagram in which each appears.
 
-The log is output only: a run never reads it back, commits do not include it, and a resumed run appends to it under its
-own attempt.
+The log is output only: a run never reads it back, commits do not include it, and a resumed run
+appends to it under its own attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Adding a line writes the buffer if the last write is more than this many seconds ago. Each step writes it anyway."""
+"""Adding a line writes the buffer if the last write is more than this many seconds ago. Each step
+writes it anyway.
+"""
 
 
 class Edge(enum.StrEnum):
@@ -169,7 +172,8 @@ class Asked(NamedTuple):
 class Events:
   """Interface of event logs, and the null object that records nothing.
 
-  Fields are small JSON values, never lists with an entry per token: `group`, `count`, `version`, `suite`, ….
+  Fields are small JSON values, never lists with an entry per token: `group`, `count`, `version`,
+  `suite`, ….
   """
 
   def advance(self, step: int) -> None:
@@ -196,9 +200,15 @@ class EventLog(Events):
   """Appends to `<workdir>/events.jsonl`. Used by one process of a run, from one thread."""
 
   def __init__(
-    self, workdir: pathlib.Path, *, attempt: int, step: int = 0, clock: Callable[[], float] = time.perf_counter
+    self,
+    workdir: pathlib.Path,
+    *,
+    attempt: int,
+    step: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
   ):
-    """Opens the log; a half-written last line of a killed process is terminated and stays as one unreadable line.
+    """Opens the log; a half-written last line of a killed process is terminated and stays as one
+    unreadable line.
 
     Args:
       workdir: run directory.
@@ -243,7 +253,9 @@ class EventLog(Events):
     finally:
       self._file.close()
 
-  def _add(self, edge: Edge, kind: str, fields: Mapping[str, Json], asked: Asked | None = None) -> Asked:
+  def _add(
+    self, edge: Edge, kind: str, fields: Mapping[str, Json], asked: Asked | None = None
+  ) -> Asked:
     now, ends = self._clock(), EDGES[edge]
     line: dict[str, Any] = {
       't': round(self._zero + now, 6),
@@ -264,7 +276,9 @@ class EventLog(Events):
     return Asked(edge, line['id'], now)
 
   def _write(self) -> None:
-    """Writes the buffered lines. Raises RunError if that fails; unwritten lines are lost, but no run needs them."""
+    """Writes the buffered lines. Raises RunError if that fails; unwritten lines are lost, but no
+    run needs them.
+    """
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
     try:
@@ -275,7 +289,8 @@ class EventLog(Events):
 
   def _stopped(self, error: OSError) -> RunError:
     return RunError(
-      f'{self._path}: cannot be written ({error.strerror}); make room or make it writable, then start again with the '
+      f'{self._path}: cannot be written ({error.strerror}); make room or make it writable, then '
+      'start again with the '
       'same command'
     )
 
@@ -316,9 +331,13 @@ def _event(line: bytes) -> Event | None:
     return None
   numbers = [named['attempt'], named['step'], named['id'], *([] if of is None else [of])]
   if not (
-    isinstance(named['t'], float | int) and math.isfinite(named['t']) and all(isinstance(n, int) for n in numbers)
+    isinstance(named['t'], float | int)
+    and math.isfinite(named['t'])
+    and all(isinstance(n, int) for n in numbers)
   ):
     return None
-  if named['kind'] not in ('request', 'reply', 'message') or (named['kind'] == 'reply') != (of is not None):
+  if named['kind'] not in ('request', 'reply', 'message') or (named['kind'] == 'reply') != (
+    of is not None
+  ):
     return None
   return Event(**named, edge=edge, of=of, fields=row)

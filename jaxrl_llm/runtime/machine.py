@@ -1,4 +1,6 @@
-"""Process-level measurements: compiled programs, event-loop latency, memory, open files and disk space."""
+"""Process-level measurements: compiled programs, event-loop latency, memory, open files and disk
+space.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,29 @@ def fingerprint() -> dict[str, str | int]:
 
 
 def changes(before: Mapping[str, str | int]) -> str:
-  """Describes the differences between this environment and a saved `fingerprint`; empty if there are none."""
+  """Describes the differences between this environment and a saved `fingerprint`; empty if there
+  are none.
+  """
   now = fingerprint()
-  return ', '.join(f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key])
+  return ', '.join(
+    f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key]
+  )
 
 
 def use_compilation_cache(directory: str) -> None:
-  """Enables JAX's persistent compilation cache in `directory` for every program, however fast it compiles."""
+  """Enables JAX's persistent compilation cache in `directory` for every program, however fast it
+  compiles.
+  """
   jax.config.update('jax_compilation_cache_dir', directory)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 def resources(directory: pathlib.Path) -> dict[str, float]:
-  """Returns metrics: memory (GB of 10⁹ bytes) and open descriptors of this process, free disk space at `directory`.
+  """Returns metrics: memory (GB of 10⁹ bytes) and open descriptors of this process, free disk space
+  at `directory`.
 
-  Peak device memory is the maximum over this process's devices; it is absent if a device does not report it (CPUs).
+  Peak device memory is the maximum over this process's devices; it is absent if a device does not
+  report it (CPUs).
   """
   process = psutil.Process()
   metrics = {
@@ -60,7 +70,9 @@ def resources(directory: pathlib.Path) -> dict[str, float]:
 
 
 class CompilationCounter:
-  """Counts the programs this process compiled (or read from the persistent cache) since the last `take`."""
+  """Counts the programs this process compiled (or read from the persistent cache) since the last
+  `take`.
+  """
 
   def __init__(self):
     self._count = 0

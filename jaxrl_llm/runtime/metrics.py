@@ -1,8 +1,9 @@
 """Metrics: mergeable values, and the documentation of every key.
 
-A metric stays a (sum, count) pair, maximum or minimum until it is written: the parts from processes, micro-batches and
-optimizer steps are merged first and divided once, so the written number does not depend on how a step was split.
-`METRICS` documents each key; docs/reference/metrics.md is `document()`.
+A metric stays a (sum, count) pair, maximum or minimum until it is written: the parts from
+processes, micro-batches and optimizer steps are merged first and divided once, so the written
+number does not depend on how a step was split. `METRICS` documents each key;
+docs/reference/metrics.md is `document()`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Scalar = Any
 
 
 class Mean(NamedTuple):
-  """Mergeable mean: the sum of the values and their count (or the weighted sum and the sum of the weights)."""
+  """Mergeable mean: the sum of the values and their count (or the weighted sum and the sum of the
+  weights).
+  """
 
   total: Scalar
   count: Scalar
@@ -48,7 +51,9 @@ class Max(NamedTuple):
   largest: Scalar
 
   def merge(self, other: Max) -> Max:
-    return Max(math.nan if math.isnan(self.largest + other.largest) else max(self.largest, other.largest))
+    return Max(
+      math.nan if math.isnan(self.largest + other.largest) else max(self.largest, other.largest)
+    )
 
   def value(self) -> float | None:
     return float(self.largest)
@@ -60,7 +65,9 @@ class Min(NamedTuple):
   smallest: Scalar
 
   def merge(self, other: Min) -> Min:
-    return Min(math.nan if math.isnan(self.smallest + other.smallest) else min(self.smallest, other.smallest))
+    return Min(
+      math.nan if math.isnan(self.smallest + other.smallest) else min(self.smallest, other.smallest)
+    )
 
   def value(self) -> float | None:
     return float(self.smallest)
@@ -92,13 +99,17 @@ def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, 
   merged = dict(left)
   for key, metric in right.items():
     if key in merged and type(merged[key]) is not type(metric):
-      raise TypeError(f'metric {key!r}: cannot merge {type(merged[key]).__name__} with {type(metric).__name__}')
+      raise TypeError(
+        f'metric {key!r}: cannot merge {type(merged[key]).__name__} with {type(metric).__name__}'
+      )
     merged[key] = merged[key].merge(metric) if key in merged else metric
   return merged
 
 
 def resolve(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
-  """Resolves metrics to the numbers to write. A mean over nothing is omitted: it is unknown, not 0."""
+  """Resolves metrics to the numbers to write. A mean over nothing is omitted: it is unknown, not
+  0.
+  """
   row = {}
   for key, metric in metrics.items():
     value = metric.value() if isinstance(metric, Mean | Sum | Max | Min) else float(metric)
@@ -111,7 +122,9 @@ _SPREAD = {'mean': 'Mean', 'max': 'Largest', 'min': 'Smallest'}
 
 
 def _of(prefix: str, quantity: str, reading: str) -> dict[str, str]:
-  return {f'{prefix}/{kind}': f'{word} {quantity}. {reading}'.strip() for kind, word in _SPREAD.items()}
+  return {
+    f'{prefix}/{kind}': f'{word} {quantity}. {reading}'.strip() for kind, word in _SPREAD.items()
+  }
 
 
 METRICS: dict[str, str] = {
@@ -169,9 +182,15 @@ METRICS: dict[str, str] = {
     'score of a trained sample, before any shaping',
     "The curve that should rise; a stage's selection decides which samples it covers.",
   ),
-  **_of('critic/rewards', 'reward of a sample after the length terms, without KL', 'Equals the score without shaping.'),
   **_of(
-    'critic/advantages', 'advantage of a trained token', 'The mean is near 0 for groups; extremes above 5 are rare.'
+    'critic/rewards',
+    'reward of a sample after the length terms, without KL',
+    'Equals the score without shaping.',
+  ),
+  **_of(
+    'critic/advantages',
+    'advantage of a trained token',
+    'The mean is near 0 for groups; extremes above 5 are rare.',
   ),
   'critic/returns/mean': 'Mean return of a trained token.',
   'critic/values/mean': "Mean of the critic's value of a trained token. Should approach the returns.",
@@ -186,20 +205,27 @@ METRICS: dict[str, str] = {
   'num_not_finite': 'Samples for which critic, policy or reference computed NaN or infinity, left out of the loss and '
   'named in the log. Should be 0.',
   # Lengths.
-  **_of('response_length', 'response length in tokens', 'A sudden rise with falling reward indicates rambling.'),
+  **_of(
+    'response_length',
+    'response length in tokens',
+    'A sudden rise with falling reward indicates rambling.',
+  ),
   'response_length/clip_ratio': 'Share of responses cut at the token limit. Above 0.1, the limit distorts training.',
   **_of('prompt_length', 'prompt length in tokens', ''),
   **_of('num_turns', 'turns (runs of tokens that the policy wrote) per sample', ''),
   'response/aborted_ratio': 'Share of responses that the engine or the workflow aborted. Should be 0.',
-  # Trainer against sampler.
-  # Measured on the trained, sampled tokens of the batch before its first optimizer step. Figures marked "embedded" are
-  # from the engine in the trainer's process, in float32.
+  # Trainer against sampler. Measured on the trained, sampled tokens of the batch before its first
+  # optimizer step. Figures marked "embedded" are from the engine in the trainer's process, in
+  # float32.
   'rollout_corr/kl': 'KL from the sampler to the trainer (k1 estimate, nats per token), positive where the sampler '
-  'is more confident. Embedded: below 1e-6; vLLM in bfloat16: about 1e-3. Above 1e-2, the two compute different '
+  'is more confident. Embedded: below 1e-6; vLLM in bfloat16: about 1e-3. Above 1e-2, the two '
+  'compute different '
   'models; large differences of both signs can cancel out, so read k3_kl too.',
   'rollout_corr/k3_kl': 'KL from the sampler to the trainer in the k3 estimate (nats per token), which is never '
-  'negative; rollout.mismatch.warn_k3_kl is its budget. Embedded: below 1e-9; vLLM in bfloat16: about 1e-3. A rise '
-  'over many steps precedes collapse; above 1e-2 from the first step on indicates a bug (temperature, dtype, stale '
+  'negative; rollout.mismatch.warn_k3_kl is its budget. Embedded: below 1e-9; vLLM in bfloat16: '
+  'about 1e-3. A rise '
+  'over many steps precedes collapse; above 1e-2 from the first step on indicates a bug '
+  '(temperature, dtype, stale '
   'weights).',
   'rollout_corr/training_ppl': "Mean over sequences of the trainer's perplexity of its sampled tokens. Equals "
   'rollout_ppl up to rounding; if far above it, the trainer does not see what was sampled.',
@@ -207,7 +233,8 @@ METRICS: dict[str, str] = {
   'rollout_corr/log_ppl_diff': 'Log-perplexity of the trainer minus that of the sampler, mean over sequences. Should '
   'be 0 on average; steadily above 0.01, the trainer is less confident than the sampler.',
   'rollout_corr/log_ppl_abs_diff': 'Mean over sequences of the absolute value of that difference, so that signs '
-  'cannot cancel. If it is large and log_ppl_diff is near 0, some sequences are scored too high and others too low.',
+  'cannot cancel. If it is large and log_ppl_diff is near 0, some sequences are scored too high '
+  'and others too low.',
   'rollout_corr/chi2_token': 'χ² divergence per token: mean squared importance weight − 1. Near 0; above 0.1, a few '
   'tokens dominate the gradient of an importance-weighted loss.',
   'rollout_corr/chi2_seq': 'The same for whole sequences, from the product of their weights (bounded to e^±20). It '
@@ -219,7 +246,8 @@ METRICS: dict[str, str] = {
   'rollout_corr/rollout_is_min': 'Smallest importance weight. Far below 0.1: a token that the trainer considers '
   'unlikely, from a truncated distribution (top_p, top_k) or another model.',
   'rollout_corr/rollout_is_eff_sample_size': 'Effective share of the tokens under their weights, (Σw)² / (N Σw²). 1 '
-  'is no mismatch; below 0.9, look at the largest weights; below 0.5, a correction loses half of the batch.',
+  'is no mismatch; below 0.9, look at the largest weights; below 0.5, a correction loses half of '
+  'the batch.',
   'rollout_corr/rollout_is_weight': 'Mean of the weights that multiply the loss, after truncation. Its distance from '
   '1 is what truncation cut; below 0.9, that is much of the batch.',
   'rollout_corr/rollout_rs_masked_fraction': 'Share of tokens of sequences that were masked for their mean ratio.',
@@ -227,7 +255,8 @@ METRICS: dict[str, str] = {
   'sampling/sampling_logp_difference/mean': 'Mean |trainer − sampler| of the token logprobs. Embedded: 1e-6; vLLM in '
   'bfloat16: 1e-2. Steadily above 0.02 indicates a bug.',
   'sampling/sampling_logp_difference/max': 'Largest |trainer − sampler| of one token; its budget is '
-  'rollout.mismatch.warn_max_difference. Embedded: below 1e-4. A single large one indicates a misaligned or masked '
+  'rollout.mismatch.warn_max_difference. Embedded: below 1e-4. A single large one indicates a '
+  'misaligned or masked '
   'token.',
   'sampling/importance_sampling_ratio/<kind>': 'exp(trainer − sampler) over sampled tokens: min, mean, max. The same '
   'numbers as rollout_corr/rollout_is_*, under the name that TRL gives them.',
@@ -273,7 +302,8 @@ METRICS: dict[str, str] = {
   'run/skipped_updates': "Updates of the step, the critic's included, that were skipped for NaN, infinity or an "
   'exploding gradient. If more than a few, lower the learning rate.',
   'run/mismatch_over_budget': '1 if trainer and sampler, with the same weights, differed by more than '
-  'rollout.mismatch allows, else 0; absent if no rollout of the batch is from the weights that it updates. Should be '
+  'rollout.mismatch allows, else 0; absent if no rollout of the batch is from the weights that it '
+  'updates. Should be '
   '0; if often 1, let the servers compute in float32, or raise the budget deliberately.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
   'run/engine_retries': 'Completions requested again since the previous step because a server was lost. Usually 0.',
@@ -283,7 +313,8 @@ METRICS: dict[str, str] = {
   'run/engines_serving': 'Servers that serve the version of the step.',
   'run/scorers/breaks': 'Restarts of all scorer processes since the previous step; absent before the first.',
   'run/scorers/<scorer>/<count>': 'Failures of a scorer since the previous step: calls by `timeout`, `error`, '
-  '`crashed` and `retried`; samples `unscorable` or `zeroed` and `dropped_groups` by its on_failure. Absent before '
+  '`crashed` and `retried`; samples `unscorable` or `zeroed` and `dropped_groups` by its '
+  'on_failure. Absent before '
   'the first; if more than a few, see the log.',
   'run/dropped/<reason>': 'Samples dropped for this reason while the batch was collected; `groups` counts groups.',
   'run/<name>': 'Another count of the run itself.',
@@ -306,8 +337,9 @@ METRICS: dict[str, str] = {
   'val-aux/<taskset>/<name>': 'Another measure of the evaluation.',
   '<key>/nonfinite': 'Accompanies a key that is null and gives its value: nan, inf or -inf.',
 }
-"""Description of each key or pattern of keys. A <placeholder> matches one path part, or several if it is in `_DEEP`. If
-several patterns match a key, the first one counts."""
+"""Description of each key or pattern of keys. A <placeholder> matches one path part, or several if
+it is in `_DEEP`. If several patterns match a key, the first one counts.
+"""
 
 
 _DEEP = {'<taskset>', '<preferences>', '<part>', '<name>'}
@@ -316,7 +348,9 @@ _DEEP = {'<taskset>', '<preferences>', '<part>', '<name>'}
 
 def _pattern(key: str) -> re.Pattern[str]:
   parts = re.split(r'(<\w+>)', key)
-  return re.compile(''.join(('.+?' if p in _DEEP else '[^/]+') if p[:1] == '<' else re.escape(p) for p in parts))
+  return re.compile(
+    ''.join(('.+?' if p in _DEEP else '[^/]+') if p[:1] == '<' else re.escape(p) for p in parts)
+  )
 
 
 _PATTERNS = [(_pattern(key), key) for key in METRICS if '<' in key]
@@ -339,13 +373,19 @@ def document() -> str:
   lines = [
     '# Metrics and how to read them',
     '',
-    'Rows of `metrics.jsonl` carry `stage`, `training/global_step` and some of these keys; the names are verl’s where',
-    'verl has one. A value that is NaN or infinite is written as `null`, with `<key>/nonfinite` beside it.',
+    'Rows of `metrics.jsonl` carry `stage`, `training/global_step` and some of these keys; the '
+    'names are verl’s where',
+    'verl has one. A value that is NaN or infinite is written as `null`, with `<key>/nonfinite` '
+    'beside it.',
     'Written by `python docs/generate.py` from `jaxrl_llm/runtime/metrics.py`.',
     '',
     '| key | how to read it |',
     '|---|---|',
   ]
   return '\n'.join(
-    [*lines, *(f'| `{key}` | {text.replace("|", chr(92) + "|")} |' for key, text in METRICS.items()), '']
+    [
+      *lines,
+      *(f'| `{key}` | {text.replace("|", chr(92) + "|")} |' for key, text in METRICS.items()),
+      '',
+    ]
   )

@@ -1,8 +1,8 @@
 """Export of a run's events as a trace for ui.perfetto.dev and chrome://tracing.
 
-Each attempt is a process. Each timeline lane is one thread, or as many as it takes for no two spans of a thread to
-overlap. Each requester has its own thread, with marks where a request leaves and where its reply arrives; an arrow
-leads from the first mark through the span to the second.
+Each attempt is a process. Each timeline lane is one thread, or as many as it takes for no two spans
+of a thread to overlap. Each requester has its own thread, with marks where a request leaves and
+where its reply arrives; an arrow leads from the first mark through the span to the second.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
   """Writes `<workdir>/perfetto.json` (or `target`) from the run's events and returns its path."""
   source, path = workdir / events.FILE, target or workdir / FILE
   if not source.is_file():
-    raise UserError(f'--workdir={workdir}: has no {events.FILE}; give the directory of a run that has started')
+    raise UserError(
+      f'--workdir={workdir}: has no {events.FILE}; give the directory of a run that has started'
+    )
   document = {'displayTimeUnit': 'ms', 'traceEvents': trace(load(source).spans)}
   temporary = path.with_name(path.name + '.tmp')
   try:
     temporary.write_text(json.dumps(document, separators=(',', ':')), encoding='utf-8')
     temporary.replace(path)
   except OSError as error:
-    raise UserError(f'--perfetto={path}: {error.strerror}; name a file that can be written') from error
+    raise UserError(
+      f'--perfetto={path}: {error.strerror}; name a file that can be written'
+    ) from error
   return path
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Converts a timeline's spans to trace events. Times are microseconds since the first span starts."""
+  """Converts a timeline's spans to trace events. Times are microseconds since the first span
+  starts.
+  """
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   output: list[Row] = []
@@ -48,7 +54,9 @@ def trace(spans: list[Span]) -> list[Row]:
     known = (attempt, name) in threads
     place = {'pid': attempt + 1, 'tid': threads.setdefault((attempt, name), len(threads) + 1)}
     if not known:
-      output.append({'ph': 'M', 'name': 'process_name', **place, 'args': {'name': f'attempt {attempt}'}})
+      output.append(
+        {'ph': 'M', 'name': 'process_name', **place, 'args': {'name': f'attempt {attempt}'}}
+      )
       output.append({'ph': 'M', 'name': 'thread_name', **place, 'args': {'name': name}})
     return place
 
@@ -71,5 +79,14 @@ def trace(spans: list[Span]) -> list[Row]:
       output.append({**arrow, 'ph': 's', **asker, 'ts': start})
       output.append({**arrow, 'ph': 't', **lane, 'ts': start})
       output.append({**arrow, 'ph': 'f', 'bp': 'e', **asker, 'ts': end})
-    output.append({**common, 'ph': 'X', **lane, 'ts': start, 'dur': max(MARK_US, round(end - start, 3)), 'args': args})
+    output.append(
+      {
+        **common,
+        'ph': 'X',
+        **lane,
+        'ts': start,
+        'dur': max(MARK_US, round(end - start, 3)),
+        'args': args,
+      }
+    )
   return output

@@ -1,8 +1,8 @@
 """Progress display of a run: one bar over all stages on a terminal, plain lines elsewhere.
 
-A line depends only on the rows reported so far. Plain lines are printed for the first reported step and the last step
-of each stage, and for a step that ends at least `interval_s` after the previous line; on a terminal every step is
-shown.
+A line depends only on the rows reported so far. Plain lines are printed for the first reported step
+and the last step of each stage, and for a step that ends at least `interval_s` after the previous
+line; on a terminal every step is shown.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ _QUANTITIES = [
   ('len', ('response_length/mean',)),
   ('KL', ('actor/kl_loss', 'actor/ppo_kl')),
 ]
-"""Displayed quantities and their metric keys (the first one present counts). A row with a reward shows no loss."""
+"""Displayed quantities and their metric keys (the first one present counts). A row with a reward
+shows no loss.
+"""
 
 _WINDOW = 20
 """Window, in steps, for the reward trend and the median step time."""
 
 
 class ProgressDisplay:
-  """Shows a run's steps. A context manager; `step` and `note` are called between entering and leaving."""
+  """Shows a run's steps. A context manager; `step` and `note` are called between entering and
+  leaving.
+  """
 
   def __init__(
     self,
@@ -93,12 +97,16 @@ class ProgressDisplay:
       self._live.start()
     return self
 
-  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ):
     if self._live is not None:
       self._live.stop()
 
   def step(self, stage: str, step: int, row: Mapping[str, Any]) -> None:
-    """Shows that `step` steps of a stage are done (counted within the stage); `row` has the last step's metrics."""
+    """Shows that `step` steps of a stage are done (counted within the stage); `row` has the last
+    step's metrics.
+    """
     took = row.get('timing_s/step')
     if took is not None:
       self._times.append(took)
@@ -120,7 +128,9 @@ class ProgressDisplay:
     return sum(self._stages[name] for name in names[: names.index(stage)])
 
   def _eta(self, stage: str, step: int) -> str:
-    """Formats remaining steps times the median step time; '~' marks that later stages may have other step times."""
+    """Formats remaining steps times the median step time; '~' marks that later stages may have
+    other step times.
+    """
     if not self._times:
       return '?'
     remaining = sum(self._stages.values()) - self._done(stage) - step
@@ -135,11 +145,15 @@ class ProgressDisplay:
         continue
       trend = self._trend(stage, row[key]) if name == 'reward' else ''
       fields.append(f'{name} {number(row[key])}{trend}')
-    phases = [f'{PHASES[p]} {row[f"timing_s/{p}"]:.2f} s' for p in PHASES if row.get(f'timing_s/{p}')]
+    phases = [
+      f'{PHASES[p]} {row[f"timing_s/{p}"]:.2f} s' for p in PHASES if row.get(f'timing_s/{p}')
+    ]
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 % of that mean."""
+    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 % of that
+    mean.
+    """
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))

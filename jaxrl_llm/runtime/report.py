@@ -1,8 +1,9 @@
-"""report.html: a run's curves, evaluations, rollouts and configuration in one file that needs no network.
+"""report.html: a run's curves, evaluations, rollouts and configuration in one file that needs no
+network.
 
-The report is built from the run's logs alone, so rebuilding it at any time gives the same page. Log contents are data:
-they enter the page as JSON with `<` escaped and reach the document as text nodes only, and the page's content security
-policy allows only the report's own script, by its digest.
+The report is built from the run's logs alone, so rebuilding it at any time gives the same page. Log
+contents are data: they enter the page as JSON with `<` escaped and reach the document as text nodes
+only, and the page's content security policy allows only the report's own script, by its digest.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
-"""Maximum number of points per curve. A longer curve is cut into MAX_POINTS / 2 - 1 equal stretches; the extremes of
-each stretch and the curve's ends are kept."""
+"""Maximum number of points per curve. A longer curve is cut into MAX_POINTS / 2 - 1 equal
+stretches; the extremes of each stretch and the curve's ends are kept.
+"""
 Row = dict[str, Any]
 
 
@@ -44,14 +46,20 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
 def render(data: Mapping[str, Any]) -> str:
   """Returns the HTML page for a payload."""
   style = (ASSETS / 'style.css').read_text(encoding='utf-8')
-  script = "(() => {\n'use strict';\n" + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in SCRIPTS) + '})();'
+  script = (
+    "(() => {\n'use strict';\n"
+    + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in SCRIPTS)
+    + '})();'
+  )
   parts = {
     'title': html.escape(f'{data["name"]} · report'),
     'style': style,
     'script': script,
     'style_hash': _digest(style),
     'script_hash': _digest(script),
-    'data': json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':')).replace('<', '\\u003c'),
+    'data': json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':')).replace(
+      '<', '\\u003c'
+    ),
   }
   template = (ASSETS / 'template.html').read_text(encoding='utf-8')
   return re.sub(r'{{(\w+)}}', lambda match: parts[match[1]], template)
@@ -67,7 +75,10 @@ def payload(workdir: pathlib.Path) -> Row:
   if not workdir.is_dir():
     raise UserError(f'--workdir={workdir}: no such directory; give the directory of a run')
   if not log.is_file():
-    raise UserError(f'--workdir={workdir}: has no {writers.METRICS_FILE}; give the directory of a run that has started')
+    raise UserError(
+      f'--workdir={workdir}: has no {writers.METRICS_FILE}; give the directory of a run that has '
+      'started'
+    )
   rows, corrupt = writers.read_jsonl(log)
   stages = _stages(rows)
   series = _series(rows, stages)
@@ -110,10 +121,11 @@ def _step(row: Row) -> int:
 
 
 def _stages(rows: list[Row]) -> list[Row]:
-  """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to their steps.
+  """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to
+  their steps.
 
-  The offset is 0 if steps count through the whole run; for a stage whose steps restart below the end of the previous
-  stage, it is that end.
+  The offset is 0 if steps count through the whole run; for a stage whose steps restart below the
+  end of the previous stage, it is that end.
   """
   stages: list[Row] = []
   names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']
@@ -158,7 +170,9 @@ def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
   return {role: dict(zip(('x', 'y', 'stage'), columns)) for role, columns in curves.items()}
 
 
-def _thinned(points: list[tuple[int, float | int | None, int]]) -> list[tuple[int, float | int | None, int]]:
+def _thinned(
+  points: list[tuple[int, float | int | None, int]],
+) -> list[tuple[int, float | int | None, int]]:
   if len(points) <= MAX_POINTS:
     return points
   kept = {0, len(points) - 1}
@@ -166,16 +180,23 @@ def _thinned(points: list[tuple[int, float | int | None, int]]) -> list[tuple[in
   for i in range(stretches):
     indices = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
     finite = [j for j in indices if points[j][1] is not None] or [indices[0]]
-    kept |= {min(finite, key=lambda j: points[j][1] or 0.0), max(finite, key=lambda j: points[j][1] or 0.0)}
+    kept |= {
+      min(finite, key=lambda j: points[j][1] or 0.0),
+      max(finite, key=lambda j: points[j][1] or 0.0),
+    }
   return [points[j] for j in sorted(kept)]
 
 
 def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
-  """One row per evaluated stage and step (the last evaluation wins), one column per accuracy or count."""
+  """One row per evaluated stage and step (the last evaluation wins), one column per accuracy or
+  count.
+  """
   columns: dict[str, None] = {}
   table: dict[tuple[int, int], Row] = {}
   for row in rows:
-    measured = {key: value for key, value in row.items() if key.startswith('val-') and is_number(value)}
+    measured = {
+      key: value for key, value in row.items() if key.startswith('val-') and is_number(value)
+    }
     if measured:
       columns.update(dict.fromkeys(measured))
       table.setdefault((_stage_of(row, stages), _step(row)), {}).update(measured)
@@ -192,16 +213,33 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
 def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
   """Header tiles: first and last accuracy, first and last reward or loss, steps, time, tokens."""
   tiles = []
-  accuracies = [key for key in _evaluations(rows, stages)['columns'] if re.fullmatch(r'val-core/.+/acc/[^/]+', key)]
+  accuracies = [
+    key
+    for key in _evaluations(rows, stages)['columns']
+    if re.fullmatch(r'val-core/.+/acc/[^/]+', key)
+  ]
   greedy = [key for key in accuracies if key.endswith('/greedy')]
   for key in (greedy or accuracies)[:3]:
     taskset, mode = key.removeprefix('val-core/').split('/acc/')
     measured = [row for row in rows if is_number(row.get(key))]
     milestones = [measured[0], *_stage_ends(measured)[:-1]] if len(measured) > 1 else []
-    way = [f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}' for row in _distinct(milestones, measured[-1])]
+    way = [
+      f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}'
+      for row in _distinct(milestones, measured[-1])
+    ]
     detail = 'from ' + ', '.join(way) if way else 'the only evaluation'
-    tiles.append({'label': f'Accuracy, {mode}: {taskset}', 'value': f'{measured[-1][key]:.3f}', 'detail': detail})
-  curves = {'Reward': 'critic/score/mean', 'Pairs won': 'rewards/accuracies', 'Supervised loss': 'actor/sft_loss'}
+    tiles.append(
+      {
+        'label': f'Accuracy, {mode}: {taskset}',
+        'value': f'{measured[-1][key]:.3f}',
+        'detail': detail,
+      }
+    )
+  curves = {
+    'Reward': 'critic/score/mean',
+    'Pairs won': 'rewards/accuracies',
+    'Supervised loss': 'actor/sft_loss',
+  }
   for label, key in curves.items():
     values = [row[key] for row in rows if is_number(row.get(key))]
     if values:
@@ -209,11 +247,21 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
       detail = f'from {first:.3g} (means over {min(10, len(values))} steps)'
       tiles.append({'label': label, 'value': f'{last:.3g}', 'detail': detail})
   seconds = [row['timing_s/step'] for row in rows if is_number(row.get('timing_s/step'))]
-  tokens = [row['perf/total_num_tokens'] for row in rows if is_number(row.get('perf/total_num_tokens'))]
+  tokens = [
+    row['perf/total_num_tokens'] for row in rows if is_number(row.get('perf/total_num_tokens'))
+  ]
   detail = f'{statistics.median(seconds):.3g} s per step (median)' if seconds else ''
-  tiles.append({'label': 'Total step time', 'value': _duration(sum(seconds)) if seconds else '–', 'detail': detail})
+  tiles.append(
+    {
+      'label': 'Total step time',
+      'value': _duration(sum(seconds)) if seconds else '–',
+      'detail': detail,
+    }
+  )
   detail = f'{sum(tokens):,.0f} tokens in the batches' if tokens else ''
-  tiles.append({'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail})
+  tiles.append(
+    {'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail}
+  )
   return tiles
 
 
@@ -233,7 +281,11 @@ def _duration(seconds: float | int) -> str:
 
 
 def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
-  notes = [f'{n:,} unreadable {"line" if n == 1 else "lines"} in {name} left out.' for name, n in corrupt.items() if n]
+  notes = [
+    f'{n:,} unreadable {"line" if n == 1 else "lines"} in {name} left out.'
+    for name, n in corrupt.items()
+    if n
+  ]
   nonfinite: dict[str, list[Row]] = {}
   for row in rows:
     for key in row:
@@ -241,13 +293,20 @@ def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
         nonfinite.setdefault(key.removesuffix('/nonfinite'), []).append(row)
   for key, bad in nonfinite.items():
     first = f'{bad[0].get(writers.STAGE)} {_step(bad[0]):,}'
-    notes.append(f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at {first}.')
-  skipped = [row['run/skipped_updates'] for row in rows if is_number(row.get('run/skipped_updates'))]
+    notes.append(
+      f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at '
+      f'{first}.'
+    )
+  skipped = [
+    row['run/skipped_updates'] for row in rows if is_number(row.get('run/skipped_updates'))
+  ]
   if skipped and max(skipped):
     notes.append(f'{max(skipped):,.0f} updates were skipped.')
   over = [row for row in rows if row.get('run/mismatch_over_budget')]
   if over:
     steps = f'{len(over):,} {"step" if len(over) == 1 else "steps"}'
     first = f'{over[0].get(writers.STAGE)} {_step(over[0]):,}'
-    notes.append(f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.')
+    notes.append(
+      f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.'
+    )
   return notes if rows else [*notes, 'The run has written no metrics yet.']

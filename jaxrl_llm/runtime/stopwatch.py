@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name, such as `gen`, which lasts until the rows of a batch are final, `annotate` and `train`."""
+  """Adds up seconds by name, such as `gen`, which lasts until the rows of a batch are final,
+  `annotate` and `train`.
+  """
 
   def __init__(self):
     self._seconds: dict[str, float] = {}

@@ -1,12 +1,13 @@
 """Writer of TensorBoard scalar event files, flushed after each event.
 
-The format is small and frozen: TFRecord framing (length, masked CRC-32C of it, bytes, masked CRC-32C of them) around
-the protocol buffer `tensorflow.Event`. This module writes it because tensorboardX imports torch wherever torch is
-installed (which takes seconds, and trainer processes must not import it) and names its files by the second, so that a
-quick restart overwrites one. The tests read these files with tensorboardX.
+The format is small and frozen: TFRecord framing (length, masked CRC-32C of it, bytes, masked
+CRC-32C of them) around the protocol buffer `tensorflow.Event`. This module writes it because
+tensorboardX imports torch wherever torch is installed (which takes seconds, and trainer processes
+must not import it) and names its files by the second, so that a quick restart overwrites one. The
+tests read these files with tensorboardX.
 
-Invariant: a file starts with two records that are not rows (the format's version; a session start, which makes a
-watching TensorBoard discard what it read before); each later record is one `write`.
+Invariant: a file starts with two records that are not rows (the format's version; a session start,
+which makes a watching TensorBoard discard what it read before); each later record is one `write`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _HEADER_RECORDS = 2
 
 
 class EventFile:
-  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard to find it."""
+  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard to find
+  it.
+  """
 
   def __init__(self, path: pathlib.Path, wall_time: float):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +36,9 @@ class EventFile:
   def write(self, step: int, scalars: Mapping[str, float | int], wall_time: float) -> None:
     """Appends one event with a step's scalars and flushes it."""
     with np.errstate(over='ignore'):
-      values = [(tag.encode(), np.float32(value).astype('<f4').tobytes()) for tag, value in scalars.items()]
+      values = [
+        (tag.encode(), np.float32(value).astype('<f4').tobytes()) for tag, value in scalars.items()
+      ]
     summary = b''.join(_message(1, _message(1, tag) + b'\x15' + value) for tag, value in values)
     self._record(_wall_time(wall_time) + _number(2, step) + _message(5, summary))
 
@@ -53,7 +58,8 @@ def row_times(path: pathlib.Path) -> list[float]:
     (length,) = struct.unpack_from('<Q', data, at)
     if length < 9 or at + 16 + length > len(data):
       break
-    times.append(struct.unpack_from('<d', data, at + 13)[0])  # every event begins with field 1, its wall time
+    # every event begins with field 1, its wall time
+    times.append(struct.unpack_from('<d', data, at + 13)[0])
     at += 16 + length
   return times[_HEADER_RECORDS:]
 

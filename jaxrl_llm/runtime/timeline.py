@@ -1,7 +1,9 @@
-"""Timeline of a run: the exchanges of events.jsonl as spans on lanes, and the idle time of trainer and rollout.
+"""Timeline of a run: the exchanges of events.jsonl as spans on lanes, and the idle time of trainer
+and rollout.
 
-A step lasts from the end of one batch's training to the end of the next: evaluation and commit of the previous batch,
-publishing, rollout, training. The first step of an attempt begins with the attempt's first event.
+A step lasts from the end of one batch's training to the end of the next: evaluation and commit of
+the previous batch, publishing, rollout, training. The first step of an attempt begins with the
+attempt's first event.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ LANES = (
 MAX_STEPS = 12
 """Maximum number of steps that a report shows individually."""
 MAX_SPANS = 4000
-"""Maximum number of spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
+"""Maximum number of spans that a report draws; to stay below, it shows fewer steps, then fewer
+spans.
+"""
 
 
 class Span(NamedTuple):
@@ -65,7 +69,9 @@ class Step(NamedTuple):
   start: float
   end: float
   idle: Mapping[str, float]
-  """Idle share of the step, keyed by role (see `BUSY`); has `rollout` only if the batch consists of rollouts."""
+  """Idle share of the step, keyed by role (see `BUSY`); has `rollout` only if the batch consists of
+  rollouts.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +99,16 @@ def load(path: pathlib.Path) -> Timeline:
     if event.of is None:
       if event.kind == 'request':
         asked[event.attempt, event.id] = len(spans)
-      spans.append(Span(event.edge, event.attempt, event.step, event.id, None, event.t, event.t, event.fields))
+      spans.append(
+        Span(event.edge, event.attempt, event.step, event.id, None, event.t, event.t, event.fields)
+      )
     elif (place := asked.pop((event.attempt, event.of), None)) is None:
       unreadable += 1
     else:
       span = spans[place]
-      spans[place] = span._replace(reply=event.id, end=max(event.t, span.start), fields={**span.fields, **event.fields})
+      spans[place] = span._replace(
+        reply=event.id, end=max(event.t, span.start), fields={**span.fields, **event.fields}
+      )
   for place in asked.values():
     spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
   spans.sort(key=lambda span: (span.attempt, span.start))
@@ -107,9 +117,15 @@ def load(path: pathlib.Path) -> Timeline:
 
 def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
   steps: list[Step] = []
-  explored = {(s.attempt, s.step) for s in spans if s.edge == Edge.FETCH and s.fields.get('source') == 'rollouts'}
+  explored = {
+    (s.attempt, s.step)
+    for s in spans
+    if s.edge == Edge.FETCH and s.fields.get('source') == 'rollouts'
+  }
   busy = {
-    (attempt, role): _union((s.start, s.end) for s in spans if s.attempt == attempt and s.edge in edges)
+    (attempt, role): _union(
+      (s.start, s.end) for s in spans if s.attempt == attempt and s.edge in edges
+    )
     for attempt in begun
     for role, edges in BUSY.items()
   }
@@ -149,7 +165,8 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """Assigns each span the first free row of its attempt's lane, so that spans in a row never overlap.
+  """Assigns each span the first free row of its attempt's lane, so that spans in a row never
+  overlap.
 
   Args:
     spans: sorted like `Timeline.spans`.
@@ -169,7 +186,8 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:
-  """Returns the report's data for the last steps and any spans after them; None for a run without steps.
+  """Returns the report's data for the last steps and any spans after them; None for a run without
+  steps.
 
   Times are seconds from the start of the first step shown.
   """
@@ -177,7 +195,9 @@ def payload(timeline: Timeline) -> dict[str, Any] | None:
     return None
   attempt = timeline.steps[-1].attempt
   steps = [step for step in timeline.steps[-MAX_STEPS:] if step.attempt == attempt]
-  spans = [span for span in timeline.spans if span.attempt == attempt and span.end >= steps[0].start]
+  spans = [
+    span for span in timeline.spans if span.attempt == attempt and span.end >= steps[0].start
+  ]
   while len(spans) > MAX_SPANS and len(steps) > 1:
     steps = steps[1:]
     spans = [span for span in spans if span.end >= steps[0].start]
@@ -186,10 +206,17 @@ def payload(timeline: Timeline) -> dict[str, Any] | None:
   place = lambda start, end: {'t': round(start - zero, 6), 'd': round(end - start, 6)}
   return {
     'lanes': [lane for lane in LANES if any(EDGES[span.edge].lane == lane for span in spans)],
-    'edges': {edge: {'from': e.source, 'to': e.target, 'lane': e.lane, 'text': e.text} for edge, e in EDGES.items()},
+    'edges': {
+      edge: {'from': e.source, 'to': e.target, 'lane': e.lane, 'text': e.text}
+      for edge, e in EDGES.items()
+    },
     'hidden': hidden,
     'steps': [
-      {'n': s.number, **place(s.start, s.end), 'idle': {role: round(share, 4) for role, share in s.idle.items()}}
+      {
+        'n': s.number,
+        **place(s.start, s.end),
+        'idle': {role: round(share, 4) for role, share in s.idle.items()},
+      }
       for s in steps
     ],
     'end': round(max(steps[-1].end, *(span.end for span in spans)) - zero, 6),
@@ -201,7 +228,9 @@ def payload(timeline: Timeline) -> dict[str, Any] | None:
         'id': s.id,
         'reply': s.reply,
         'unanswered': s.unanswered,
-        'fields': {name: v if isinstance(v, str) else json.dumps(v) for name, v in s.fields.items()},
+        'fields': {
+          name: v if isinstance(v, str) else json.dumps(v) for name, v in s.fields.items()
+        },
       }
       for s, row in zip(spans, rows(spans))
     ],

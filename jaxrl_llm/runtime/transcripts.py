@@ -1,8 +1,8 @@
 """Rollouts and evaluation answers of a run in the compact form embedded in its report.
 
-A report stays a few megabytes whatever the run's size: the selection follows fixed rules (`ROLLOUT_BYTES`,
-`MAX_ANSWERS`) that depend on the files alone, and the page states what it omits. Unusable rows are counted, never
-fatal.
+A report stays a few megabytes whatever the run's size: the selection follows fixed rules
+(`ROLLOUT_BYTES`, `MAX_ANSWERS`) that depend on the files alone, and the page states what it omits.
+Unusable rows are counted, never fatal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 from jaxrl_llm.runtime import writers
 
 ROLLOUT_BYTES = 12_000_000
-"""Budget for embedded rollouts files, in bytes. Above it, steps are selected at even spacing, including the first and
-last of each stage; if those are still too large, only the first whole groups of each step are embedded."""
+"""Budget for embedded rollouts files, in bytes. Above it, steps are selected at even spacing,
+including the first and last of each stage; if those are still too large, only the first whole
+groups of each step are embedded.
+"""
 MAX_ANSWERS = 300
 """Maximum number of evaluation answers embedded per suite, taken from the start of the file."""
 
@@ -33,8 +35,12 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: Any, digits: int = 6) -> Any:
-  """Rounds floats to `digits` significant digits to keep the page small; returns other values unchanged."""
-  return float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
+  """Rounds floats to `digits` significant digits to keep the page small; returns other values
+  unchanged.
+  """
+  return (
+    float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
+  )
 
 
 def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
@@ -52,7 +58,8 @@ def _text(value: Any) -> str:
 
 
 def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
-  """Returns, per suite and prompt, the greedy answers at the first evaluation and at the last of each stage.
+  """Returns, per suite and prompt, the greedy answers at the first evaluation and at the last of
+  each stage.
 
   The second value is the number of unreadable rows.
   """
@@ -73,16 +80,22 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
         prompt = _text(row.get('prompt'))
         if prompt not in rows and (column or len(rows) >= MAX_ANSWERS):
           continue
-        entry = rows.setdefault(prompt, {'prompt': prompt, 'truth': row.get('truth'), 'answers': [None] * len(chosen)})
+        entry = rows.setdefault(
+          prompt, {'prompt': prompt, 'truth': row.get('truth'), 'answers': [None] * len(chosen)}
+        )
         entry['answers'][column] = (_text(row.get('completion')), row.get('correct') is True)
     columns = [{'stage': stages[stage]['name'], 'step': step} for stage, step, _ in chosen]
     if rows:
-      result.append({'suite': suite, 'columns': columns, 'rows': list(rows.values()), 'total': total})
+      result.append(
+        {'suite': suite, 'columns': columns, 'rows': list(rows.values()), 'total': total}
+      )
   return result, corrupt
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """Selects `count` items at even spacing, including the first and last; all items if there are no more."""
+  """Selects `count` items at even spacing, including the first and last; all items if there are no
+  more.
+  """
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -102,7 +115,9 @@ def _chosen(files: list[File]) -> tuple[list[File], float]:
 
 
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
-  """Yields rows of a rollouts file, None for unreadable lines; past `limit` bytes it stops at the end of a group."""
+  """Yields rows of a rollouts file, None for unreadable lines; past `limit` bytes it stops at the
+  end of a group.
+  """
   size, last = 0, None
   with path.open('rb') as file:
     for line in file:
@@ -125,7 +140,9 @@ class _Indices(dict):
 
 
 def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
-  """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of unreadable rows."""
+  """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of
+  unreadable rows.
+  """
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files)
   tokens, scores, tasks = _Indices(), _Indices(), {}
@@ -138,11 +155,15 @@ def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
         continue
       task = (_text(row.get('task_id')), _text(row.get('prompt')))
       place = tasks.setdefault(task, (len(tasks), row.get('truth'), row.get('taskset')))[0]
-      rows.append({'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, **compact})
+      rows.append(
+        {'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, **compact}
+      )
   return {
     'tokens': list(tokens),
     'scores': [json.loads(score) for score in scores],
-    'tasks': [{'id': i, 'prompt': p, 'truth': t, 'taskset': s} for (i, p), (_, t, s) in tasks.items()],
+    'tasks': [
+      {'id': i, 'prompt': p, 'truth': t, 'taskset': s} for (i, p), (_, t, s) in tasks.items()
+    ],
     'rows': rows,
     'shown': _shown(len(rows), len(chosen), len(files), limit),
   }, corrupt
@@ -157,13 +178,19 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
-  """Converts a rollout to the page's compact form; None if its lists are malformed or differ in length."""
+  """Converts a rollout to the page's compact form; None if its lists are malformed or differ in
+  length.
+  """
   texts, ids = row.get('tokens'), row.get('token_ids')
-  lists = {name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')}
+  lists = {
+    name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')
+  }
   if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
     return None
   ids = ids if isinstance(ids, list) and len(ids) == len(texts) else [None] * len(texts)
-  if any(v is not None and (not isinstance(v, list) or len(v) != len(texts)) for v in lists.values()):
+  if any(
+    v is not None and (not isinstance(v, list) or len(v) != len(texts)) for v in lists.values()
+  ):
     return None
   advantages, sampler, trainer = lists.values()
   if not all(is_number(v) or v is None for values in lists.values() for v in values or []):
@@ -183,7 +210,9 @@ def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
   if advantages and len(set(advantages)) == 1:
     compact['a'] = compact['a'][0]
   if sampler is not None and trainer is not None:
-    compact['d'] = [None if a is None or b is None else short(a - b, 3) for a, b in zip(trainer, sampler)]
+    compact['d'] = [
+      None if a is None or b is None else short(a - b, 3) for a, b in zip(trainer, sampler)
+    ]
   if completion != ''.join(texts):
     compact['q'] = completion
   return compact

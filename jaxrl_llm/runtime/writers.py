@@ -1,11 +1,13 @@
 """The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
 
-Invariant: after a resume each log equals that of an uninterrupted run. metrics.jsonl is the source of truth and is
-truncated to the byte offset committed by the checkpoint; TensorBoard files are derived from it and rewritten; each
-rollouts and evals file holds one step and is replaced atomically, and files of later steps are removed.
+Invariant: after a resume each log equals that of an uninterrupted run. metrics.jsonl is the source
+of truth and is truncated to the byte offset committed by the checkpoint; TensorBoard files are
+derived from it and rewritten; each rollouts and evals file holds one step and is replaced
+atomically, and files of later steps are removed.
 
-The logs are always valid JSON: a NaN or infinite metric is written as null, with `<key>/nonfinite` = 'nan', 'inf' or
-'-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, finer than float32 near 1.
+The logs are always valid JSON: a NaN or infinite metric is written as null, with `<key>/nonfinite`
+= 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8
+decimals, finer than float32 near 1.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ STAGE, STEP = 'stage', 'training/global_step'
 
 
 def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
-  """Returns the rows of a log and the number of lines that are not JSON objects, such as a half-written last line."""
+  """Returns the rows of a log and the number of lines that are not JSON objects, such as a
+  half-written last line.
+  """
   rows, corrupt = [], 0
   with path.open('rb') as file:
     for line in file:
@@ -48,7 +52,9 @@ def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-  """Converts metrics to JSON numbers, sorted by key; see the module docstring for NaN and infinity."""
+  """Converts metrics to JSON numbers, sorted by key; see the module docstring for NaN and
+  infinity.
+  """
   row: dict[str, float | int | str | None] = {}
   for key in sorted(values):
     value = np.asarray(values[key]).item()
@@ -61,15 +67,19 @@ def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]
 
 
 class MetricsWriter:
-  """Appends rows to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<stage>/`. Used by one process of a run."""
+  """Appends rows to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<stage>/`. Used by one
+  process of a run.
+  """
 
-  def __init__(self, workdir: pathlib.Path | str, *, committed: int | None, tensorboard: bool = True):
+  def __init__(
+    self, workdir: pathlib.Path | str, *, committed: int | None, tensorboard: bool = True
+  ):
     """Opens the log.
 
     Args:
       workdir: Run directory; created if missing.
-      committed: Committed length of metrics.jsonl in bytes; the rest is truncated. 0 starts the log afresh. None keeps
-        every whole line and truncates only a half-written last one.
+      committed: Committed length of metrics.jsonl in bytes; the rest is truncated. 0 starts the log
+        afresh. None keeps every whole line and truncates only a half-written last one.
       tensorboard: Whether to write event files too.
     """
     self._path = pathlib.Path(workdir) / METRICS_FILE
@@ -91,7 +101,11 @@ class MetricsWriter:
 
   def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Appends one row, flushes it and returns it as written."""
-    row = {STAGE: stage, STEP: int(step), **finite_row({k: v for k, v in values.items() if k not in (STAGE, STEP)})}
+    row = {
+      STAGE: stage,
+      STEP: int(step),
+      **finite_row({k: v for k, v in values.items() if k not in (STAGE, STEP)}),
+    }
     self._file.write(json.dumps(row, allow_nan=False).encode() + b'\n')
     self._file.flush()
     if self._boards is not None:
@@ -123,7 +137,8 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
     problem = f'has {size} bytes' if offset > size else 'has no line end there'
     raise RunError(
       f'{path}: the checkpoint committed its first {offset} bytes, but it {problem}: '
-      'the file was changed after the checkpoint; restore it, or start in a new --workdir with --init_from'
+      'the file was changed after the checkpoint; restore it, or start in a new --workdir with '
+      '--init_from'
     )
 
 
@@ -150,7 +165,9 @@ class _Boards:
     if stage not in self._writers:
       path = self._directory / stage / f'events.out.tfevents.{int(when)}.{self._serial}'
       self._writers[stage] = EventFile(path, when)
-    scalars = {key: value for key, value in row.items() if key != STEP and isinstance(value, int | float)}
+    scalars = {
+      key: value for key, value in row.items() if key != STEP and isinstance(value, int | float)
+    }
     self._writers[stage].write(row.get(STEP, 0), scalars, when)
 
   def close(self) -> None:
@@ -168,28 +185,39 @@ class RolloutsWriter:
     return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files of steps after each stage's last committed step; stages not listed have none committed."""
+    """Removes files of steps after each stage's last committed step; stages not listed have none
+    committed.
+    """
     return _discard_later(self.directory, last_steps)
 
 
 class EvalsWriter:
-  """`evals/<stage>/<step:06d>-<suite>.jsonl`: one file per evaluation of a suite, one row per response."""
+  """`evals/<stage>/<step:06d>-<suite>.jsonl`: one file per evaluation of a suite, one row per
+  response.
+  """
 
   def __init__(self, workdir: pathlib.Path | str):
     self.directory = pathlib.Path(workdir) / EVALS_DIR
 
-  def write(self, stage: str, step: int, suite: str, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-    return write_rows(self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows)
+  def write(
+    self, stage: str, step: int, suite: str, rows: Iterable[Mapping[str, Any]]
+  ) -> pathlib.Path:
+    return write_rows(
+      self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows
+    )
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files of steps after each stage's last committed step; stages not listed have none committed."""
+    """Removes files of steps after each stage's last committed step; stages not listed have none
+    committed.
+    """
     return _discard_later(self.directory, last_steps)
 
 
 def _file_name(name: str) -> str:
   if not re.fullmatch(r'\w[\w.@+ -]*', name):
     raise UserError(
-      f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting with a letter'
+      f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting '
+      'with a letter'
     )
   return name
 

@@ -1,9 +1,10 @@
-"""Media of taskset rows, read and validated when the taskset loads: a run never starts with a missing, changed or
-invalid image.
+"""Media of taskset rows, read and validated when the taskset loads: a run never starts with a
+missing, changed or invalid image.
 
-A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`. `path` is relative to the directory of the
-taskset's file and must stay inside that directory; `bytes` holds base64 (in Parquet: bytes); `digest` is the xxh3-128
-of the bytes in hexadecimal. `images`, as in verl's data, is a list of paths or of `{bytes | path}`.
+A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`. `path` is relative to the
+directory of the taskset's file and must stay inside that directory; `bytes` holds base64 (in
+Parquet: bytes); `digest` is the xxh3-128 of the bytes in hexadecimal. `images`, as in verl's data,
+is a list of paths or of `{bytes | path}`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,33 @@ from jaxrl_llm.core.records.task import Media
 from jaxrl_llm.core.types import Json
 
 KINDS = ('image',)
-_SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')
+_SIGNATURES = (
+  b'\x89PNG\r\n\x1a\n',
+  b'\xff\xd8\xff',
+  b'GIF87a',
+  b'GIF89a',
+  b'BM',
+  b'II*\x00',
+  b'MM\x00*',
+)
 _DATA = 'data:;base64,'
 MAX_BYTES = 32 << 20
 """Maximum size of an image file in bytes."""
 
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
-  """Reads the bytes to which a `Media.reference` refers; paths are relative to `root`. Raises ValueError if invalid."""
+  """Reads the bytes to which a `Media.reference` refers; paths are relative to `root`. Raises
+  ValueError if invalid.
+  """
   if reference.startswith(_DATA):
     try:
       return base64.b64decode(reference.removeprefix(_DATA), validate=True)
     except binascii.Error as error:
       raise ValueError(f'bytes are not base64: {error}') from None
   if root is None:
-    raise ValueError(f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes')
+    raise ValueError(
+      f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes'
+    )
   path = path_inside(root, reference)
   try:
     return read_bytes(path, MAX_BYTES)
@@ -44,7 +57,9 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
 
 
 def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:
-  """Reads and validates the media of a row. Raises ValueError, with a one-line message, for an invalid item."""
+  """Reads and validates the media of a row. Raises ValueError, with a one-line message, for an
+  invalid item.
+  """
   if 'media' in fields and fields['media'] is not None:
     listed, key = fields['media'], 'media'
   else:
@@ -55,7 +70,11 @@ def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[M
   for number, item in enumerate(listed):
     try:
       media.append(
-        _one({'path': item} if isinstance(item, str) else item, root, kind=None if key == 'media' else 'image')
+        _one(
+          {'path': item} if isinstance(item, str) else item,
+          root,
+          kind=None if key == 'media' else 'image',
+        )
       )
     except ValueError as error:
       raise ValueError(f'{key}[{number}]: {error}') from None
@@ -78,8 +97,12 @@ def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:
   content = media_bytes(reference, root)
   where = 'bytes' if reference.startswith(_DATA) else reference
   if not (content.startswith(_SIGNATURES) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')):
-    raise ValueError(f'{where}: {len(content)} bytes that are not a PNG, JPEG, GIF, WebP, BMP or TIFF image')
+    raise ValueError(
+      f'{where}: {len(content)} bytes that are not a PNG, JPEG, GIF, WebP, BMP or TIFF image'
+    )
   digest = xxhash.xxh3_128_hexdigest(content)
   if item.get('digest') not in (None, digest):
-    raise ValueError(f'{where}: digest is {digest}, the row says {item["digest"]}; another file, or a changed one')
+    raise ValueError(
+      f'{where}: digest is {digest}, the row says {item["digest"]}; another file, or a changed one'
+    )
   return Media(kind=kind, digest=digest, reference=reference)

@@ -1,7 +1,9 @@
-"""Preference pairs: source rows converted to prompts with a chosen and a rejected answer, split by question.
+"""Preference pairs: source rows converted to prompts with a chosen and a rejected answer, split by
+question.
 
-Every row read is counted in exactly one of `kept, corrupt, identical, duplicate, other_split`, so the counts add up to
-`read`. A pair's split depends on its group alone, so no question is in two splits, however many pairs it has.
+Every row read is counted in exactly one of `kept, corrupt, identical, duplicate, other_split`, so
+the counts add up to `read`. A pair's split depends on its group alone, so no question is in two
+splits, however many pairs it has.
 """
 
 from __future__ import annotations
@@ -33,17 +35,20 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferencesConfig:
-  """Source, templates and split of preference pairs. Templates are `str.format` over row fields, see `tasks.templates`.
+  """Source, templates and split of preference pairs. Templates are `str.format` over row fields,
+  see `tasks.templates`.
 
-  Without templates, a row has one of three forms: (1) text in `prompt`, `chosen` and `rejected`; (2) messages in
-  `prompt`, with text or one assistant message in each of `chosen` and `rejected`; (3) whole conversations in `chosen`
-  and `rejected` that differ only in the last message: the earlier messages are the prompt, and a text `prompt` is
-  ignored.
+  Without templates, a row has one of three forms: (1) text in `prompt`, `chosen` and `rejected`;
+  (2) messages in `prompt`, with text or one assistant message in each of `chosen` and `rejected`;
+  (3) whole conversations in `chosen` and `rejected` that differ only in the last message: the
+  earlier messages are the prompt, and a text `prompt` is ignored.
   """
 
   name: str
   source: str
-  """A path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]', or 'taskset:<name>'."""
+  """A path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]', or
+  'taskset:<name>'.
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Arguments passed to `datasets.load_dataset`; files take none."""
   domain: str = 'general'
@@ -57,13 +62,18 @@ class PreferencesConfig:
   rejected: str | None = None
   """Template of the worse answer; None: the row's own."""
   group: str | None = None
-  """Template of a row's group, such as '{question_id}'; a group is kept in one split. None: the prompt is the group."""
+  """Template of a row's group, such as '{question_id}'; a group is kept in one split. None: the
+  prompt is the group.
+  """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of groups in 'eval', in [0, 1). Without `group`, a taskset with this holdout holds out the same
-  prompts."""
+  """Fraction of groups in 'eval', in [0, 1). Without `group`, a taskset with this holdout holds out
+  the same prompts.
+  """
   fold: int | None = None
-  """Cross-validation: 'eval' is the fold with this index, 'train' the other `folds` − 1 folds; None: use `holdout`."""
+  """Cross-validation: 'eval' is the fold with this index, 'train' the other `folds` − 1 folds;
+  None: use `holdout`.
+  """
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
   """Who made the judgements; recorded as the samples' source."""
@@ -71,23 +81,35 @@ class PreferencesConfig:
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
-      raise UserError(f'preferences name {self.name!r}: wanted letters, digits, dots, dashes and underscores only')
+      raise UserError(
+        f'preferences name {self.name!r}: wanted letters, digits, dots, dashes and underscores only'
+      )
     where = f'preferences {self.name}'
     if self.source.startswith('reasoning_gym:'):
       raise UserError(
-        f"{where}: source {self.source!r} has tasks, not pairs; make a taskset of it and write 'taskset:<its name>'"
+        f'{where}: source {self.source!r} has tasks, not pairs; make a taskset of it and write '
+        "'taskset:<its name>'"
       )
     if not 0 <= self.holdout < 1:
       raise UserError(f'{where}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
     if self.fold is None:
       if self.split == 'eval' and not self.holdout:
-        raise UserError(f"{where}: split 'eval' with neither holdout nor fold has no pairs; set one as for 'train'")
+        raise UserError(
+          f"{where}: split 'eval' with neither holdout nor fold has no pairs; set one as for "
+          "'train'"
+        )
     elif self.folds < 2 or not 0 <= self.fold < self.folds:
-      raise UserError(f'{where}: fold is {self.fold} of {self.folds}, wanted 0 to folds - 1 and at least 2 folds')
+      raise UserError(
+        f'{where}: fold is {self.fold} of {self.folds}, wanted 0 to folds - 1 and at least 2 folds'
+      )
     elif self.holdout:
-      raise UserError(f'{where}: both holdout {self.holdout} and fold {self.fold} are set; remove one')
+      raise UserError(
+        f'{where}: both holdout {self.holdout} and fold {self.fold} are set; remove one'
+      )
     elif self.split == 'all':
-      raise UserError(f"{where}: fold {self.fold} is set but split is 'all'; set split to 'train' or 'eval'")
+      raise UserError(
+        f"{where}: fold {self.fold} is set but split is 'all'; set split to 'train' or 'eval'"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +117,9 @@ class Pair:
   """A prompt with a chosen and a rejected answer."""
 
   uid: str
-  """Identifier that is the same in all runs: the preferences' name and half of the digest of prompt and answers."""
+  """Identifier that is the same in all runs: the preferences' name and half of the digest of prompt
+  and answers.
+  """
   task: Task
   chosen: str
   rejected: str
@@ -111,18 +135,22 @@ class Preferences:
   name: str
   pairs: tuple[Pair, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and how many were kept, corrupt, identical (equal answers), duplicate or in other_split."""
+  """Rows `read`, and how many were kept, corrupt, identical (equal answers), duplicate or in
+  other_split.
+  """
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:
   """Reads, deduplicates and splits preference pairs.
 
   Raises:
-    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; a prompt is in two groups, so
-      that a split might put it on both sides; no pair is left.
+    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; a prompt is
+      in two groups, so that a split might put it on both sides; no pair is left.
   """
   if config.source.startswith('taskset:'):
-    raise ValueError(f'preferences {config.name}: {config.source!r} is not read here but by pairs_of_tasks')
+    raise ValueError(
+      f'preferences {config.name}: {config.source!r} is not read here but by pairs_of_tasks'
+    )
   counts = dict.fromkeys(_COUNTS, 0)
   pairs, seen, group_of = [], set(), {}
   for row in sources.read_rows(config.source, options=config.options, size=config.size, seed=0):
@@ -149,10 +177,11 @@ def pairs_of_tasks(
   count: int | None = None,
   name: str | None = None,
 ) -> Preferences:
-  """Creates preference pairs from templates: a right and a wrong answer to each of the first `count` tasks (None: all).
+  """Creates preference pairs from templates: a right and a wrong answer to each of the first
+  `count` tasks (None: all).
 
-  The choice among the `rejected` templates depends only on the seed and the task's prompt. Tasks whose two answers are
-  equal are omitted and counted as identical. A pair's group is its prompt.
+  The choice among the `rejected` templates depends only on the seed and the task's prompt. Tasks
+  whose two answers are equal are omitted and counted as identical. A pair's group is its prompt.
 
   Args:
     name: name of the preferences, which prefixes the pairs' uids; None: the taskset's name.
@@ -161,7 +190,8 @@ def pairs_of_tasks(
   count = len(taskset.tasks) if count is None else count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
-      f'preferences {name}: count is {count}, taskset {taskset.name} has {len(taskset.tasks)} tasks; '
+      f'preferences {name}: count is {count}, taskset {taskset.name} has {len(taskset.tasks)} '
+      'tasks; '
       'lower count or raise the size of the taskset'
     )
   if not rejected:
@@ -175,13 +205,22 @@ def pairs_of_tasks(
       raise UserError(f'preferences {name}, task {task.uid}: {error}') from None
     if answers[0] != answers[1]:
       pairs.append(_pair(name, task, *answers, group=task.digest, origin=Source.SYNTHETIC))
-  counts = {**dict.fromkeys(_COUNTS, 0), 'read': count, 'kept': len(pairs), 'identical': count - len(pairs)}
+  counts = {
+    **dict.fromkeys(_COUNTS, 0),
+    'read': count,
+    'kept': len(pairs),
+    'identical': count - len(pairs),
+  }
   return _preferences(name, pairs, counts, f'taskset {taskset.name}')
 
 
 def preference_samples(pair: Pair, tokenizer: Tokenizer) -> tuple[Sample, Sample]:
-  """Converts a pair to samples (chosen, rejected) whose answer tokens are in the loss and marked as not sampled."""
-  return _sample(pair, 'chosen', pair.chosen, 0, tokenizer), _sample(pair, 'rejected', pair.rejected, 1, tokenizer)
+  """Converts a pair to samples (chosen, rejected) whose answer tokens are in the loss and marked as
+  not sampled.
+  """
+  return _sample(pair, 'chosen', pair.chosen, 0, tokenizer), _sample(
+    pair, 'rejected', pair.rejected, 1, tokenizer
+  )
 
 
 def _sample(pair: Pair, label: str, answer: str, index: int, tokenizer: Tokenizer) -> Sample:
@@ -209,8 +248,12 @@ def _sample(pair: Pair, label: str, answer: str, index: int, tokenizer: Tokenize
   )
 
 
-def _preferences(name: str, pairs: Sequence[Pair], counts: Mapping[str, int], source: str) -> Preferences:
-  summary = ', '.join(f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept'))
+def _preferences(
+  name: str, pairs: Sequence[Pair], counts: Mapping[str, int], source: str
+) -> Preferences:
+  summary = ', '.join(
+    f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept')
+  )
   logging.info('preferences %s: %s', name, summary)
   if not pairs:
     raise UserError(f'preferences {name}: no pair left of {source}: {summary}')
@@ -219,18 +262,27 @@ def _preferences(name: str, pairs: Sequence[Pair], counts: Mapping[str, int], so
 
 def _report_corrupt(corrupt: sources.Corrupt, config: PreferencesConfig, count: int) -> None:
   if config.on_corrupt == 'fail':
-    raise UserError(f"{corrupt.where}: {corrupt.reason} (preferences {config.name}; on_corrupt='skip' skips such rows)")
+    raise UserError(
+      f"{corrupt.where}: {corrupt.reason} (preferences {config.name}; on_corrupt='skip' skips such "
+      'rows)'
+    )
   if count <= _CORRUPT_SHOWN:
     logging.warning('preferences %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
 
 
-def _check_group(where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig) -> None:
-  """Raises UserError if a split could put one prompt on both sides; records the prompt's group in `group_of`."""
+def _check_group(
+  where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig
+) -> None:
+  """Raises UserError if a split could put one prompt on both sides; records the prompt's group in
+  `group_of`.
+  """
   group = group_of.setdefault(pair.task.digest, pair.group)
   if config.split != 'all' and group != pair.group:
     raise UserError(
-      f'{where}: its prompt is in group {pair.group!r} and, in an earlier row, in {group!r}, so a split may put it on '
-      f'both sides (preferences {config.name}); wanted one group per prompt, change the template {config.group!r}'
+      f'{where}: its prompt is in group {pair.group!r} and, in an earlier row, in {group!r}, so a '
+      'split may put it on '
+      f'both sides (preferences {config.name}); wanted one group per prompt, change the template '
+      f'{config.group!r}'
     )
 
 
@@ -241,17 +293,28 @@ def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
   if pair.uid in seen:
     return 'duplicate'
   seen.add(pair.uid)
-  return 'kept' if config.split == 'all' or _is_eval(pair, config) == (config.split == 'eval') else 'other_split'
+  return (
+    'kept'
+    if config.split == 'all' or _is_eval(pair, config) == (config.split == 'eval')
+    else 'other_split'
+  )
 
 
 def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
-  # If the group is the prompt, use its digest: a taskset with the same holdout then holds out the same prompts.
+  # If the group is the prompt, use its digest: a taskset with the same holdout then holds out the
+  # same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
   point = int(digest, 16)
-  return point < config.holdout * 16 ** len(digest) if config.fold is None else point % config.folds == config.fold
+  return (
+    point < config.holdout * 16 ** len(digest)
+    if config.fold is None
+    else point % config.folds == config.fold
+  )
 
 
-def _pair_or_corrupt(row: sources.SourceRow | sources.Corrupt, config: PreferencesConfig) -> Pair | sources.Corrupt:
+def _pair_or_corrupt(
+  row: sources.SourceRow | sources.Corrupt, config: PreferencesConfig
+) -> Pair | sources.Corrupt:
   if isinstance(row, sources.Corrupt):
     return row
   try:
@@ -266,7 +329,9 @@ def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:
   before, chosen = _conversation(fields, 'chosen', config.chosen)
   before_rejected, rejected = _conversation(fields, 'rejected', config.rejected)
   if before != before_rejected:
-    raise ValueError('chosen and rejected differ before their last message, so they have no prompt in common')
+    raise ValueError(
+      'chosen and rejected differ before their last message, so they have no prompt in common'
+    )
   ability = fields.get('ability')
   task = Task(
     taskset=config.name,
@@ -287,18 +352,24 @@ def _pair(name: str, task: Task, chosen: str, rejected: str, *, group: str, orig
   return Pair(uid=uid, task=task, chosen=chosen, rejected=rejected, group=group, origin=origin)
 
 
-def _conversation(fields: Mapping[str, Json], name: str, template: str | None) -> tuple[list[Message], str]:
+def _conversation(
+  fields: Mapping[str, Json], name: str, template: str | None
+) -> tuple[list[Message], str]:
   """Returns the messages before an answer, if any, and the answer's text."""
   value = _own(fields, name) if template is None else templates.render(template, fields)
   messages = _as_messages(name, value, role='assistant')
   if not messages or messages[-1]['role'] != 'assistant':
-    raise ValueError(f"{name} must end with a message of 'assistant', its roles are {_roles(messages)}")
+    raise ValueError(
+      f"{name} must end with a message of 'assistant', its roles are {_roles(messages)}"
+    )
   if not messages[-1]['content'].strip():
     raise ValueError(f'{name} is empty')
   return messages[:-1], messages[-1]['content']
 
 
-def _prompt(fields: Mapping[str, Json], before: list[Message], config: PreferencesConfig) -> tuple[Message, ...]:
+def _prompt(
+  fields: Mapping[str, Json], before: list[Message], config: PreferencesConfig
+) -> tuple[Message, ...]:
   row_prompt = templates.names(fields).get('prompt')
   if config.prompt is not None:
     given = before or (_messages('prompt', row_prompt) if isinstance(row_prompt, list) else [])
@@ -306,13 +377,16 @@ def _prompt(fields: Mapping[str, Json], before: list[Message], config: Preferenc
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
   elif before and isinstance(row_prompt, list):
     raise ValueError(
-      "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, there are also "
+      "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, "
+      'there are also '
       f'{_roles(before)}'
     )
   else:
     messages = before or _as_messages('prompt', _own(fields, 'prompt'), role='user')
   if not messages or messages[-1]['role'] not in ('user', 'tool'):
-    raise ValueError(f"prompt must end with a message of 'user' or 'tool', its roles are {_roles(messages)}")
+    raise ValueError(
+      f"prompt must end with a message of 'user' or 'tool', its roles are {_roles(messages)}"
+    )
   if not any(message['content'].strip() for message in messages):
     raise ValueError('prompt is empty')
   return tuple(messages)
@@ -321,7 +395,9 @@ def _prompt(fields: Mapping[str, Json], before: list[Message], config: Preferenc
 def _own(fields: Mapping[str, Json], name: str) -> Json:
   known = templates.names(fields)
   if name not in known:
-    raise ValueError(f'the row lacks {name!r}; {nearest(name, known)} (a template can name another field)')
+    raise ValueError(
+      f'the row lacks {name!r}; {nearest(name, known)} (a template can name another field)'
+    )
   return known[name]
 
 
@@ -337,8 +413,14 @@ def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
 def _messages(name: str, value: list[Json]) -> list[Message]:
   messages = []
   for item in value:
-    if not isinstance(item, Mapping) or item.get('role') not in _ROLES or not isinstance(item.get('content'), str):
-      raise ValueError(f'{name} message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}')
+    if (
+      not isinstance(item, Mapping)
+      or item.get('role') not in _ROLES
+      or not isinstance(item.get('content'), str)
+    ):
+      raise ValueError(
+        f'{name} message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}'
+      )
     messages.append({'role': item['role'], 'content': item['content']})
   return messages
 

@@ -1,7 +1,8 @@
 """Task processors: filters, applied in order, that drop tasks from a taskset before any rollout.
 
-A processor is called with each task in order, and returns the reason to drop it or an empty string; it never modifies
-tasks. A processor's kept and dropped counts add up to the number of its input tasks.
+A processor is called with each task in order, and returns the reason to drop it or an empty string;
+it never modifies tasks. A processor's kept and dropped counts add up to the number of its input
+tasks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]
-"""Function called once per task, in order; returns the reason to drop the task, or an empty string to keep it."""
+"""Function called once per task, in order; returns the reason to drop the task, or an empty string
+to keep it.
+"""
 
 
 class Passed(NamedTuple):
@@ -51,10 +54,14 @@ class ProcessorContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks that occur earlier in this taskset, in an evaluation taskset, or in a taskset configured before it."""
+  """Drops tasks that occur earlier in this taskset, in an evaluation taskset, or in a taskset
+  configured before it.
+  """
 
   near: bool = True
-  """Also drop tasks that differ from another only in case, spacing, sentence punctuation or the system message."""
+  """Also drop tasks that differ from another only in case, spacing, sentence punctuation or the
+  system message.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +73,21 @@ class LengthConfig:
 
   def __post_init__(self):
     if self.max_tokens is not None and not self.min_tokens <= self.max_tokens:
-      raise UserError(f'processor length: min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}')
+      raise UserError(
+        f'processor length: min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerKindConfig:
-  """Drops tasks with kinds of answers that are easily guessed (Kimi k1.5, arXiv:2501.12599, section 2.1)."""
+  """Drops tasks with kinds of answers that are easily guessed (Kimi k1.5, arXiv:2501.12599, section
+  2.1).
+  """
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
-  """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false, yes or no."""
+  """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false,
+  yes or no.
+  """
 
 
 def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
@@ -82,7 +95,13 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
   def why(task: Task) -> str:
     digest, text = task.digest, normalised(task)
-    reason = 'same_prompt' if digest in prompts else 'near_duplicate' if config.near and text in texts else ''
+    reason = (
+      'same_prompt'
+      if digest in prompts
+      else 'near_duplicate'
+      if config.near and text in texts
+      else ''
+    )
     prompts.add(digest)
     texts.add(text)
     return reason
@@ -93,13 +112,23 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Matches sentence punctuation, except within numbers (1.5, 12:30) and signs of formulas (5!, y', 2-1, brackets)."""
+"""Matches sentence punctuation, except within numbers (1.5, 12:30) and signs of formulas (5!, y',
+2-1, brackets).
+"""
 
 
 def normalised(task: Task) -> str:
-  """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the system message."""
-  said = (f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}' for m in task.prompt if m['role'] != 'system')
-  return '\n'.join([*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)])
+  """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the
+  system message.
+  """
+  said = (
+    f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}'
+    for m in task.prompt
+    if m['role'] != 'system'
+  )
+  return '\n'.join(
+    [*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)]
+  )
 
 
 def length(config: LengthConfig, context: ProcessorContext) -> Processor:
@@ -122,7 +151,11 @@ def answer_kind(config: AnswerKindConfig, context: ProcessorContext) -> Processo
     if 'boolean' in config.drop and truth.casefold().rstrip('.') in _BOOLEAN:
       return 'boolean'
     listed = lambda letter: re.search(rf'(?<!\w)\(?{letter}[).:]', task.prompt[-1]['content'])
-    return 'choice' if 'choice' in config.drop and _LETTER.fullmatch(truth) and listed('A') and listed('B') else ''
+    return (
+      'choice'
+      if 'choice' in config.drop and _LETTER.fullmatch(truth) and listed('A') and listed('B')
+      else ''
+    )
 
   return why
 
@@ -132,7 +165,9 @@ PROCESSORS: Mapping[str, tuple[type, Callable[[Any, ProcessorContext], Processor
   'length': (LengthConfig, length),
   'answer_kind': (AnswerKindConfig, answer_kind),
 }
-"""Configuration class and factory of each processor, keyed by its name in `TasksetConfig.processors`."""
+"""Configuration class and factory of each processor, keyed by its name in
+`TasksetConfig.processors`.
+"""
 
 
 class Outcomes(NamedTuple):
@@ -147,7 +182,9 @@ class Outcomes(NamedTuple):
 
 
 def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> Processor:
-  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1); `outcomes` is keyed by task uid."""
+  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1); `outcomes` is keyed by task
+  uid.
+  """
 
   def why(task: Task) -> str:
     of = outcomes[task.uid]
@@ -179,7 +216,9 @@ def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[T
   return tuple(kept), Passed(name, given, dropped)
 
 
-def process(taskset: Taskset, configs: Sequence[TaskProcessorConfig], context: ProcessorContext) -> Taskset:
+def process(
+  taskset: Taskset, configs: Sequence[TaskProcessorConfig], context: ProcessorContext
+) -> Taskset:
   """Applies the configured processors; dropped tasks are counted as '<processor>/<reason>'.
 
   Raises:

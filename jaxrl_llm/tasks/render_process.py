@@ -1,7 +1,8 @@
-"""Program run by `tasks.rendering`: reads requests and writes replies, one JSON line each, on its standard streams.
+"""Program run by `tasks.rendering`: reads requests and writes replies, one JSON line each, on its
+standard streams.
 
-It runs as a program and is never imported, so that the process holds no data except the conversation that it renders. A
-rendering that exceeds its CPU time limit ends the process.
+It runs as a program and is never imported, so that the process holds no data except the
+conversation that it renders. A rendering that exceeds its CPU time limit ends the process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 
 
 def main() -> None:
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it.
+  # Ctrl-C reaches the whole process group; the parent handles it.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   orders, answers = os.fdopen(0, 'rb', closefd=False), os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)  # Keeps other output off the reply stream.
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -26,7 +28,8 @@ def main() -> None:
   _write(answers, {})
   for line in orders:
     order = json.loads(line)
-    signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])  # SIGPROF ends the process, even within one long operation.
+    # SIGPROF ends the process, even within one long operation.
+    signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])
     try:
       (text,), _ = render_jinja_template(
         conversations=[order['messages']],

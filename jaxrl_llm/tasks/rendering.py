@@ -1,8 +1,8 @@
 """Renders untrusted chat templates in a separate process.
 
-Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a template may call, but not
-how long it loops (`range` within `range`) or how much it allocates (`'x' * 10**10`), and neither can be interrupted
-from within a process.
+Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a
+template may call, but not how long it loops (`range` within `range`) or how much it allocates (`'x'
+* 10**10`), and neither can be interrupted from within a process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ class RenderingLimits:
   start_s: float = 120.0
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock limit in seconds for a reply; then the process is stopped, however little CPU time it used."""
+  """Wall-clock limit in seconds for a reply; then the process is stopped, however little CPU time
+  it used.
+  """
 
 
 LIMITS = RenderingLimits()
 
 
 class TemplateProcess:
-  """Renders one template in a process that is started for the first rendering and ends with this object."""
+  """Renders one template in a process that is started for the first rendering and ends with this
+  object.
+  """
 
   def __init__(self, template: str, limits: RenderingLimits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits
@@ -58,7 +62,11 @@ class TemplateProcess:
     self._end: weakref.finalize | None = None
 
   def render(
-    self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    self,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
   ) -> str:
     """Renders a conversation as text.
 
@@ -70,7 +78,11 @@ class TemplateProcess:
     Raises:
       RenderError: the template fails or exceeds a limit.
     """
-    order = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'variables': variables}
+    order = {
+      'messages': messages,
+      'add_generation_prompt': add_generation_prompt,
+      'variables': variables,
+    }
     with self._lock:
       if self._file is None:
         self._start()
@@ -83,7 +95,8 @@ class TemplateProcess:
         self._stop()
         limits = self._limits
         raise RenderError(
-          f'took more than {limits.cpu_s:g} s of CPU time, or its process died; wanted a template that terminates'
+          f'took more than {limits.cpu_s:g} s of CPU time, or its process died; wanted a template '
+          'that terminates'
         ) from None
     if 'error' in answer:
       raise RenderError(one_line(answer['error']))
@@ -93,19 +106,29 @@ class TemplateProcess:
     ours, theirs = socket.socketpair()
     with theirs:
       # Unused threads of a numerical library would take address space.
-      environment = os.environ | {'OPENBLAS_NUM_THREADS': '1', 'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1'}
+      environment = os.environ | {
+        'OPENBLAS_NUM_THREADS': '1',
+        'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1',
+      }
       # -P: the program's directory has modules that would shadow the standard library's.
       process = subprocess.Popen(
-        [sys.executable, '-P', str(_PROGRAM)], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment
+        [sys.executable, '-P', str(_PROGRAM)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env=environment,
       )
     self._socket, self._file = ours, ours.makefile('rwb')
     self._end = weakref.finalize(self, _end, process, ours, self._file)
     try:
-      self._ask({'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s)
+      self._ask(
+        {'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s
+      )
     except (OSError, EOFError) as error:  # TimeoutError is an OSError.
       self._stop()
       raise RenderError(
-        f'the process that renders it did not start within {self._limits.start_s:g} s ({type(error).__name__}); start '
+        f'the process that renders it did not start within {self._limits.start_s:g} s '
+        f'({type(error).__name__}); start '
         'again when this machine has memory and time'
       ) from None
 

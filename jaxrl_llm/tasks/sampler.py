@@ -1,4 +1,6 @@
-"""Draws tasks across tasksets. The whole state is JSON, and a restored sampler continues exactly where it was saved."""
+"""Draws tasks across tasksets. The whole state is JSON, and a restored sampler continues exactly
+where it was saved.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ class SamplerConfig:
   """Order in which a stage draws its tasks."""
 
   order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
-  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: tasks are weighted by 1 −
-  success rate. difficulty: tasks are weighted by how close their success rate is to `target`."""
+  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: tasks are
+  weighted by 1 − success rate. difficulty: tasks are weighted by how close their success rate is to
+  `target`.
+  """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Relative share of each taskset in the draws, enforced by counting rather than randomly; each taskset then has its
-  own order. Empty: the tasks of all tasksets form one pool."""
+  """Relative share of each taskset in the draws, enforced by counting rather than randomly; each
+  taskset then has its own order. Empty: the tasks of all tasksets form one pool.
+  """
   schedule: tuple[LaterWeights, ...] = ()
   """Weights for later batches, ordered by their first batch."""
   hardness: str | None = None
@@ -53,29 +58,40 @@ class SamplerConfig:
 
   def __post_init__(self):
     if (self.order == 'easy_to_hard') != (self.hardness is not None):
-      raise UserError(f'sampler: order {self.order!r} with hardness {self.hardness!r}; give both or neither')
+      raise UserError(
+        f'sampler: order {self.order!r} with hardness {self.hardness!r}; give both or neither'
+      )
     for name in ('prior', 'newest', 'floor', 'target', 'discount'):
       if not 0 <= getattr(self, name) <= 1:
         raise UserError(f'sampler.{name}: {getattr(self, name)}, wanted a share between 0 and 1')
     if not self.floor > 0:
-      raise UserError('sampler.floor: 0 would never again draw a task that was solved once; wanted above 0')
+      raise UserError(
+        'sampler.floor: 0 would never again draw a task that was solved once; wanted above 0'
+      )
     if not self.temperature >= 0.01:  # Below, all weights may be 0 in floating point.
       raise UserError(f'sampler.temperature: {self.temperature}, wanted at least 0.01')
     if self.schedule and not self.weights:
       raise UserError('sampler.schedule: scheduled weights need initial ones in sampler.weights')
     starts = [later.from_batch for later in self.schedule]
     if starts != sorted(set(starts)) or (starts and starts[0] < 1):
-      raise UserError(f'sampler.schedule: from_batch are {starts}, wanted increasing numbers from 1')
+      raise UserError(
+        f'sampler.schedule: from_batch are {starts}, wanted increasing numbers from 1'
+      )
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and (min(weights.values()) < 0 or not 0 < sum(weights.values()) < float('inf')):
-        raise UserError(f'sampler.weights: {dict(weights)}, wanted none negative and at least one positive')
+        raise UserError(
+          f'sampler.weights: {dict(weights)}, wanted none negative and at least one positive'
+        )
 
   def check_tasksets(self, names: Sequence[str], where: str = '') -> None:
-    """Raises UserError unless the weights name exactly these tasksets; `where` prefixes the message."""
+    """Raises UserError unless the weights name exactly these tasksets; `where` prefixes the
+    message.
+    """
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and set(weights) != set(names):
         raise UserError(
-          f'{where}sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; name each once'
+          f'{where}sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; '
+          'name each once'
         )
 
 
@@ -102,7 +118,11 @@ class TaskSampler:
     uids = [task.uid for task in self._tasks]
     self._numbers = {uid: number for number, uid in enumerate(uids)}
     self._copies = _copies([uid.rpartition(':')[2] for uid in uids])
-    self._identity: dict[str, Json] = {'config': to_json(config), 'seed': seed, 'tasks': _fingerprint(self._tasks)}
+    self._identity: dict[str, Json] = {
+      'config': to_json(config),
+      'seed': seed,
+      'tasks': _fingerprint(self._tasks),
+    }
 
   def __len__(self) -> int:
     """Returns the number of tasks in one pass."""
@@ -111,8 +131,9 @@ class TaskSampler:
   def next(self) -> tuple[Task, int]:
     """Returns the next task and its visit number.
 
-    Two tasks with the same prompt and visit number would draw the same noise. Hence, if n tasksets share a prompt, the
-    visits of its first task are numbered 0, n, 2n, …, those of its second task 1, n + 1, …, and so on.
+    Two tasks with the same prompt and visit number would draw the same noise. Hence, if n tasksets
+    share a prompt, the visits of its first task are numbered 0, n, 2n, …, those of its second task
+    1, n + 1, …, and so on.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
@@ -129,8 +150,12 @@ class TaskSampler:
     if len(self._pools) == 1:
       return 0
     weights = [self._weights()[name] for name in self._names]
-    self._credits = [credit + weight / sum(weights) for credit, weight in zip(self._credits, weights)]
-    pool = max((i for i, weight in enumerate(weights) if weight > 0), key=lambda i: self._credits[i])
+    self._credits = [
+      credit + weight / sum(weights) for credit, weight in zip(self._credits, weights)
+    ]
+    pool = max(
+      (i for i, weight in enumerate(weights) if weight > 0), key=lambda i: self._credits[i]
+    )
     self._credits[pool] -= 1
     return pool
 
@@ -143,7 +168,9 @@ class TaskSampler:
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:
-    """Records the results of a group of attempts at a task; call it in the order in which groups were drawn."""
+    """Records the results of a group of attempts at a task; call it in the order in which groups
+    were drawn.
+    """
     number = self._numbers[uid]
     pool = max(i for i, start in enumerate(self._starts) if start <= number)
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
@@ -154,14 +181,18 @@ class TaskSampler:
     return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 
   def restore(self, state: dict[str, Json]) -> None:
-    """Restores a state. Raises UserError if it belongs to other tasks, another configuration or another seed."""
+    """Restores a state. Raises UserError if it belongs to other tasks, another configuration or
+    another seed.
+    """
     differing = [key for key, value in self._identity.items() if state.get(key) != value]
     if differing:
       mismatches = ', '.join(
-        f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now' for key in differing
+        f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now'
+        for key in differing
       )
       raise UserError(
-        f'task sampler: the state belongs to other tasksets: {mismatches}; resume with the same configuration'
+        f'task sampler: the state belongs to other tasksets: {mismatches}; resume with the same '
+        'configuration'
       )
     self._batch, self._credits = int(state['batch']), [float(credit) for credit in state['credits']]
     for pool, of in zip(self._pools, state['pools'], strict=True):
@@ -176,11 +207,15 @@ def _selector(tasks: Sequence[Task], config: SamplerConfig, *, seed: int) -> Sel
     case 'sequential':
       return Passes(everything, seed=None)
     case 'easy_to_hard':
-      return Passes(sorted(everything, key=lambda i: _hardness(tasks[i], config.hardness)), seed=None)
+      return Passes(
+        sorted(everything, key=lambda i: _hardness(tasks[i], config.hardness)), seed=None
+      )
     case 'prioritised':
       estimate = FailureRate(prior=config.prior, newest=config.newest, floor=config.floor)
     case 'difficulty':
-      estimate = TargetRate(target=config.target, temperature=config.temperature, discount=config.discount)
+      estimate = TargetRate(
+        target=config.target, temperature=config.temperature, discount=config.discount
+      )
   return Weighted(len(tasks), estimate, seed=seed)
 
 
@@ -188,14 +223,17 @@ def _hardness(task: Task, field: str) -> float:
   value = task.fields.get(field)
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise UserError(
-      f'sampler.hardness: {field!r} of task {task.uid} is {value!r}, wanted a number; its fields are '
+      f'sampler.hardness: {field!r} of task {task.uid} is {value!r}, wanted a number; its fields '
+      'are '
       f'{sorted(task.fields)}'
     )
   return float(value)
 
 
 def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
-  """Returns, for each prompt, how many equal prompts precede it, and how many there are in total."""
+  """Returns, for each prompt, how many equal prompts precede it, and how many there are in
+  total.
+  """
   counts, seen, ranks = collections.Counter(prompts), collections.Counter(), []
   for prompt in prompts:
     ranks.append((seen[prompt], counts[prompt]))

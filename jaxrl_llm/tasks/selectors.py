@@ -1,6 +1,7 @@
 """Selectors that draw the next task, in passes or weighted by the results of past attempts.
 
-What a selector draws is a function of its seed, its past draws and the feedback it got; its state is JSON.
+What a selector draws is a function of its seed, its past draws and the feedback it got; its state
+is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Selector(Protocol):
 
 
 class Passes:
-  """Draws each task once per pass, in a fixed order or reshuffled for each pass; ignores feedback."""
+  """Draws each task once per pass, in a fixed order or reshuffled for each pass; ignores
+  feedback.
+  """
 
   def __init__(self, order: Sequence[int], *, seed: int | None):
     """
@@ -67,14 +70,18 @@ class Estimate(Protocol):
   """Estimates a task's success rate and derives its sampling weight."""
 
   def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
-    """Returns a task's statistics after a group of attempts; `before` is None for the first group."""
+    """Returns a task's statistics after a group of attempts; `before` is None for the first
+    group.
+    """
     ...
 
   def weight(self, known: Sequence[float] | None) -> float: ...
 
 
 class FailureRate:
-  """P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
+  """P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599,
+  2.3.4).
+  """
 
   def __init__(self, *, prior: float, newest: float, floor: float):
     """
@@ -94,10 +101,12 @@ class FailureRate:
 
 
 class TargetRate:
-  """P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta posterior that discounts past evidence.
+  """P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta posterior that discounts
+  past evidence.
 
-  α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence of BOTS
-  (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not drawn keep their posterior.
+  α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence
+  of BOTS (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not
+  drawn keep their posterior.
   """
 
   def __init__(self, *, target: float, temperature: float, discount: float):
@@ -106,7 +115,10 @@ class TargetRate:
   def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
     alpha, beta = before or (1.0, 1.0)
     kept = 1 - self._discount
-    return [kept * alpha + self._discount + successes, kept * beta + self._discount + attempts - successes]
+    return [
+      kept * alpha + self._discount + successes,
+      kept * beta + self._discount + attempts - successes,
+    ]
 
   def weight(self, known: Sequence[float] | None) -> float:
     alpha, beta = known or (1.0, 1.0)
@@ -114,8 +126,9 @@ class TargetRate:
 
 
 class Weighted:
-  """Draws independently, with probabilities proportional to the tasks' weights; draw n depends on the seed, n and the
-  current weights."""
+  """Draws independently, with probabilities proportional to the tasks' weights; draw n depends on
+  the seed, n and the current weights.
+  """
 
   def __init__(self, tasks: int, estimate: Estimate, *, seed: int):
     self._count, self._estimate, self._seed = tasks, estimate, seed
@@ -146,7 +159,9 @@ class Weighted:
 
   def restore(self, state: Mapping[str, Json]) -> None:
     self._draws = int(state['draws'])
-    self._visits = collections.Counter({int(task): count for task, count in state['visits'].items()})
+    self._visits = collections.Counter(
+      {int(task): count for task, count in state['visits'].items()}
+    )
     self._known = {int(task): list(value) for task, value in state['known'].items()}
     self._weights = self._fresh()
     for task, known in self._known.items():

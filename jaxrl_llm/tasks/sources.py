@@ -1,7 +1,7 @@
 """Sources of rows: procedural tasks, files, Hugging Face datasets.
 
-Every source yields one `SourceRow` or `Corrupt` for each item read, in a fixed order, and drops nothing. A row is JSON
-of bounded size and depth.
+Every source yields one `SourceRow` or `Corrupt` for each item read, in a fixed order, and drops
+nothing. A row is JSON of bounded size and depth.
 """
 
 from __future__ import annotations
@@ -60,13 +60,17 @@ class Corrupt:
     object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
 
 
-def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[SourceRow | Corrupt]:
+def read_rows(
+  source: str, *, options: Mapping[str, Any], size: int | None, seed: int
+) -> Iterator[SourceRow | Corrupt]:
   """Reads the first `size` rows of a source (None: all rows).
 
   Args:
     source: name in one of the forms in `SOURCES`.
-    options: source-specific parameters: reasoning-gym's configuration or `datasets.load_dataset`'s arguments.
-    size: number of items to draw from a procedural source, which is endless; otherwise the maximum number of rows.
+    options: source-specific parameters: reasoning-gym's configuration or `datasets.load_dataset`'s
+      arguments.
+    size: number of items to draw from a procedural source, which is endless; otherwise the maximum
+      number of rows.
     seed: seed of a procedural source.
 
   Raises:
@@ -84,7 +88,9 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
   if path.suffix not in readers:
     raise UserError(f'taskset source {source!r} has an unknown form; wanted one of {FORMS}')
   if options:
-    raise UserError(f'taskset source {source!r}: a file takes no options, got {sorted(options)}; remove them')
+    raise UserError(
+      f'taskset source {source!r}: a file takes no options, got {sorted(options)}; remove them'
+    )
   try:
     check_regular(path)
   except FileNotFoundError:
@@ -95,7 +101,9 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
 
 
 def directory(source: str) -> pathlib.Path | None:
-  """Returns the directory that paths in rows are relative to; None if the source is neither file nor directory."""
+  """Returns the directory that paths in rows are relative to; None if the source is neither file
+  nor directory.
+  """
   scheme, _, rest = source.partition(':')
   if scheme in ('reasoning_gym', 'datasets'):
     path = pathlib.Path(rest.partition('#')[0])
@@ -107,20 +115,32 @@ def missing_file(path: pathlib.Path) -> str:
   """Describes a missing file in one line, suggesting the closest name in its directory."""
   if not path.parent.is_dir():
     return f'{path}: no such file, and its directory {path.parent} does not exist either'
-  near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=1, cutoff=0.5)
+  near = difflib.get_close_matches(
+    path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=1, cutoff=0.5
+  )
   return f'{path}: no such file' + (f'; did you mean {path.parent / near[0]}?' if near else '')
 
 
-def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[SourceRow]:
-  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so items repeat."""
-  from reasoning_gym.factory import DATASETS, create_dataset  # imported here because the import takes 1 s
+def _procedural_rows(
+  name: str, options: Mapping[str, Any], size: int | None, seed: int
+) -> Iterator[SourceRow]:
+  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so
+  items repeat.
+  """
+  # imported here because the import takes 1 s
+  from reasoning_gym.factory import DATASETS, create_dataset
 
   where = f'reasoning_gym:{name}'
   if name not in DATASETS:
     near = difflib.get_close_matches(name, DATASETS, n=1)
-    raise UserError(f'{where}: no such dataset' + (f'; did you mean {near[0]!r}?' if near else f'; {sorted(DATASETS)}'))
+    raise UserError(
+      f'{where}: no such dataset'
+      + (f'; did you mean {near[0]!r}?' if near else f'; {sorted(DATASETS)}')
+    )
   if size is None:
-    raise UserError(f'{where}: a procedural source has no end; set size to the number of items to draw')
+    raise UserError(
+      f'{where}: a procedural source has no end; set size to the number of items to draw'
+    )
   known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {'seed', 'size'}
   for key in options:
     if key in ('seed', 'size'):
@@ -135,26 +155,32 @@ def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, se
     raise UserError(f'{where}: reasoning-gym refuses options {dict(options)}: {error}') from error
   _check_verifier(where, dataset)
   return (
-    SourceRow(where=f'{where}[{index}]', fields={'reasoning_gym': name, 'entry': _plain(dataset[index])})
+    SourceRow(
+      where=f'{where}[{index}]', fields={'reasoning_gym': name, 'entry': _plain(dataset[index])}
+    )
     for index in range(size)
   )
 
 
 def _check_verifier(where: str, dataset: Any) -> None:
-  """Raises UserError if the verifier scores an entry differently after a JSON round trip, which turns tuples into
-  lists."""
+  """Raises UserError if the verifier scores an entry differently after a JSON round trip, which
+  turns tuples into lists.
+  """
   entry = dataset[0]
   before = dataset.score_answer(entry['answer'], entry)
   after = dataset.score_answer(entry['answer'], _plain(entry))
   if before != after:
     raise UserError(
-      f'{where}: its verifier gives its own answer {before} but {after} after the entry was stored as JSON, '
+      f'{where}: its verifier gives its own answer {before} but {after} after the entry was stored '
+      'as JSON, '
       'so it cannot judge stored tasks; choose another dataset'
     )
 
 
 def _plain(value: Any) -> Any:
-  """Returns the value after a JSON round trip. Raises TypeError or ValueError if JSON cannot represent it."""
+  """Returns the value after a JSON round trip. Raises TypeError or ValueError if JSON cannot
+  represent it.
+  """
   return json.loads(json.dumps(value, allow_nan=False))
 
 
@@ -183,7 +209,9 @@ def _jsonl_rows(path: pathlib.Path) -> Iterator[SourceRow | Corrupt]:
       if len(line) == MAX_ROW_BYTES and not line.endswith(b'\n'):
         while (rest := file.readline(MAX_ROW_BYTES)) and not rest.endswith(b'\n'):
           pass
-        yield Corrupt(where=where, reason=f'the line has {MAX_ROW_BYTES:,} bytes or more; wanted a shorter row')
+        yield Corrupt(
+          where=where, reason=f'the line has {MAX_ROW_BYTES:,} bytes or more; wanted a shorter row'
+        )
       elif line.strip():
         yield _parsed(where, line)
 
@@ -201,8 +229,12 @@ def _parsed(where: str, line: bytes) -> SourceRow | Corrupt:
 def _row(where: str, fields: dict[str, Json]) -> SourceRow:
   """Creates a row. Raises ValueError if it has 'reasoning_gym' without a reasoning-gym entry."""
   entry = fields.get('entry')
-  if 'reasoning_gym' in fields and not (isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)):
-    raise ValueError("has 'reasoning_gym' without an entry {question, answer, metadata}; wanted both or neither")
+  if 'reasoning_gym' in fields and not (
+    isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)
+  ):
+    raise ValueError(
+      "has 'reasoning_gym' without an entry {question, answer, metadata}; wanted both or neither"
+    )
   return SourceRow(where=where, fields=fields)
 
 
@@ -235,9 +267,13 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
       loaded = datasets.load_dataset(name, split=split or None, **options)
   except Exception as error:  # A damaged file can make the library raise anything.
     # DatasetGenerationError only says that there was an error; its cause says which.
-    cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
+    cause = (
+      isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
+    ) or error
     reason = (str(cause).splitlines() or [''])[0]
-    raise UserError(f'{where}: cannot be loaded: {type(cause).__name__}: {one_line(reason)}') from error
+    raise UserError(
+      f'{where}: cannot be loaded: {type(cause).__name__}: {one_line(reason)}'
+    ) from error
   if isinstance(loaded, Mapping):
     if len(loaded) != 1 or split:
       raise UserError(f'{where}: has splits {sorted(loaded)}; name one as datasets:{name}#<split>')
@@ -248,7 +284,8 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
 def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
   """Loads a saved dataset or one split of it.
 
-  Raises ArrowInvalid for a damaged file, which could cause out-of-bounds reads, and the library's errors.
+  Raises ArrowInvalid for a damaged file, which could cause out-of-bounds reads, and the library's
+  errors.
   """
   import datasets
 
@@ -260,21 +297,32 @@ def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_saved(directory: pathlib.Path) -> None:
-  """Raises ValueError if a saved dataset names a path that is not a regular file inside its directory."""
+  """Raises ValueError if a saved dataset names a path that is not a regular file inside its
+  directory.
+  """
   parts = [directory]
   if (directory / 'dataset_dict.json').is_file():
-    parts = [path_inside(directory, split) for split in _read_listed(directory / 'dataset_dict.json', 'splits')]
+    parts = [
+      path_inside(directory, split)
+      for split in _read_listed(directory / 'dataset_dict.json', 'splits')
+    ]
   for part in parts:
-    for file in _read_listed(part / 'state.json', '_data_files') if (part / 'state.json').is_file() else ():
+    for file in (
+      _read_listed(part / 'state.json', '_data_files') if (part / 'state.json').is_file() else ()
+    ):
       if not isinstance(file, dict) or not isinstance(file.get('filename'), str):
-        raise ValueError(f'{part / "state.json"}: _data_files has {one_line(file, 100)}, wanted {{filename}}')
+        raise ValueError(
+          f'{part / "state.json"}: _data_files has {one_line(file, 100)}, wanted {{filename}}'
+        )
       check_regular(path_inside(part, file['filename']))
 
 
 def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
   value = parse_json(read_bytes(path, MAX_ROW_BYTES).decode())
   listed = value.get(name) if isinstance(value, dict) else None
-  if not isinstance(listed, list) or (name == 'splits' and not all(isinstance(entry, str) for entry in listed)):
+  if not isinstance(listed, list) or (
+    name == 'splits' and not all(isinstance(entry, str) for entry in listed)
+  ):
     raise ValueError(f'{path}: has no list {name}')
   return listed
 
@@ -289,14 +337,22 @@ def _loaded_rows(where: str, loaded: Any) -> Iterator[SourceRow | Corrupt]:
     for index, fields in enumerate(rows):
       yield _checked(f'{where} row {index}', fields)
   except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
-    raise UserError(f'{where}: cannot be read: {type(error).__name__}: {one_line(error)}') from error
+    raise UserError(
+      f'{where}: cannot be read: {type(error).__name__}: {one_line(error)}'
+    ) from error
 
 
 def _names_files(kind: pyarrow.DataType) -> bool:
   """Whether values of a type contain media that datasets decodes: images, audio, video."""
   if pyarrow.types.is_struct(kind):
-    return {'bytes', 'path'} <= {field.name for field in kind} or any(_names_files(field.type) for field in kind)
-  is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+    return {'bytes', 'path'} <= {field.name for field in kind} or any(
+      _names_files(field.type) for field in kind
+    )
+  is_list = (
+    pyarrow.types.is_list(kind)
+    or pyarrow.types.is_large_list(kind)
+    or pyarrow.types.is_fixed_size_list(kind)
+  )
   return is_list and _names_files(kind.value_type)
 
 
@@ -305,7 +361,9 @@ def _with_text(items: Any) -> Any:
   if not isinstance(items, list):
     return items
   as_text = lambda value: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-  return [{k: as_text(v) for k, v in item.items()} if isinstance(item, dict) else item for item in items]
+  return [
+    {k: as_text(v) for k, v in item.items()} if isinstance(item, dict) else item for item in items
+  ]
 
 
 def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
@@ -320,10 +378,13 @@ def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
 
 
 def check_text(fields: Mapping[str, Json]) -> None:
-  """Raises ValueError if a row has text that UTF-8 cannot encode, that is, with a lone surrogate."""
+  """Raises ValueError if a row has text that UTF-8 cannot encode, that is, with a lone
+  surrogate.
+  """
   try:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:
     raise ValueError(
-      f'holds text that UTF-8 cannot encode, {error.object[error.start]!r}: {error.reason}; remove the lone surrogate'
+      f'holds text that UTF-8 cannot encode, {error.object[error.start]!r}: {error.reason}; remove '
+      'the lone surrogate'
     ) from None

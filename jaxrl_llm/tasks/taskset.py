@@ -1,8 +1,9 @@
 """Tasksets: rows of a source converted to Tasks with distinct prompts, split by digest.
 
-Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, or under the
-reason of the processor that dropped it (`tasks.processors`): the counts add up to `read`. A task's split depends only
-on its prompt, so training and evaluation tasks are disjoint whatever the seeds.
+Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split,
+too_long`, or under the reason of the processor that dropped it (`tasks.processors`): the counts add
+up to `read`. A task's split depends only on its prompt, so training and evaluation tasks are
+disjoint whatever the seeds.
 """
 
 from __future__ import annotations
@@ -40,20 +41,29 @@ class TaskProcessorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksetConfig:
-  """Source, templates and filters of a taskset. Templates are `str.format` over row fields, see `tasks.templates`."""
+  """Source, templates and filters of a taskset. Templates are `str.format` over row fields, see
+  `tasks.templates`.
+  """
 
   name: str
   source: str
-  """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
+  """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub
+  id>[#split]'.
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Parameters of the source: reasoning-gym's configuration, or arguments of `datasets.load_dataset`; files take
-  none."""
+  """Parameters of the source: reasoning-gym's configuration, or arguments of
+  `datasets.load_dataset`; files take none.
+  """
   domain: str = 'general'
   """Domain of rows without an `ability`."""
   size: int | None = None
-  """Procedural sources (required): number of items to draw, including duplicates. Others: maximum number of rows."""
+  """Procedural sources (required): number of items to draw, including duplicates. Others: maximum
+  number of rows.
+  """
   seed: int = 0
-  """Seed of a procedural source. Item i draws from Random(seed + i), so nearby seeds share items."""
+  """Seed of a procedural source. Item i draws from Random(seed + i), so nearby seeds share
+  items.
+  """
   prompt: str | None = None
   """Template of the prompt; None: the row's `prompt` or `question`."""
   truth: str | None = None
@@ -71,16 +81,24 @@ class TasksetConfig:
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
-      raise UserError(f'taskset name {self.name!r}: wanted letters, digits, dots, dashes and underscores only')
+      raise UserError(
+        f'taskset name {self.name!r}: wanted letters, digits, dots, dashes and underscores only'
+      )
     if not 0 <= self.holdout < 1:
-      raise UserError(f'taskset {self.name}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
+      raise UserError(
+        f'taskset {self.name}: holdout is {self.holdout}, wanted a fraction in [0, 1)'
+      )
     if self.split == 'eval' and not self.holdout:
-      raise UserError(f"taskset {self.name}: split 'eval' with holdout 0 has no tasks; set holdout as for 'train'")
+      raise UserError(
+        f"taskset {self.name}: split 'eval' with holdout 0 has no tasks; set holdout as for 'train'"
+      )
     if self.match is not None:
       try:
         re.compile(self.match)
       except re.error as error:
-        raise UserError(f'taskset {self.name}: match {self.match!r} is not a regular expression: {error}') from None
+        raise UserError(
+          f'taskset {self.name}: match {self.match!r} is not a regular expression: {error}'
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,13 +108,16 @@ class Taskset:
   name: str
   tasks: tuple[Task, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and how many were kept, corrupt, unmatched, duplicate, other_split, too_long or dropped by processors.
+  """Rows `read`, and how many were kept, corrupt, unmatched, duplicate, other_split, too_long or
+  dropped by processors.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationsConfig:
-  """Demonstrations made from templates: each task is answered with one of them, chosen at random by weight."""
+  """Demonstrations made from templates: each task is answered with one of them, chosen at random by
+  weight.
+  """
 
   templates: tuple[str, ...]
   weights: tuple[float, ...] = (1.0,)
@@ -108,14 +129,20 @@ class DemonstrationsConfig:
   def __post_init__(self):
     if not self.templates or len(self.weights) != len(self.templates):
       raise UserError(
-        f'demonstrations: {len(self.templates)} templates and {len(self.weights)} weights; wanted as many'
+        f'demonstrations: {len(self.templates)} templates and {len(self.weights)} weights; wanted '
+        'as many'
       )
     if min(self.weights) < 0 or not 0 < sum(self.weights) < float('inf'):
-      raise UserError(f'demonstrations: weights are {self.weights}, wanted none negative and at least one positive')
+      raise UserError(
+        f'demonstrations: weights are {self.weights}, wanted none negative and at least one '
+        'positive'
+      )
 
 
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
-  """Returns a function that returns the taskset with a given name and loads each taskset only once."""
+  """Returns a function that returns the taskset with a given name and loads each taskset only
+  once.
+  """
   named = {config.name: config for config in configs}
   return functools.cache(lambda name: load_taskset(named[name]))
 
@@ -124,11 +151,16 @@ def load_taskset(config: TasksetConfig) -> Taskset:
   """Reads, filters, deduplicates and splits a taskset.
 
   Raises:
-    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is left.
+    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is
+      left.
   """
-  counts = dict.fromkeys(('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0)
+  counts = dict.fromkeys(
+    ('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0
+  )
   tasks, seen = [], set()
-  for row in sources.read_rows(config.source, options=config.options, size=config.size, seed=config.seed):
+  for row in sources.read_rows(
+    config.source, options=config.options, size=config.size, seed=config.seed
+  ):
     counts['read'] += 1
     task = _task_or_corrupt(row, config)
     if isinstance(task, sources.Corrupt):
@@ -143,7 +175,9 @@ def load_taskset(config: TasksetConfig) -> Taskset:
   if not tasks:
     raise UserError(f'taskset {config.name}: no task left of {config.source}: {_told(counts)}')
   if shown := sum(bool(task.media) for task in tasks):
-    logging.warning('taskset %s: %d tasks have media, which a text-only policy does not see', config.name, shown)
+    logging.warning(
+      'taskset %s: %d tasks have media, which a text-only policy does not see', config.name, shown
+    )
   return Taskset(name=config.name, tasks=tuple(tasks), counts=counts)
 
 
@@ -154,18 +188,25 @@ def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) ->
   if not dropped:
     return taskset
   counts = {**taskset.counts, 'kept': len(kept), 'too_long': taskset.counts['too_long'] + dropped}
-  logging.warning('taskset %s: skipped %d prompts longer than %d tokens', taskset.name, dropped, limit)
+  logging.warning(
+    'taskset %s: skipped %d prompts longer than %d tokens', taskset.name, dropped, limit
+  )
   if not kept:
-    raise UserError(f'taskset {taskset.name}: every prompt is longer than {limit} tokens; raise the prompt limit')
+    raise UserError(
+      f'taskset {taskset.name}: every prompt is longer than {limit} tokens; raise the prompt limit'
+    )
   return Taskset(name=taskset.name, tasks=kept, counts=counts)
 
 
 def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
-  """Returns (task, answer) for the first `count` tasks; a task's template depends only on the seed and its prompt."""
+  """Returns (task, answer) for the first `count` tasks; a task's template depends only on the seed
+  and its prompt.
+  """
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
-      f'demonstrations of taskset {taskset.name}: count is {count}, the taskset has {len(taskset.tasks)} tasks; '
+      f'demonstrations of taskset {taskset.name}: count is {count}, the taskset has '
+      f'{len(taskset.tasks)} tasks; '
       'lower count or raise the size of the taskset'
     )
   pairs = []
@@ -183,20 +224,27 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
   common = [task for task in evaluation.tasks if task.digest in digests]
   if common:
     raise UserError(
-      f'tasksets {train.name} (training) and {evaluation.name} (evaluation) share {len(common)} prompts, for example '
-      f"{common[0].prompt[-1]['content'][:80]!r}; give both the same holdout, and split 'train' and 'eval'"
+      f'tasksets {train.name} (training) and {evaluation.name} (evaluation) share {len(common)} '
+      'prompts, for example '
+      f"{common[0].prompt[-1]['content'][:80]!r}; give both the same holdout, and split 'train' "
+      "and 'eval'"
     )
 
 
 def _report_corrupt(corrupt: sources.Corrupt, config: TasksetConfig, count: int) -> None:
   if config.on_corrupt == 'fail':
-    raise UserError(f"{corrupt.where}: {corrupt.reason} (taskset {config.name}; on_corrupt='skip' skips such rows)")
+    raise UserError(
+      f"{corrupt.where}: {corrupt.reason} (taskset {config.name}; on_corrupt='skip' skips such "
+      'rows)'
+    )
   if count <= _CORRUPT_SHOWN:
     logging.warning('taskset %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
 
 
 def _told(counts: Mapping[str, int]) -> str:
-  return ', '.join(f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept'))
+  return ', '.join(
+    f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept')
+  )
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
@@ -214,7 +262,9 @@ def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
 
 
 def _choice(task: Task, config: DemonstrationsConfig) -> str:
-  point = xxhash.xxh3_64_intdigest(f'{config.seed}:{task.digest}'.encode()) / 2**64 * sum(config.weights)
+  point = (
+    xxhash.xxh3_64_intdigest(f'{config.seed}:{task.digest}'.encode()) / 2**64 * sum(config.weights)
+  )
   for template, weight in zip(config.templates, config.weights):
     point -= weight
     if point < 0:
@@ -222,13 +272,16 @@ def _choice(task: Task, config: DemonstrationsConfig) -> str:
   return config.templates[-1]
 
 
-def _task_or_corrupt(row: sources.SourceRow | sources.Corrupt, config: TasksetConfig) -> Task | sources.Corrupt:
+def _task_or_corrupt(
+  row: sources.SourceRow | sources.Corrupt, config: TasksetConfig
+) -> Task | sources.Corrupt:
   if isinstance(row, sources.Corrupt):
     return row
   try:
     sources.check_text(row.fields)
     task = _task(row.fields, config)
-    f'{task.digest}{task.truth}'.encode()  # Raises for text from templates that UTF-8 cannot encode.
+    # Raises for text from templates that UTF-8 cannot encode.
+    f'{task.digest}{task.truth}'.encode()
     return task
   except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))
@@ -252,13 +305,21 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
     messages = own_messages(fields)
   else:
     raw = fields.get('prompt')
-    system = [message for message in _messages(raw) if message['role'] == 'system'] if isinstance(raw, list) else []
+    system = (
+      [message for message in _messages(raw) if message['role'] == 'system']
+      if isinstance(raw, list)
+      else []
+    )
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
   if config.system is not None:
-    messages = [{'role': 'system', 'content': config.system}, *(m for m in messages if m['role'] != 'system')]
+    messages = [
+      {'role': 'system', 'content': config.system},
+      *(m for m in messages if m['role'] != 'system'),
+    ]
   if not messages or messages[-1]['role'] not in ('user', 'tool'):
     raise ValueError(
-      f"prompt must end with a message of 'user' or 'tool', its roles are {[m['role'] for m in messages]}"
+      "prompt must end with a message of 'user' or 'tool', its roles are "
+      f'{[m["role"] for m in messages]}'
     )
   if not any(message['content'].strip() for message in messages):
     raise ValueError('prompt is empty')
@@ -274,14 +335,22 @@ def own_messages(fields: Mapping[str, Json]) -> list[Message]:
       return [{'role': 'user', 'content': value}]
     if isinstance(value, list):
       return _messages(value)
-  raise ValueError(f"no 'prompt' or 'question' of text or messages among its fields {', '.join(sorted(source))}")
+  raise ValueError(
+    f"no 'prompt' or 'question' of text or messages among its fields {', '.join(sorted(source))}"
+  )
 
 
 def _messages(value: list[Json]) -> list[Message]:
   messages = []
   for item in value:
-    if not isinstance(item, Mapping) or item.get('role') not in _ROLES or not isinstance(item.get('content'), str):
-      raise ValueError(f'prompt message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}')
+    if (
+      not isinstance(item, Mapping)
+      or item.get('role') not in _ROLES
+      or not isinstance(item.get('content'), str)
+    ):
+      raise ValueError(
+        f'prompt message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}'
+      )
     messages.append({'role': item['role'], 'content': item['content']})
   return messages
 
@@ -290,5 +359,7 @@ def own_truth(fields: Mapping[str, Json]) -> str | None:
   """Returns a row's own reference answer as text, None if it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   reward_model = source.get('reward_model')
-  value = reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else source.get('answer')
+  value = (
+    reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else source.get('answer')
+  )
   return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,9 @@
-"""Text templates over a row's fields: Python's `str.format` with one flat set of names, whatever the source.
+"""Text templates over a row's fields: Python's `str.format` with one flat set of names, whatever
+the source.
 
-There are two additional format specs: `{numbers:csv}` joins a list with commas and drops '.0' from whole numbers
-(['61.0', 33] -> '61,33'); `{answer:after ####}` is the stripped text after the last '####'.
+There are two additional format specs: `{numbers:csv}` joins a list with commas and drops '.0' from
+whole numbers (['61.0', 33] -> '61,33'); `{answer:after ####}` is the stripped text after the last
+'####'.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ _WHOLE = re.compile(r'(-?\d+)\.0+')
 def names(fields: Mapping[str, Json]) -> dict[str, Json]:
   """Returns the names that a template may use for a row with these fields, and their values.
 
-  For a reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. For any other row: the keys of its
-  `extra_info`, the `ground_truth` in its `reward_model`, and its own keys. On conflicts, the later one wins.
+  For a reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. For any other
+  row: the keys of its `extra_info`, the `ground_truth` in its `reward_model`, and its own keys. On
+  conflicts, the later one wins.
   """
   if 'reasoning_gym' in fields:
     entry = fields['entry']
@@ -36,7 +39,9 @@ def names(fields: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def render(template: str, fields: Mapping[str, Json]) -> str:
-  """Fills `names(fields)` into the template. Raises ValueError for an unknown name or a bad format spec."""
+  """Fills `names(fields)` into the template. Raises ValueError for an unknown name or a bad format
+  spec.
+  """
   known = names(fields)
   try:
     return _FORMATTER.vformat(template, (), known)

@@ -1,7 +1,7 @@
 """Converts between text and tokens with the model's tokenizer and chat template.
 
-Rollouts, expert data and preference data all use `render_prompt` or `render_answer`, which tokenize a prompt in the
-same way.
+Rollouts, expert data and preference data all use `render_prompt` or `render_answer`, which tokenize
+a prompt in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Silences the advisory that transformers prints at import without PyTorch, which is not needed here.
+# Silences the advisory that transformers prints at import without PyTorch, which is not needed
+# here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 from transformers import PreTrainedTokenizerFast
@@ -32,14 +33,16 @@ from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']
 
-# 'plain' adds only an end token after an answer; 'chatml' is Qwen's template without its default system message.
+# 'plain' adds only an end token after an answer; 'chatml' is Qwen's template without its default
+# system message.
 _TEMPLATES = {
   'plain': (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
   ),
   'chatml': (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
   ),
 }
@@ -72,13 +75,22 @@ class TokenizerConfig:
   kind: Literal['character', 'bpe'] = 'character'
   template: Template = 'plain'
   vocab_size: int = 1024
-  """Vocabulary size for 'bpe', including special tokens; with 'character', the characters determine it."""
+  """Vocabulary size for 'bpe', including special tokens; with 'character', the characters determine
+  it.
+  """
 
 
 class Tokenizer:
   """Read-only tokenizer backed by a `PreTrainedTokenizerFast` directory."""
 
-  def __init__(self, fast: PreTrainedTokenizerFast, *, files: dict[str, bytes], stop_ids: Sequence[int], name: str):
+  def __init__(
+    self,
+    fast: PreTrainedTokenizerFast,
+    *,
+    files: dict[str, bytes],
+    stop_ids: Sequence[int],
+    name: str,
+  ):
     self._fast = fast
     self._files = files
     self._name = name
@@ -96,22 +108,34 @@ class Tokenizer:
 
   @classmethod
   def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
-    """Loads a tokenizer. Raises UserError if it is missing, damaged, or lacks an end token or a chat template."""
+    """Loads a tokenizer. Raises UserError if it is missing, damaged, or lacks an end token or a
+    chat template.
+    """
     path = pathlib.Path(directory)
     if not (path / 'tokenizer.json').exists():
-      raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory that jaxrl tokenizer made')
+      raise UserError(
+        f'tokenizer {path}: no tokenizer.json there; wanted a directory that jaxrl tokenizer made'
+      )
     files = _read_files(path)
     try:
       with _panics_raised():
         fast = PreTrainedTokenizerFast.from_pretrained(str(path))
     except Exception as error:  # The tokenizers library raises Exception itself.
-      raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from error
+      raise UserError(
+        f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again'
+      ) from error
     if fast.eos_token_id is None:
-      raise UserError(f'tokenizer {path}: has no eos_token, so no answer would end; name one in tokenizer_config.json')
+      raise UserError(
+        f'tokenizer {path}: has no eos_token, so no answer would end; name one in '
+        'tokenizer_config.json'
+      )
     if fast.chat_template is None:
       raise UserError(f'tokenizer {path}: has no chat template; add a chat_template.jinja')
     if not _has_template(fast):
-      raise UserError(f'tokenizer {path}: its chat template is no text, or none of several is the default; correct it')
+      raise UserError(
+        f'tokenizer {path}: its chat template is no text, or none of several is the default; '
+        'correct it'
+      )
     return cls(fast, files=files, stop_ids=_generation_stops(path, fast), name=str(path))
 
   @property
@@ -125,9 +149,11 @@ class Tokenizer:
     return self._process is not None
 
   def check_fits(self, vocab_size: int, model: str) -> None:
-    """Raises UserError if an end, stop or padding token is outside a model's vocabulary of `vocab_size` tokens.
+    """Raises UserError if an end, stop or padding token is outside a model's vocabulary of
+    `vocab_size` tokens.
 
-    Other tokens outside it cause only a warning, since many tokenizers have tokens to which no text is encoded.
+    Other tokens outside it cause only a warning, since many tokenizers have tokens to which no text
+    is encoded.
 
     Args:
       model: the model's name in messages.
@@ -152,33 +178,49 @@ class Tokenizer:
     try:
       with _panics_raised():
         return self._fast.encode(text, add_special_tokens=False)
-    except Exception as error:  # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
+    # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
+    except Exception as error:
       raise UserError(
-        f'tokenizer {self._name}: cannot encode {one_line(repr(text), 100)}: {one_line(error)}; correct the text'
+        f'tokenizer {self._name}: cannot encode {one_line(repr(text), 100)}: {one_line(error)}; '
+        'correct the text'
       ) from error
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-    return self._fast.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    return self._fast.decode(
+      list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+    )
 
   def token_text(self, token: int) -> str:
     """Returns one token as text, special or not; partial characters show as U+FFFD."""
     return self.decode([token], skip_special=False)
 
   def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-    """Returns the token IDs of the messages followed by the opening of an answer (the generation prompt)."""
+    """Returns the token IDs of the messages followed by the opening of an answer (the generation
+    prompt).
+    """
     return self.encode(self._render(messages, add_generation_prompt=True))
 
   def render_answer(self, messages: Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
-    """Returns the token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up to its stop token.
+    """Returns the token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up
+    to its stop token.
 
     The two are encoded separately, as in a rollout: no token straddles the boundary.
     """
     prompt = self._render(messages, add_generation_prompt=True)
-    whole = self._render([*messages, {'role': 'assistant', 'content': answer}], add_generation_prompt=False)
+    whole = self._render(
+      [*messages, {'role': 'assistant', 'content': answer}], add_generation_prompt=False
+    )
     if not whole.startswith(prompt):
-      raise UserError(f'tokenizer {self._name}: its generation prompt is not how its chat template begins an answer')
+      raise UserError(
+        f'tokenizer {self._name}: its generation prompt is not how its chat template begins an '
+        'answer'
+      )
     completion = self.encode(whole[len(prompt) :])
-    while completion and completion[-1] not in self.stop_ids and _is_blank(self.token_text(completion[-1])):
+    while (
+      completion
+      and completion[-1] not in self.stop_ids
+      and _is_blank(self.token_text(completion[-1]))
+    ):
       completion.pop()  # chatml ends an answer with a line break after the stop token
     if not completion or completion[-1] not in self.stop_ids:
       completion = [*self.encode(whole[len(prompt) :]), self.eos_id]
@@ -186,7 +228,9 @@ class Tokenizer:
 
   @property
   def files(self) -> dict[str, bytes]:
-    """Contents, keyed by file name, of the files from which `from_directory` loads this tokenizer."""
+    """Contents, keyed by file name, of the files from which `from_directory` loads this
+    tokenizer.
+    """
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
@@ -199,16 +243,21 @@ class Tokenizer:
   def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     plain = [dict(message) for message in messages]
     if self._process is None:
-      return self._fast.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+      return self._fast.apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=add_generation_prompt
+      )
     tokens = {
       name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
       for name, value in self._fast.special_tokens_map.items()
     }
     try:
-      return self._process.render(plain, add_generation_prompt=add_generation_prompt, variables=tokens)
+      return self._process.render(
+        plain, add_generation_prompt=add_generation_prompt, variables=tokens
+      )
     except RenderError as error:
       raise UserError(
-        f'tokenizer {self._name}: its chat template refuses {one_line(plain)}: {error}; correct the template'
+        f'tokenizer {self._name}: its chat template refuses {one_line(plain)}: {error}; correct '
+        'the template'
       ) from error
 
   def _check_characters(self, text: str) -> None:
@@ -218,8 +267,10 @@ class Tokenizer:
       name = unicodedata.name(character, 'unnamed')
       at = text.index(character)
       raise UserError(
-        f'tokenizer {self._name}: its character table lacks {character!r} (U+{ord(character):04X} {name}), '
-        f'found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, or with kind bpe'
+        f'tokenizer {self._name}: its character table lacks {character!r} (U+{ord(character):04X} '
+        f'{name}), '
+        f'found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, or with '
+        'kind bpe'
       )
 
 
@@ -232,18 +283,26 @@ def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
       yield task.truth
 
 
-def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: str | pathlib.Path) -> Tokenizer:
-  """Loads the tokenizer at `config.path` or builds one from `texts`, and writes its files to `directory`."""
+def build_tokenizer(
+  config: TokenizerConfig, texts: Iterable[str], directory: str | pathlib.Path
+) -> Tokenizer:
+  """Loads the tokenizer at `config.path` or builds one from `texts`, and writes its files to
+  `directory`.
+  """
   if config.path is not None:
     tokenizer = Tokenizer.from_directory(config.path)
     tokenizer.save(directory)
     return tokenizer
   if config.kind == 'character':
     return build_character_tokenizer(texts, directory, template=config.template)
-  return build_bpe_tokenizer(texts, directory, vocab_size=config.vocab_size, template=config.template)
+  return build_bpe_tokenizer(
+    texts, directory, vocab_size=config.vocab_size, template=config.template
+  )
 
 
-def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Path, *, template: Template) -> Tokenizer:
+def build_character_tokenizer(
+  texts: Iterable[str], directory: str | pathlib.Path, *, template: Template
+) -> Tokenizer:
   """Builds a tokenizer with one token per Unicode character in the texts and the template.
 
   The characters are ordered by code point; special tokens follow.
@@ -261,10 +320,15 @@ def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Pat
 def build_bpe_tokenizer(
   texts: Iterable[str], directory: str | pathlib.Path, *, vocab_size: int, template: Template
 ) -> Tokenizer:
-  """Trains a byte-level BPE tokenizer, which can encode any text and decode it again. Special tokens come first."""
+  """Trains a byte-level BPE tokenizer, which can encode any text and decode it again. Special
+  tokens come first.
+  """
   smallest = 256 + len(_SPECIALS[template])
   if vocab_size < smallest:
-    raise UserError(f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special tokens')
+    raise UserError(
+      f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special '
+      'tokens'
+    )
   table = tokenizers.Tokenizer(models.BPE())
   table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   table.decoder = decoders.ByteLevel()
@@ -287,7 +351,8 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
     chat_template=_TEMPLATES[template],
   )
   fast.save_pretrained(str(directory))
-  # transformers 5 writes its new class name here, which version 4 cannot load; both accept this one.
+  # transformers 5 writes its new class name here, which version 4 cannot load; both accept this
+  # one.
   path = directory / 'tokenizer_config.json'
   config = {**json.loads(path.read_text()), 'tokenizer_class': 'PreTrainedTokenizerFast'}
   path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
@@ -295,7 +360,9 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
-  """Returns the contents of the tokenizer's files, keyed by name. Raises UserError for irregular files and bad JSON."""
+  """Returns the contents of the tokenizer's files, keyed by name. Raises UserError for irregular
+  files and bad JSON.
+  """
   files = {}
   try:
     for entry in sorted([*path.iterdir(), *path.glob('additional_chat_templates/*')]):
@@ -308,13 +375,17 @@ def _read_files(path: pathlib.Path) -> dict[str, bytes]:
         if name.endswith('.json'):
           _parse_object(path / name, files[name])
   except (OSError, ValueError) as error:
-    raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from None
+    raise UserError(
+      f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again'
+    ) from None
   return files
 
 
 @contextlib.contextmanager
 def _panics_raised() -> Iterator[None]:
-  """Turns a panic of the tokenizers library, which no `except Exception` catches, into ValueError."""
+  """Turns a panic of the tokenizers library, which no `except Exception` catches, into
+  ValueError.
+  """
   try:
     yield
   except BaseException as error:
@@ -349,13 +420,16 @@ def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list
   try:
     stops = _parse_object(config, read_bytes(config, _FILE_BYTES)).get('eos_token_id')
   except (OSError, ValueError) as error:
-    raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from None
+    raise UserError(
+      f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again'
+    ) from None
   stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
   known = set(fast.get_vocab().values())
   for stop in stops:
     if type(stop) is not int or stop not in known:
       raise UserError(
-        f'tokenizer {path}: eos_token_id of {_GENERATION} has {one_line(stop, 100)}, wanted ids of its {len(known)} '
+        f'tokenizer {path}: eos_token_id of {_GENERATION} has {one_line(stop, 100)}, wanted ids of '
+        f'its {len(known)} '
         'tokens; correct the file'
       )
   return stops

@@ -1,6 +1,7 @@
 """Hugging Face model directories: lookup, special tokens, tokenizer files and complete exports.
 
-Invariant: transformers and vLLM load a directory written by `export` unchanged, and `load_params` reads it bit-exactly.
+Invariant: transformers and vLLM load a directory written by `export` unchanged, and `load_params`
+reads it bit-exactly.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class SpecialTokens:
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
-  """Reads special token ids from generation_config.json, falling back to config.json for missing ones.
+  """Reads special token ids from generation_config.json, falling back to config.json for missing
+  ones.
 
   Raises UserError for an id outside the vocabulary.
   """
@@ -78,21 +80,31 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
       values[name] = None
   eos = values.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-  single_ids = [(name, values[name]) for name in ('bos_token_id', 'pad_token_id') if values.get(name) is not None]
+  single_ids = [
+    (name, values[name])
+    for name in ('bos_token_id', 'pad_token_id')
+    if values.get(name) is not None
+  ]
   for name, token in [('eos_token_id', token) for token in eos_ids] + single_ids:
     if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
       raise UserError(
-        f'{directory}: {name} has {one_line(token, 100)}, wanted token ids below vocab_size {vocab_size} of '
+        f'{directory}: {name} has {one_line(token, 100)}, wanted token ids below vocab_size '
+        f'{vocab_size} of '
         'config.json; correct it there or in generation_config.json'
       )
-  return SpecialTokens(bos_id=values.get('bos_token_id'), eos_ids=eos_ids, pad_id=values.get('pad_token_id'))
+  return SpecialTokens(
+    bos_id=values.get('bos_token_id'), eos_ids=eos_ids, pad_id=values.get('pad_token_id')
+  )
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
   """Copies the tokenizer and its chat template unchanged; returns the names of the copied files."""
   source, target = Path(source), Path(target)
   names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-  names += [str(path.relative_to(source)) for path in sorted(source.glob('additional_chat_templates/*.jinja'))]
+  names += [
+    str(path.relative_to(source))
+    for path in sorted(source.glob('additional_chat_templates/*.jinja'))
+  ]
   for name in names:
     (target / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source / name, target / name)
@@ -100,13 +112,16 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
 
 
 def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
-  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and splits text as Qwen2 does.
+  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and splits text as
+  # Qwen2 does.
   path = tokenizer_dir / 'tokenizer_config.json'
   name = read_json(path).get('tokenizer_class') if path.exists() else None
   if family.tokenizers and name not in family.tokenizers:
     logging.warning(
-      "%s: for a %s model, transformers' AutoTokenizer builds a %s, but this is a %s; it may produce "
-      'other tokens without a warning: load it with PreTrainedTokenizerFast, or train another family',
+      "%s: for a %s model, transformers' AutoTokenizer builds a %s, but this is a %s; it may "
+      'produce '
+      'other tokens without a warning: load it with PreTrainedTokenizerFast, or train another '
+      'family',
       tokenizer_dir,
       family.name,
       family.tokenizers[0],
@@ -126,17 +141,20 @@ def export(
   bos_id: int | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes a directory that transformers and vLLM load unchanged; the weights, written last, mark it as complete.
+  """Writes a directory that transformers and vLLM load unchanged; the weights, written last, mark
+  it as complete.
 
-  AutoModelForSequenceClassification loads a model with a 'scalar' head, AutoModelForTokenClassification one with a
-  'value' head. Both have one label and no generation_config.json.
+  AutoModelForSequenceClassification loads a model with a 'scalar' head,
+  AutoModelForTokenClassification one with a 'value' head. Both have one label and no
+  generation_config.json.
 
   Args:
     directory: output directory, created if missing.
     params: scanned or unrolled tree of NumPy or addressable JAX arrays.
     spec: spec of the model.
     dtype: data type of the weights.
-    tokenizer_dir: directory of the tokenizer and chat template to copy; None: weights without a tokenizer.
+    tokenizer_dir: directory of the tokenizer and chat template to copy; None: weights without a
+      tokenizer.
     eos_ids: tokens that end a completion.
     pad_id: padding token, if any; see `write_config` for None with a 'scalar' head.
     bos_id: beginning-of-text token, if any.
@@ -146,14 +164,22 @@ def export(
     Paths of the weights files.
   """
   directory = Path(directory)
-  if tokenizer_dir is not None and not any((Path(tokenizer_dir) / name).is_file() for name in _TOKENIZER_FILES):
+  if tokenizer_dir is not None and not any(
+    (Path(tokenizer_dir) / name).is_file() for name in _TOKENIZER_FILES
+  ):
     raise UserError(f'{tokenizer_dir}: holds no tokenizer; wanted a directory with tokenizer.json')
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, spec, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids, pad_id=pad_id)
     if spec.head == 'lm':
-      generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}
-      write_json(directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None})
+      generation = {
+        'bos_token_id': bos_id,
+        'eos_token_id': one_or_list(eos_ids),
+        'pad_token_id': pad_id,
+      }
+      write_json(
+        directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None}
+      )
     else:
       # The file of an earlier export would override the special tokens of the new config.json.
       (directory / 'generation_config.json').unlink(missing_ok=True)
@@ -168,7 +194,8 @@ _HUB_FILES = ('*.json', '*.safetensors', '*.jinja', '*.txt', 'tokenizer.model')
 
 
 def resolve(source: str | Path) -> Path:
-  """Returns a model's directory: `source` itself if it is a directory, otherwise the snapshot of that hub id.
+  """Returns a model's directory: `source` itself if it is a directory, otherwise the snapshot of
+  that hub id.
 
   A snapshot comes from huggingface_hub's cache or is downloaded into it.
   """
@@ -176,7 +203,9 @@ def resolve(source: str | Path) -> Path:
   if path.is_dir():
     return path
   if path.exists():
-    raise UserError(f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B')
+    raise UserError(
+      f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B'
+    )
   # 'runs/quickstart' could be a path or a hub id; it counts as a path if a directory 'runs' exists.
   if not _HUB_ID.fullmatch(name) or ('/' in name and path.parent.is_dir()):
     raise UserError(f'{name}: no such directory, and not a hub id either (such as Qwen/Qwen3-0.6B)')
@@ -188,8 +217,11 @@ def resolve(source: str | Path) -> Path:
     ) from None
   except LocalEntryNotFoundError:
     raise UserError(
-      f'{name}: no such directory, and as a hub id it is not in the local cache and the hub cannot be reached; '
+      f'{name}: no such directory, and as a hub id it is not in the local cache and the hub cannot '
+      'be reached; '
       'check the network, or give a directory'
     ) from None
   except (HfHubHTTPError, OSError, ValueError) as error:
-    raise UserError(f'{name}: cannot be fetched from the hub ({" ".join(str(error).split())})') from None
+    raise UserError(
+      f'{name}: cannot be fetched from the hub ({" ".join(str(error).split())})'
+    ) from None

@@ -24,7 +24,9 @@ from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
   'default': frozenset(),
   'linear': frozenset({'factor'}),
-  'llama3': frozenset({'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}),
+  'llama3': frozenset(
+    {'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}
+  ),
 }
 """Supported rope types and their numeric parameters."""
 
@@ -52,14 +54,24 @@ class _HfConfig:
   def error(self, name: str, got: Any, wanted: str) -> UserError:
     return UserError(f'{self.path}: {name} is {one_line(json.dumps(got), 200)}, wanted {wanted}')
 
-  def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
-    """Returns a positive number. If it is null or absent, returns `default`, or raises UserError if that is None."""
+  def number(
+    self,
+    name: str,
+    default: int | float | None,
+    kind: type,
+    values: Mapping[str, Any] | None = None,
+  ) -> Any:
+    """Returns a positive number. If it is null or absent, returns `default`, or raises UserError if
+    that is None.
+    """
     values = self.values if values is None else values
     value = values.get(name)
     value = default if value is None else value
     if value is None:
       raise UserError(f'{self.path}: {name} is missing; a decoder cannot be built without it')
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value, kind):
+    if (
+      isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value, kind)
+    ):
       raise self.error(name, value, f'a positive {kind.__name__}')
     return kind(value)
 
@@ -87,7 +99,9 @@ def read_json(path: Path) -> dict[str, Any]:
   try:
     values = parse_json(read_bytes(path, JSON_BYTES).decode())
   except FileNotFoundError:
-    raise UserError(f'{path}: no such file; {path.parent} is not a Hugging Face model directory') from None
+    raise UserError(
+      f'{path}: no such file; {path.parent} is not a Hugging Face model directory'
+    ) from None
   except (ValueError, OSError) as error:
     raise UserError(f'{path}: cannot be read as JSON ({one_line(error)})') from None
   if not isinstance(values, dict):
@@ -98,9 +112,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_spec(directory: str | Path) -> ModelSpec:
   """Reads the model spec from a directory's config.json.
 
-  Supports the v4 form (`rope_theta`, `rope_scaling`) and the v5 form (`rope_parameters`); if a file has both, they must
-  agree. Absent keys have transformers' defaults. The class in `architectures` determines the head, which is 'lm' if
-  no class is named.
+  Supports the v4 form (`rope_theta`, `rope_scaling`) and the v5 form (`rope_parameters`); if a file
+  has both, they must agree. Absent keys have transformers' defaults. The class in `architectures`
+  determines the head, which is 'lm' if no class is named.
   """
   path = Path(directory) / 'config.json'
   config = _HfConfig(path, read_json(path))
@@ -112,7 +126,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   _refuse_unsupported(config, family)
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
-  # A null num_key_value_heads means one per attention head; only an absent key means the class's default.
+  # A null num_key_value_heads means one per attention head; only an absent key means the class's
+  # default.
   kv_default = None if 'num_key_value_heads' in config.values else family.num_key_value_heads
   head_default = None if 'head_dim' in config.values else family.head_dim
   positions = config.number('max_position_embeddings', family.max_position_embeddings, int)
@@ -150,10 +165,15 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
     raise config.error('hidden_act', values['hidden_act'], '"silu"')
   if values.get('quantization_config') is not None:
-    raise config.error('quantization_config', values['quantization_config'], 'null: only unquantized weights are read')
+    raise config.error(
+      'quantization_config',
+      values['quantization_config'],
+      'null: only unquantized weights are read',
+    )
   if values.get('is_causal') is False or values.get('use_bidirectional_attention'):
     raise UserError(
-      f'{config.path}: attention is bidirectional (is_causal, use_bidirectional_attention), wanted causal'
+      f'{config.path}: attention is bidirectional (is_causal, use_bidirectional_attention), wanted '
+      'causal'
     )
   if config.flag('mlp_bias', False) and not family.mlp_bias:
     raise config.error('mlp_bias', True, f'false: {family.name} has no biases in its MLP')
@@ -161,8 +181,9 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   kinds = values.get('layer_types') or []
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
-  # Without layer_types, the window of a family with use_sliding_window applies from layer max_window_layers on, and
-  # only if that key is true. If a family has no windows, the meaning of one in its file is unknown, so it is refused.
+  # Without layer_types, the window of a family with use_sliding_window applies from layer
+  # max_window_layers on, and only if that key is true. If a family has no windows, the meaning of
+  # one in its file is unknown, so it is refused.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')
@@ -171,14 +192,24 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
     or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
   # A family whose default is a window takes it for all layers, whatever layer_types says.
-  if any(kind != 'full_attention' for kind in kinds) or (windowed and (not kinds or family.sliding_window is not None)):
-    got = {name: values.get(name) for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')}
+  if any(kind != 'full_attention' for kind in kinds) or (
+    windowed and (not kinds or family.sliding_window is not None)
+  ):
+    got = {
+      name: values.get(name)
+      for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')
+    }
     details = one_line(f'{json.dumps(got)}, layer_types {sorted(set(map(str, kinds)))}')
-    raise UserError(f'{config.path}: attention has a sliding window ({details}), wanted full attention in every layer')
+    raise UserError(
+      f'{config.path}: attention has a sliding window ({details}), wanted full attention in every '
+      'layer'
+    )
 
 
 def _head(config: _HfConfig, family: Family) -> str:
-  """Returns the head of the class in `architectures`; rejects unknown classes and more than one output."""
+  """Returns the head of the class in `architectures`; rejects unknown classes and more than one
+  output.
+  """
   names, classes = config.values.get('architectures'), family.architectures
   if not names:
     return 'lm'
@@ -204,19 +235,27 @@ def _attention_bias(config: _HfConfig, family: Family) -> bool:
   always = family.attention_bias == 'qkv'
   value = config.flag('attention_bias', always)
   if always and not value:
-    raise config.error('attention_bias', value, f'true: {family.name} always has biases on q, k and v')
+    raise config.error(
+      'attention_bias', value, f'true: {family.name} always has biases on q, k and v'
+    )
   if value and family.attention_bias == 'never':
-    raise config.error('attention_bias', value, f'false: {family.name} has no biases in its attention')
+    raise config.error(
+      'attention_bias', value, f'false: {family.name} has no biases in its attention'
+    )
   return value
 
 
-def _read_rope(config: _HfConfig, default_theta: float, positions: int) -> tuple[float, RopeScaling | None]:
+def _read_rope(
+  config: _HfConfig, default_theta: float, positions: int
+) -> tuple[float, RopeScaling | None]:
   """Reads base and scaling; rejects a file whose two forms disagree."""
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
   if v4 and v5:
     if read('rope_scaling', v4) != read('rope_parameters', v5):
-      raise UserError(f'{config.path}: rope_scaling {v4} and rope_parameters {v5} disagree; remove one of them')
+      raise UserError(
+        f'{config.path}: rope_scaling {v4} and rope_parameters {v5} disagree; remove one of them'
+      )
     return read('rope_parameters', v5)
   return read('rope_scaling' if v4 else 'rope_parameters', v4 or v5 or {})
 
@@ -232,14 +271,20 @@ def _rope(
   common = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
   unknown = sorted(set(values) - common - _ROPE_KEYS[kind])
   if unknown:
-    raise config.error(f'{name}.{unknown[0]}', values[unknown[0]], f'no such key with rope_type {kind}')
+    raise config.error(
+      f'{name}.{unknown[0]}', values[unknown[0]], f'no such key with rope_type {kind}'
+    )
   for place in (values, config.values):
     if place.get('partial_rotary_factor') not in (None, 1):
-      raise config.error('partial_rotary_factor', place['partial_rotary_factor'], '1: all of a head is rotated')
+      raise config.error(
+        'partial_rotary_factor', place['partial_rotary_factor'], '1: all of a head is rotated'
+      )
   outer = config.number('rope_theta', default_theta, float)
   theta = config.number('rope_theta', outer, float, values)
   if config.values.get('rope_theta') is not None and theta != outer:
-    raise UserError(f'{config.path}: rope_theta is {outer:g}, {name}.rope_theta {theta:g}; remove one of them')
+    raise UserError(
+      f'{config.path}: rope_theta is {outer:g}, {name}.rope_theta {theta:g}; remove one of them'
+    )
   if kind == 'default':
     return theta, None
   factor = config.number('factor', None, float, values)
@@ -249,10 +294,16 @@ def _rope(
   # Only some versions of transformers read this key outside the scaling object.
   if config.values.get('original_max_position_embeddings') not in (None, original):
     got = config.values['original_max_position_embeddings']
-    raise config.error('original_max_position_embeddings', got, f'{original}, as in {name}: remove one of them')
-  low, high = (config.number(f'{which}_freq_factor', None, float, values) for which in ('low', 'high'))
+    raise config.error(
+      'original_max_position_embeddings', got, f'{original}, as in {name}: remove one of them'
+    )
+  low, high = (
+    config.number(f'{which}_freq_factor', None, float, values) for which in ('low', 'high')
+  )
   if high <= low:
-    raise UserError(f'{config.path}: {name}.high_freq_factor {high:g} is not above low_freq_factor {low:g}')
+    raise UserError(
+      f'{config.path}: {name}.high_freq_factor {high:g} is not above low_freq_factor {low:g}'
+    )
   return theta, RopeScaling(
     kind='llama3',
     factor=factor,
@@ -292,8 +343,9 @@ def write_config(
     dtype: data type of the weights, by its Hugging Face name.
     bos_id: beginning-of-text token, if any.
     eos_ids: tokens that end a completion.
-    pad_id: padding token, if any. Transformers scores the last token that is not padding, so a 'scalar' head requires
-      one: the default is `bos_id`, which never ends a sequence, or else the first of `eos_ids`.
+    pad_id: padding token, if any. Transformers scores the last token that is not padding, so a
+      'scalar' head requires one: the default is `bos_id`, which never ends a sequence, or else the
+      first of `eos_ids`.
   """
   family = find_family(spec.family)
   if spec.head not in family.architectures:
@@ -302,16 +354,25 @@ def write_config(
       f'{directory}: transformers has no class for a {family.name} model with a {spec.head} head; '
       f'those of {", ".join(others)} have one'
     )
-  biases = {'never': [(False, False)], 'qkv': [(True, False)], 'optional': [(False, False), (True, True)]}
-  expressible = (spec.qkv_bias, spec.o_bias) in biases[family.attention_bias] and family.mlp_bias >= spec.mlp_bias
+  biases = {
+    'never': [(False, False)],
+    'qkv': [(True, False)],
+    'optional': [(False, False), (True, True)],
+  }
+  expressible = (spec.qkv_bias, spec.o_bias) in biases[
+    family.attention_bias
+  ] and family.mlp_bias >= spec.mlp_bias
   if not expressible or spec.qk_norm != family.qk_norm:
     raise UserError(
-      f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias}, '
-      f'mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train with the biases and norms of the family'
+      f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, '
+      f'o_bias={spec.o_bias}, '
+      f'mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train with the biases and norms '
+      'of the family'
     )
   if family.heads_divide_hidden and spec.hidden_size % spec.num_attention_heads:
     raise UserError(
-      f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
+      f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple '
+      'of '
       f'{spec.num_attention_heads} heads'
     )
   if spec.head == 'scalar':
@@ -347,18 +408,26 @@ def _one_output(head: str) -> dict[str, Any]:
   return labels | ({'classifier_dropout': 0.0} if head == 'value' else {})
 
 
-def _scoring_pad(directory: str | Path, pad_id: int | None, bos_id: int | None, eos_ids: Sequence[int]) -> int:
+def _scoring_pad(
+  directory: str | Path, pad_id: int | None, bos_id: int | None, eos_ids: Sequence[int]
+) -> int:
   pad = next((token for token in (pad_id, bos_id, *eos_ids) if token is not None), None)
   if pad is None:
     raise UserError(
-      f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a reward model scores '
+      f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a '
+      'reward model scores '
       'by the padding after it; set a padding token'
     )
   if pad_id is None:
-    logging.warning('%s: no padding token is set; config.json names token %d: pad sequences with it', directory, pad)
+    logging.warning(
+      '%s: no padding token is set; config.json names token %d: pad sequences with it',
+      directory,
+      pad,
+    )
   if pad in eos_ids:
     logging.warning(
-      '%s: token %d is both padding and an end of text; in a sequence that ends with it, transformers scores the token '
+      '%s: token %d is both padding and an end of text; in a sequence that ends with it, '
+      'transformers scores the token '
       'before, jaxrl_llm the last one',
       directory,
       pad,

@@ -1,7 +1,7 @@
 """Conversion between parameter trees and streams of Hugging Face tensors.
 
-Invariant: tensors pass through unchanged (the same bits in the same dtype, as views where possible); scanned and
-unrolled trees produce the same stream and are filled from the same stream.
+Invariant: tensors pass through unchanged (the same bits in the same dtype, as views where
+possible); scanned and unrolled trees produce the same stream and are filled from the same stream.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
     spec: spec of their model.
 
   Yields:
-    (name, array). Arrays are views of host memory where possible, including layers of a scanned tree: copy those that
-    must outlive a donation. All layers of a parameter are consecutive; `tables.zeros` come last.
+    (name, array). Arrays are views of host memory where possible, including layers of a scanned
+    tree: copy those that must outlive a donation. All layers of a parameter are consecutive;
+    `tables.zeros` come last.
   """
   flat = flatten(params)
   scanned = any(name.startswith('layers/attention/') for name in flat)
@@ -67,7 +68,11 @@ def _check_tree(flat: dict[str, Any], spec: ModelSpec, *, scanned: bool) -> None
       wanted[entry.path] = (spec.num_hidden_layers, *entry.shape)
     else:
       wanted[entry.unrolled] = entry.shape
-  problems = [f'{name} {tuple(flat[name].shape)} has no row in the table' for name in flat if name not in wanted]
+  problems = [
+    f'{name} {tuple(flat[name].shape)} has no row in the table'
+    for name in flat
+    if name not in wanted
+  ]
   for name, shape in wanted.items():
     if name not in flat:
       problems.append(f'{name} {shape} is missing')
@@ -75,16 +80,23 @@ def _check_tree(flat: dict[str, Any], spec: ModelSpec, *, scanned: bool) -> None
       problems.append(f'{name} has {tuple(flat[name].shape)}, wanted {shape}')
   if problems:
     rest = f' and {len(problems) - 6} more' if len(problems) > 6 else ''
-    raise UserError(f'parameters do not fit their {spec.family} spec: {"; ".join(problems[:6])}{rest}')
+    raise UserError(
+      f'parameters do not fit their {spec.family} spec: {"; ".join(problems[:6])}{rest}'
+    )
 
 
 def from_hf(
-  tensors: Iterable[tuple[str, np.ndarray]], spec: ModelSpec, *, scan_layers: bool, dtype: str = 'float32'
+  tensors: Iterable[tuple[str, np.ndarray]],
+  spec: ModelSpec,
+  *,
+  scan_layers: bool,
+  dtype: str = 'float32',
 ) -> Params:
   """Builds a tree of NumPy arrays from tensors in any order; the inverse of `to_hf`.
 
-  Arrays that need neither stacking nor a dtype conversion are not copied. A tied model's `lm_head.weight` duplicates
-  the embedding: it is ignored if it has the embedding's shape, whatever its values.
+  Arrays that need neither stacking nor a dtype conversion are not copied. A tied model's
+  `lm_head.weight` duplicates the embedding: it is ignored if it has the embedding's shape, whatever
+  its values.
   """
   inventory, flat, to = Inventory(spec, 'tensors'), {}, dtype_of(dtype)
   for name, tensor in tensors:
@@ -116,7 +128,8 @@ def fill(
     spec: spec of the model.
     scan_layers: whether to stack the layers.
     dtype: data type of the tree's arrays.
-    place: maps (name in the tree, array) to the tree's leaf; it may keep the array, which is never modified later.
+    place: maps (name in the tree, array) to the tree's leaf; it may keep the array, which is never
+      modified later.
   """
   flat = {}
   for path, group in groupby(entries(spec), key=lambda entry: entry.path):

@@ -1,7 +1,8 @@
-"""LoRA adapters in PEFT format (adapter_config.json and weights), as the `peft` library, vLLM and others load them.
+"""LoRA adapters in PEFT format (adapter_config.json and weights), as the `peft` library, vLLM and
+others load them.
 
-Invariant: tensor names derive from the family's weights table, as for models; A and B are stored as trained
-(`[rank, in]` and `[out, rank]`, which is also PEFT's layout).
+Invariant: tensor names derive from the family's weights table, as for models; A and B are stored as
+trained (`[rank, in]` and `[out, rank]`, which is also PEFT's layout).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _HEAD = 'score'
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trained parameters such as the head."""
+  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trained parameters such
+  as the head.
+  """
   flat = flatten(params)
   for entry in entries(spec):
     for name in {entry.path, entry.unrolled}:
@@ -58,7 +61,11 @@ def export_adapter(
     base: directory or hub id of the base model; None: the reader must know it.
   """
   directory = Path(directory)
-  of = {entry.path.split('/')[-2]: _module(entry) for entry in entries(spec) if entry.path.endswith('/kernel')}
+  of = {
+    entry.path.split('/')[-2]: _module(entry)
+    for entry in entries(spec)
+    if entry.path.endswith('/kernel')
+  }
   config: dict[str, Any] = {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM' if spec.head == 'lm' else 'SEQ_CLS',

@@ -1,7 +1,8 @@
 """Reading and writing of a model directory's safetensors files, shard by shard.
 
-Invariant: names and shapes in all files are checked before the first parameter is read; host memory holds at most one
-array of the tree beyond those that the caller keeps (when reading), or one shard (when writing).
+Invariant: names and shapes in all files are checked before the first parameter is read; host memory
+holds at most one array of the tree beyond those that the caller keeps (when reading), or one shard
+(when writing).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
 from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
-"""Default size in bytes above which weights are sharded; many small and few large files are both awkward to copy."""
+"""Default size in bytes above which weights are sharded; many small and few large files are both
+awkward to copy.
+"""
 
 _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
@@ -56,18 +59,21 @@ def load_params(
   """Reads the parameters of a directory, one array of the tree at a time.
 
   Args:
-    directory: directory with model.safetensors, or model.safetensors.index.json and the files that it lists.
+    directory: directory with model.safetensors, or model.safetensors.index.json and the files that
+      it lists.
     spec: spec of the model, as returned by `read_spec`.
     scan_layers: whether to stack the layers.
     dtype: data type of the parameters; that of the files may differ.
-    place: maps (name in the tree, host array) to the tree's leaf, for example a sharded device array. It may keep the
-      array or alias its memory, which is never modified later.
+    place: maps (name in the tree, host array) to the tree's leaf, for example a sharded device
+      array. It may keep the array or alias its memory, which is never modified later.
 
   Returns:
-    The tree. A tied model's `lm_head.weight` is ignored if the files have one; the embedding is used.
+    The tree. A tied model's `lm_head.weight` is ignored if the files have one; the embedding is
+      used.
 
   Raises:
-    UserError: the files belong to another model, are damaged, or have a value that is not finite as `dtype`.
+    UserError: the files belong to another model, are damaged, or have a value that is not finite as
+      `dtype`.
   """
   to = dtype_of(dtype)
   with contextlib.ExitStack() as stack:
@@ -82,7 +88,9 @@ def load_params(
       return tensor
 
     params = fill(read, spec, scan_layers=scan_layers, dtype=to, place=place)
-  logging.info('read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype)
+  logging.info(
+    'read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype
+  )
   return params
 
 
@@ -94,7 +102,9 @@ def _open(path: Path) -> safe_open:
     raise UserError(f'{path}: no such file, though {_INDEX} lists it; fetch it again') from None
   except (SafetensorError, OSError, ValueError) as error:
     reason = one_line(error)
-    raise UserError(f'{path}: truncated or corrupt safetensors file ({reason}); fetch it again') from None
+    raise UserError(
+      f'{path}: truncated or corrupt safetensors file ({reason}); fetch it again'
+    ) from None
 
 
 def _read(path: Path, file: safe_open, name: str) -> np.ndarray:
@@ -112,7 +122,8 @@ def _require_finite(path: Path, name: str, tensor: Shaped[np.ndarray, '...']) ->
       at = start + int(np.argmin(finite))
       place = ', '.join(map(str, np.unravel_index(at, tensor.shape)))
       raise UserError(
-        f'{path}: {name}[{place}] is {float(flat[at])} as {tensor.dtype}, wanted finite weights; fetch the file again, '
+        f'{path}: {name}[{place}] is {float(flat[at])} as {tensor.dtype}, wanted finite weights; '
+        'fetch the file again, '
         'or take a checkpoint from before the training diverged'
       )
 
@@ -123,7 +134,12 @@ def _weight_files(directory: Path) -> list[Path]:
   if (directory / _INDEX).exists():
     return [directory / name for name in sorted(set(_weight_map(directory).values()))]
   other = next(
-    (path.name for pattern in ('*.bin', '*.pth', '*.gguf') for path in sorted(directory.glob(pattern))), None
+    (
+      path.name
+      for pattern in ('*.bin', '*.pth', '*.gguf')
+      for path in sorted(directory.glob(pattern))
+    ),
+    None,
   )
   reason = f'found {other}, convert it to safetensors' if other else 'no weights here'
   raise UserError(f'{directory}: holds neither {_SINGLE} nor {_INDEX}: {reason}')
@@ -131,19 +147,26 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _weight_map(directory: Path) -> Mapping[str, str]:
   values = read_json(directory / _INDEX).get('weight_map')
-  if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values.values()):
+  if (
+    not isinstance(values, dict)
+    or not values
+    or not all(isinstance(name, str) for name in values.values())
+  ):
     raise UserError(f'{directory / _INDEX}: has no weight_map of tensor names to file names')
   for tensor, name in values.items():
     if not _PLAIN_NAME.fullmatch(name):
       raise UserError(
-        f'{directory / _INDEX}: weight_map has {one_line(tensor, 100)} in {one_line(repr(name), 200)}, wanted the name '
+        f'{directory / _INDEX}: weight_map has {one_line(tensor, 100)} in '
+        f'{one_line(repr(name), 200)}, wanted the name '
         'of a .safetensors file in the same directory; move the file there and correct the index'
       )
   return values
 
 
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Checks the files' headers, and values that must be 0; returns the file of each of the model's tensors."""
+  """Checks the files' headers, and values that must be 0; returns the file of each of the model's
+  tensors.
+  """
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():
     for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -162,9 +185,15 @@ def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) ->
 
 
 def save_params(
-  directory: str | Path, params: Params, spec: ModelSpec, *, dtype: str = 'float32', shard_bytes: int = SHARD_BYTES
+  directory: str | Path,
+  params: Params,
+  spec: ModelSpec,
+  *,
+  dtype: str = 'float32',
+  shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes the weights as one model.safetensors, or as shards with an index if they exceed `shard_bytes`.
+  """Writes the weights as one model.safetensors, or as shards with an index if they exceed
+  `shard_bytes`.
 
   Each file gets its name only when it is complete. Earlier weights in the directory are replaced.
 
@@ -195,9 +224,14 @@ def save_params(
         path.unlink()
     if len(shards) > 1:
       total = sum(_bytes(entry, to.itemsize) for shard in shards for entry in shard)
-      write_json(directory / _INDEX, {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))})
+      write_json(
+        directory / _INDEX,
+        {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))},
+      )
   files = [directory / name for name in dict.fromkeys(written.values())]
-  logging.info('wrote %d tensors to %d files in %s as %s', len(written), len(files), directory, dtype)
+  logging.info(
+    'wrote %d tensors to %d files in %s as %s', len(written), len(files), directory, dtype
+  )
   return files
 
 
@@ -222,14 +256,15 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 def _write_shard(
   path: Path, shard: list[TensorEntry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype
 ) -> None:
-  # save_file writes contiguous memory from the first element on and ignores strides: a transposed view would be
-  # silently corrupted.
+  # save_file writes contiguous memory from the first element on and ignores strides: a transposed
+  # view would be silently corrupted.
   arrays = {}
   for _ in shard:
     name, tensor = next(tensors)
     arrays[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
   save_file(arrays, path, metadata={'format': 'pt'})
-  # The library's temporary file is readable by its owner only; the directory's other files are readable by all.
+  # The library's temporary file is readable by its owner only; the directory's other files are
+  # readable by all.
   path.chmod(0o644)
 
 
@@ -241,5 +276,6 @@ def writing(directory: Path) -> Iterator[None]:
   except (OSError, SafetensorError) as error:
     reason = ' '.join(str(error).split())
     raise RunError(
-      f'{directory}: weights cannot be written ({reason}); free space there, or name another directory'
+      f'{directory}: weights cannot be written ({reason}); free space there, or name another '
+      'directory'
     ) from None

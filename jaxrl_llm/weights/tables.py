@@ -1,7 +1,7 @@
 """Table of parameter names, ours and Hugging Face's; the model's spec determines which rows apply.
 
-Invariant: both directions of the conversion use the same rows; a row is a rename, never a transpose, because kernels
-are stored `[out, in]` on both sides.
+Invariant: both directions of the conversion use the same rows; a row is a rename, never a
+transpose, because kernels are stored `[out, in]` on both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class ParameterRow:
   hf: str
   """Name in the safetensors file."""
   ours: str
-  """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer axis."""
+  """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer
+  axis.
+  """
   axes: tuple[str, ...]
   """Name of each axis, a key of `_sizes`."""
   when: str = 'always'
@@ -51,34 +53,66 @@ _LAYER = 'model.layers.{i}.'
 ROWS = (
   ParameterRow('model.embed_tokens.weight', 'embed/kernel', ('vocab', 'hidden')),
   ParameterRow(_LAYER + 'input_layernorm.weight', 'layers/{i}/attention_norm/scale', ('hidden',)),
-  ParameterRow(_LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')),
-  ParameterRow(_LAYER + 'self_attn.k_proj.weight', 'layers/{i}/attention/key/kernel', ('keys', 'hidden')),
-  ParameterRow(_LAYER + 'self_attn.v_proj.weight', 'layers/{i}/attention/value/kernel', ('keys', 'hidden')),
-  ParameterRow(_LAYER + 'self_attn.o_proj.weight', 'layers/{i}/attention/output/kernel', ('hidden', 'queries')),
-  ParameterRow(_LAYER + 'post_attention_layernorm.weight', 'layers/{i}/mlp_norm/scale', ('hidden',)),
+  ParameterRow(
+    _LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.k_proj.weight', 'layers/{i}/attention/key/kernel', ('keys', 'hidden')
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.v_proj.weight', 'layers/{i}/attention/value/kernel', ('keys', 'hidden')
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.o_proj.weight', 'layers/{i}/attention/output/kernel', ('hidden', 'queries')
+  ),
+  ParameterRow(
+    _LAYER + 'post_attention_layernorm.weight', 'layers/{i}/mlp_norm/scale', ('hidden',)
+  ),
   ParameterRow(_LAYER + 'mlp.gate_proj.weight', 'layers/{i}/mlp/gate/kernel', ('mlp', 'hidden')),
   ParameterRow(_LAYER + 'mlp.up_proj.weight', 'layers/{i}/mlp/up/kernel', ('mlp', 'hidden')),
   ParameterRow(_LAYER + 'mlp.down_proj.weight', 'layers/{i}/mlp/down/kernel', ('hidden', 'mlp')),
   ParameterRow('model.norm.weight', 'norm/scale', ('hidden',)),
   ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'untied'),
   ParameterRow('score.weight', 'head/kernel', ('one', 'hidden'), 'one_output'),
-  ParameterRow(_LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'),
-  ParameterRow(_LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'),
-  ParameterRow(_LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'),
-  ParameterRow(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),
-  ParameterRow(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',), 'qk_norm'),
-  ParameterRow(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',), 'qk_norm'),
+  ParameterRow(
+    _LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.q_norm.weight',
+    'layers/{i}/attention/query_norm/scale',
+    ('head_dim',),
+    'qk_norm',
+  ),
+  ParameterRow(
+    _LAYER + 'self_attn.k_norm.weight',
+    'layers/{i}/attention/key_norm/scale',
+    ('head_dim',),
+    'qk_norm',
+  ),
   ParameterRow(_LAYER + 'mlp.gate_proj.bias', 'layers/{i}/mlp/gate/bias', ('mlp',), 'mlp_bias'),
   ParameterRow(_LAYER + 'mlp.up_proj.bias', 'layers/{i}/mlp/up/bias', ('mlp',), 'mlp_bias'),
   ParameterRow(_LAYER + 'mlp.down_proj.bias', 'layers/{i}/mlp/down/bias', ('hidden',), 'mlp_bias'),
 )
 
 _DERIVED = (
-  ParameterRow(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
+  ParameterRow(
+    _LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)
+  ),
   ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
-"""Redundant tensors that a file may contain, because they follow from its parameters or configuration: the buffers of
-old Llama files, and the unembedding of a tied model, which is the embedding."""
+"""Redundant tensors that a file may contain, because they follow from its parameters or
+configuration: the buffers of old Llama files, and the unembedding of a tied model, which is the
+embedding.
+"""
 
 _ZERO = (ParameterRow('score.bias', 'head/bias', ('one',), 'one_output'),)
 """Tensors that a file may contain only with value 0, because our models do not have them."""
@@ -113,14 +147,19 @@ class TensorEntry:
   @property
   def unrolled(self) -> str:
     """Name in the unrolled tree."""
-    return self.path if self.layer is None else self.path.replace('layers/', f'layers/{self.layer}/', 1)
+    return (
+      self.path if self.layer is None else self.path.replace('layers/', f'layers/{self.layer}/', 1)
+    )
 
 
 def _expand(rows: Iterable[ParameterRow], spec: ModelSpec) -> tuple[TensorEntry, ...]:
   sizes = _sizes(spec)
   return tuple(
     TensorEntry(
-      hf=row.hf.format(i=i), path=row.ours.replace('{i}/', ''), layer=i, shape=tuple(sizes[a] for a in row.axes)
+      hf=row.hf.format(i=i),
+      path=row.ours.replace('{i}/', ''),
+      layer=i,
+      shape=tuple(sizes[a] for a in row.axes),
     )
     for row in rows
     if _CONDITIONS[row.when](spec)
@@ -129,17 +168,23 @@ def _expand(rows: Iterable[ParameterRow], spec: ModelSpec) -> tuple[TensorEntry,
 
 
 def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in layer order."""
+  """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in
+  layer order.
+  """
   return _expand(ROWS, spec)
 
 
 def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns the extra tensors that are written as 0: the head's bias in transformers' token-classification class."""
+  """Returns the extra tensors that are written as 0: the head's bias in transformers'
+  token-classification class.
+  """
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
 
 class Inventory:
-  """Checks the names and shapes of one source's tensors against a table; `finish` raises one error for all findings."""
+  """Checks the names and shapes of one source's tensors against a table; `finish` raises one error
+  for all findings.
+  """
 
   def __init__(self, spec: ModelSpec, source: str):
     self._spec, self._source = spec, source
@@ -151,15 +196,19 @@ class Inventory:
     self._doubled: list[str] = []
     self._misshaped: list[str] = []
 
-  def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> TensorEntry | None:
+  def see(
+    self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]
+  ) -> TensorEntry | None:
     """Returns the entry to load the tensor into.
 
-    None: there is nothing to load, or the tensor is unknown, duplicate or mis-shaped, which `finish` reports.
+    None: there is nothing to load, or the tensor is unknown, duplicate or mis-shaped, which
+    `finish` reports.
 
     Args:
       name: name in the file.
       shape: shape of the tensor.
-      read: returns the tensor; called only if its value must be 0, and any other value raises a UserError.
+      read: returns the tensor; called only if its value must be 0, and any other value raises a
+        UserError.
     """
     shape = tuple(shape)
     if name in self._seen:
@@ -181,7 +230,8 @@ class Inventory:
   def _require_zero(self, name: str, value: float) -> None:
     if value != 0:
       raise UserError(
-        f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, so it would shift all values; '
+        f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, so it would '
+        'shift all values; '
         'where only their differences count, set it to 0 in the file'
       )
 
@@ -189,7 +239,8 @@ class Inventory:
     """Raises a UserError for all unmapped, duplicate, missing and mis-shaped tensors."""
     missing = [name for name in self._wanted if name not in self._seen]
     unmapped = [
-      f'{name}{_nearest(name, missing) or _nearest(name, self._wanted)}' for name in self._unmapped[:_EXAMPLES]
+      f'{name}{_nearest(name, missing) or _nearest(name, self._wanted)}'
+      for name in self._unmapped[:_EXAMPLES]
     ]
     findings = [
       _finding('no such parameter', unmapped, len(self._unmapped)),
@@ -199,7 +250,8 @@ class Inventory:
     ]
     if any(findings):
       raise UserError(
-        f'{self._source}: {"; ".join(filter(None, findings))}; expected the {len(self._wanted)} tensors of '
+        f'{self._source}: {"; ".join(filter(None, findings))}; expected the {len(self._wanted)} '
+        'tensors of '
         f'{_describe(self._spec)}: config.json and weights must be of the same model'
       )
 
@@ -221,9 +273,14 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _describe(spec: ModelSpec) -> str:
-  switches = [s for s in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings') if getattr(spec, s)]
+  switches = [
+    s
+    for s in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings')
+    if getattr(spec, s)
+  ]
   return (
-    f'{spec.family} ({", ".join([f"{spec.head} head", *switches])}; layers={spec.num_hidden_layers}, '
+    f'{spec.family} ({", ".join([f"{spec.head} head", *switches])}; '
+    f'layers={spec.num_hidden_layers}, '
     f'heads={spec.num_attention_heads}/{spec.num_key_value_heads}, head_dim={spec.head_dim}, '
     f'hidden={spec.hidden_size}, mlp={spec.intermediate_size}, vocab={spec.vocab_size})'
   )

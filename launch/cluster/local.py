@@ -2,16 +2,19 @@
 
   python launch/cluster/local.py --processes=2 [--grace_s=10] -- COMMAND [ARGUMENT ...]
 
-Each process gets JAX_COORDINATOR_ADDRESS (a free port of 127.0.0.1), JAX_NUM_PROCESSES and JAX_PROCESS_ID, and NPROC
-(threads of XLA's CPU pool, on which bits may depend): this machine's cores divided by N, unless it is set already. Its
-output is passed on line by line behind `[process id]`.
+Each process gets JAX_COORDINATOR_ADDRESS (a free port of 127.0.0.1), JAX_NUM_PROCESSES and
+JAX_PROCESS_ID, and NPROC (threads of XLA's CPU pool, on which bits may depend): this machine's
+cores divided by N, unless it is set already. Its output is passed on line by line behind `[process
+id]`.
 
-Invariant: the job ends as a whole. When a process ends badly (a signal, or an exit code that is not 0), the supervisor
-names it and how it ended, sends SIGTERM to the others and after `grace_s` seconds SIGKILL, and exits with its code
-(128 + the number for a signal): within 30 seconds by default, and normally at once. When a process has finished, the
-others may take `linger_s` longer. SIGINT and SIGTERM go to every process, which then have `linger_s` to commit what
-they have (a second one kills); the exit code is then theirs (130, 143). If the supervisor itself is killed, the kernel
-kills its processes (Linux). What a process leaves running in its own session is killed at the end.
+Invariant: the job ends as a whole. When a process ends badly (a signal, or an exit code that is not
+0), the supervisor names it and how it ended, sends SIGTERM to the others and after `grace_s`
+seconds SIGKILL, and exits with its code (128 + the number for a signal): within 30 seconds by
+default, and normally at once. When a process has finished, the others may take `linger_s` longer.
+SIGINT and SIGTERM go to every process, which then have `linger_s` to commit what they have (a
+second one kills); the exit code is then theirs (130, 143). If the supervisor itself is killed, the
+kernel kills its processes (Linux). What a process leaves running in its own session is killed at
+the end.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from typing import BinaryIO
 
 from absl import flags
 
-_PROCESSES = flags.DEFINE_integer('processes', None, 'How many processes to start.', lower_bound=1, required=True)
+_PROCESSES = flags.DEFINE_integer(
+  'processes', None, 'How many processes to start.', lower_bound=1, required=True
+)
 _GRACE = flags.DEFINE_float(
   'grace_s', 10.0, 'Seconds between SIGTERM and SIGKILL for those that are left.', lower_bound=0
 )
@@ -107,7 +112,8 @@ def _start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # A terminal's Ctrl-C then reaches them once, through the supervisor.
+        # A terminal's Ctrl-C then reaches them once, through the supervisor.
+        start_new_session=True,
         preexec_fn=before_exec,
       )
     )
@@ -122,7 +128,8 @@ def _pass_on(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.
         with lock:
           target.write(prefix + line.rstrip(b'\n') + b'\n')
           target.flush()
-    except BrokenPipeError:  # Nobody reads any more; a process must not block on a full pipe for that.
+    # Nobody reads any more; a process must not block on a full pipe for that.
+    except BrokenPipeError:
       wanted = False
 
 
@@ -147,24 +154,34 @@ class Supervisor:
     culprit = self._first_bad_end()
     if culprit is not None and self._asked is None:
       left = len(self._processes) - len(self._ended)
-      _say(f'process {culprit.process_id} ended first, {culprit}; stopping the other {left} within {self._grace_s:g} s')
+      _say(
+        f'process {culprit.process_id} ended first, {culprit}; stopping the other {left} within '
+        f'{self._grace_s:g} s'
+      )
       self._stop_others()
     self._clean_up()
     return self._exit_code(culprit)
 
   def _watch(self) -> None:
-    """One thread waits for each process and one for each of its outputs; they start after the last fork."""
+    """One thread waits for each process and one for each of its outputs; they start after the last
+    fork.
+    """
     lock = threading.Lock()
     for process_id, process in enumerate(self._processes):
       prefix = f'[{process_id}] '.encode()
-      for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+      for source, target in (
+        (process.stdout, sys.stdout.buffer),
+        (process.stderr, sys.stderr.buffer),
+      ):
         reader = threading.Thread(target=_pass_on, args=(source, target, prefix, lock), daemon=True)
         reader.start()
         self._readers.append(reader)
       threading.Thread(target=self._wait_for, args=(process_id, process), daemon=True).start()
 
   def _wait_for(self, process_id: int, process: subprocess.Popen) -> None:
-    code = process.wait()  # wait process: none, its life is the job's; the supervisor's deadlines end it
+    code = (
+      process.wait()
+    )  # wait process: none, its life is the job's; the supervisor's deadlines end it
     self._ends.put(End(process_id=process_id, code=code))
 
   def _next_end(self, deadline: float) -> End | None:
@@ -195,7 +212,9 @@ class Supervisor:
     return next((end for end in bad if end.code not in expected), bad[0] if bad else None)
 
   def _likeliest(self, first: End) -> End:
-    """The first to end, unless its end is a consequence and its cause is seen ending just after it."""
+    """The first to end, unless its end is a consequence and its cause is seen ending just after
+    it.
+    """
     deadline = time.monotonic() + _CAUSE_S
     end: End | None = first
     while end is not None:

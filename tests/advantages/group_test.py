@@ -7,19 +7,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.advantages.group import group_advantages, leave_one_out, log_partition_baseline, step_credit
+from jaxrl_llm.advantages.group import (
+  group_advantages,
+  leave_one_out,
+  log_partition_baseline,
+  step_credit,
+)
 from jaxrl_llm.core.errors import UserError
 
 
 def test_hand_worked_group():
-  # rewards 1, 0, 0, 0: mean 1/4, deviations 3/4 and -1/4; sample variance (9 + 1 + 1 + 1)/16 / 3 = 1/4, std 1/2.
+  # rewards 1, 0, 0, 0: mean 1/4, deviations 3/4 and -1/4; sample variance (9 + 1 + 1 + 1)/16 / 3 =
+  # 1/4, std 1/2.
   result = group_advantages([1.0, 0.0, 0.0, 0.0], ['a'] * 4, eps=0.0)
   np.testing.assert_allclose(result.advantages, [1.5, -0.5, -0.5, -0.5], rtol=1e-15)
 
 
 def test_population_estimator_divides_by_n():
-  # Rewards 1, 0: deviations ±1/2; population std 1/2 gives ±1, sample std sqrt(1/2) gives ±sqrt(1/2).
-  np.testing.assert_allclose(group_advantages([1.0, 0.0], ['a', 'a'], ddof=0, eps=0.0).advantages, [1.0, -1.0])
+  # Rewards 1, 0: deviations ±1/2; population std 1/2 gives ±1, sample std sqrt(1/2) gives
+  # ±sqrt(1/2).
+  np.testing.assert_allclose(
+    group_advantages([1.0, 0.0], ['a', 'a'], ddof=0, eps=0.0).advantages, [1.0, -1.0]
+  )
   np.testing.assert_allclose(
     group_advantages([1.0, 0.0], ['a', 'a'], ddof=1, eps=0.0).advantages, [0.5**0.5, -(0.5**0.5)]
   )
@@ -44,7 +53,8 @@ def test_group_of_one_is_zero_and_counted():
 
 
 def test_unscorable_leaves_the_baseline():
-  # With None as 0 the mean would be 2/3; it is 1/2 over the two that are scored, so the deviations are ±1/2.
+  # With None as 0 the mean would be 2/3; it is 1/2 over the two that are scored, so the deviations
+  # are ±1/2.
   result = group_advantages([1.0, 0.0, None], ['a'] * 3, normalize_by_std=False)
   np.testing.assert_array_equal(result.advantages, [0.5, -0.5, 0.0])
   np.testing.assert_array_equal(result.scored, [True, True, False])
@@ -62,7 +72,10 @@ def test_nan_reward_is_refused():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from('abc'), st.floats(-10, 10)), min_size=1, max_size=20), st.randoms())
+@given(
+  st.lists(st.tuples(st.sampled_from('abc'), st.floats(-10, 10)), min_size=1, max_size=20),
+  st.randoms(),
+)
 def test_sums_to_zero_and_follows_permutations(pairs, random):
   groups, rewards = [g for g, _ in pairs], [r for _, r in pairs]
   advantages = group_advantages(rewards, groups).advantages
@@ -83,8 +96,8 @@ RULES = {
 
 @pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 def test_every_rule_gives_nothing_where_nothing_is_to_be_learnt(rule):
-  # Equal rewards (the mean of three 0.1 is not 0.1 in float64 either), a group of one, a group left with one scored
-  # sample, an unscorable group.
+  # Equal rewards (the mean of three 0.1 is not 0.1 in float64 either), a group of one, a group left
+  # with one scored sample, an unscorable group.
   rewards = [2.3] * 10 + [0.1] * 3 + [1.0] + [0.7, None] + [None, None]
   groups = ['equal'] * 10 + ['inexact'] * 3 + ['alone'] + ['rest'] * 2 + ['lost'] * 2
   assert np.std([0.1] * 3) > 0
@@ -99,12 +112,19 @@ def test_every_rule_refuses_what_is_not_finite_and_takes_an_empty_batch(rule):
   with pytest.raises(ValueError, match='group b is not finite'):
     rule([1.0, float('inf')], ['a', 'b'])
   result = rule([], [])
-  assert (len(result.advantages), len(result.scored), result.groups, result.zero_std_groups) == (0, 0, 0, 0)
+  assert (len(result.advantages), len(result.scored), result.groups, result.zero_std_groups) == (
+    0,
+    0,
+    0,
+    0,
+  )
 
 
 def test_leave_one_out_by_hand():
   # Others' means: (0 + 2)/2 = 1, (3 + 2)/2 = 5/2, (3 + 0)/2 = 3/2; so 3 - 1, 0 - 5/2, 2 - 3/2.
-  np.testing.assert_allclose(leave_one_out([3.0, 0.0, 2.0], ['a'] * 3).advantages, [2.0, -2.5, 0.5], rtol=1e-15)
+  np.testing.assert_allclose(
+    leave_one_out([3.0, 0.0, 2.0], ['a'] * 3).advantages, [2.0, -2.5, 0.5], rtol=1e-15
+  )
 
 
 def test_leave_one_out_keeps_its_digits_at_large_offsets():
@@ -134,7 +154,9 @@ def test_log_partition_by_hand():
 def test_log_partition_equals_the_loop(pairs, tau):
   groups, rewards = [g for g, _ in pairs], [r for _, r in pairs]
   wanted = oracles.log_partition(rewards, groups, tau)
-  np.testing.assert_allclose(log_partition_baseline(rewards, groups, tau=tau).advantages, wanted, atol=1e-12)
+  np.testing.assert_allclose(
+    log_partition_baseline(rewards, groups, tau=tau).advantages, wanted, atol=1e-12
+  )
 
 
 def test_log_partition_goes_from_the_maximum_to_the_mean():
@@ -147,7 +169,8 @@ def test_log_partition_goes_from_the_maximum_to_the_mean():
 
 
 def test_log_partition_stays_finite_at_large_offsets():
-  # exp(1000.1 / 0.1) overflows. Relative to 1000: tau = 0.1 and ±0.1 give log(cosh 1) as the baseline over tau.
+  # exp(1000.1 / 0.1) overflows. Relative to 1000: tau = 0.1 and ±0.1 give log(cosh 1) as the
+  # baseline over tau.
   result = log_partition_baseline([1000.1, 999.9], ['a', 'a'], tau=0.1)
   baseline = 0.1 * math.log(math.cosh(1.0))
   np.testing.assert_allclose(result.advantages, [0.1 - baseline, -0.1 - baseline], rtol=1e-10)
@@ -163,10 +186,15 @@ centred = functools.partial(group_advantages, normalize_by_std=False)
 
 
 def test_a_trajectory_counts_once_and_pays_all_its_steps():
-  # x ends with 1 after three steps, y with 0 after one: mean 1/2 of two trajectories (by rows it would be 3/4, or
-  # 1/4 with x's own rewards).
+  # x ends with 1 after three steps, y with 0 after one: mean 1/2 of two trajectories (by rows it
+  # would be 3/4, or 1/4 with x's own rewards).
   result = step_credit(
-    [0.0, 0.0, 1.0, 0.0], ['a'] * 4, ['x', 'x', 'x', 'y'], [0, 1, 2, 0], credit='trajectory', advantages=centred
+    [0.0, 0.0, 1.0, 0.0],
+    ['a'] * 4,
+    ['x', 'x', 'x', 'y'],
+    [0, 1, 2, 0],
+    credit='trajectory',
+    advantages=centred,
   )
   np.testing.assert_array_equal(result.advantages, [0.5, 0.5, 0.5, -0.5])
   assert (result.groups, result.zero_std_groups) == (1, 0)
@@ -187,7 +215,8 @@ def test_step_credit_compares_equal_steps():
 
 
 def test_an_unscorable_end_takes_the_whole_trajectory_out():
-  # z's end is unscorable. y's first step is, too, which only counts where steps have their own rewards.
+  # z's end is unscorable. y's first step is, too, which only counts where steps have their own
+  # rewards.
   rewards = [1.0, 3.0, None, 1.0, 5.0, None]
   groups, trajectories, steps = ['a'] * 6, ['x', 'x', 'y', 'y', 'z', 'z'], [0, 1, 0, 1, 0, 1]
   whole = step_credit(rewards, groups, trajectories, steps, credit='trajectory', advantages=centred)
@@ -211,7 +240,10 @@ def test_trajectories_of_one_step_are_samples(credit, names):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from('ab'), st.integers(1, 4)), min_size=1, max_size=6), st.randoms())
+@given(
+  st.lists(st.tuples(st.sampled_from('ab'), st.integers(1, 4)), min_size=1, max_size=6),
+  st.randoms(),
+)
 def test_step_credit_equals_the_loops_in_any_order(shapes, random):
   rows = [
     (random.choice([None, 0.0, 1.0, random.random()]), group, f'{group}/{i}', step)
@@ -220,7 +252,10 @@ def test_step_credit_equals_the_loops_in_any_order(shapes, random):
   ]
   random.shuffle(rows)
   rewards, groups, trajectories, steps = (list(column) for column in zip(*rows, strict=True))
-  ends = {name: max((row for row in rows if row[2] == name), key=lambda row: row[3])[0] for name in trajectories}
+  ends = {
+    name: max((row for row in rows if row[2] == name), key=lambda row: row[3])[0]
+    for name in trajectories
+  }
   of_trajectory = {name: group for _, group, name, _ in rows}
   means = oracles.of_group(
     [ends[name] for name in of_trajectory],
@@ -228,8 +263,12 @@ def test_step_credit_equals_the_loops_in_any_order(shapes, random):
     lambda reward, values, _: reward - math.fsum(values) / len(values),
   )
   by_name = dict(zip(of_trajectory, means, strict=True))
-  result = step_credit(rewards, groups, trajectories, steps, credit='trajectory', advantages=centred)
-  np.testing.assert_allclose(result.advantages, [by_name[name] for name in trajectories], atol=1e-15)
+  result = step_credit(
+    rewards, groups, trajectories, steps, credit='trajectory', advantages=centred
+  )
+  np.testing.assert_allclose(
+    result.advantages, [by_name[name] for name in trajectories], atol=1e-15
+  )
   assert result.scored.tolist() == [ends[name] is not None for name in trajectories]
 
   own = [None if ends[name] is None else reward for reward, _, name, _ in rows]

@@ -18,7 +18,8 @@ from jaxrl_llm.core.errors import UserError
 
 
 def test_overlong_penalty_by_hand():
-  # 100 tokens with a buffer of 20: free up to 80; 85 is a quarter into the buffer; past 100 it stays at -factor.
+  # 100 tokens with a buffer of 20: free up to 80; 85 is a quarter into the buffer; past 100 it
+  # stays at -factor.
   got = overlong_penalty([1, 80, 85, 100, 130], max_length=100, buffer=20, factor=2.0)
   np.testing.assert_array_equal(got, [0.0, 0.0, -0.5, -2.0, -2.0])
 
@@ -46,14 +47,17 @@ def test_impossible_buffers_are_refused(buffer):
 
 
 def test_length_rewards_by_hand():
-  # Group a, lengths 10, 20, 30, 50, range 40: lambda = 1/2, 1/4, 0, -1/2. Wrong answers keep only the last of these.
+  # Group a, lengths 10, 20, 30, 50, range 40: lambda = 1/2, 1/4, 0, -1/2. Wrong answers keep only
+  # the last of these.
   lengths, groups = [10, 20, 30, 50], ['a'] * 4
   np.testing.assert_array_equal(length_rewards(lengths, [True] * 4, groups), [0.5, 0.25, 0.0, -0.5])
   np.testing.assert_array_equal(length_rewards(lengths, [False] * 4, groups), [0.0, 0.0, 0.0, -0.5])
 
 
 def test_groups_without_a_range_of_lengths_get_nothing():
-  got = length_rewards([7, 7, 7, 3, 5], [True, False, True, True, None], ['equal'] * 3 + ['rest'] * 2)
+  got = length_rewards(
+    [7, 7, 7, 3, 5], [True, False, True, True, None], ['equal'] * 3 + ['rest'] * 2
+  )
   np.testing.assert_array_equal(got, np.zeros(5))
   assert len(length_rewards([], [], [])) == 0
 
@@ -64,7 +68,9 @@ def test_unscorable_lengths_do_not_stretch_the_range():
   np.testing.assert_array_equal(got, [0.5, -0.5, 0.0])
 
 
-members = st.tuples(st.integers(1, 60), st.sampled_from([True, False, None]), st.sampled_from('abc'))
+members = st.tuples(
+  st.integers(1, 60), st.sampled_from([True, False, None]), st.sampled_from('abc')
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +86,12 @@ def test_length_rewards_equal_the_loop(rows):
 
 
 def test_weight_starts_after_the_warm_up():
-  assert [warmup_weight(step, warmup_steps=2, weight=0.3) for step in range(4)] == [0.0, 0.0, 0.3, 0.3]
+  assert [warmup_weight(step, warmup_steps=2, weight=0.3) for step in range(4)] == [
+    0.0,
+    0.0,
+    0.3,
+    0.3,
+  ]
   assert warmup_weight(0, warmup_steps=0, weight=0.3) == 0.3
 
 
@@ -109,7 +120,12 @@ def test_coefficient_stays_positive_and_moves_towards_the_target(coef, kl, n):
 
 def test_impossible_kl_control_is_refused():
   good = {'init_coef': 0.1, 'target': 1.0, 'horizon': 10.0}
-  for name, value in (('init_coef', 0.0), ('target', -1.0), ('horizon', float('nan')), ('target', float('inf'))):
+  for name, value in (
+    ('init_coef', 0.0),
+    ('target', -1.0),
+    ('horizon', float('nan')),
+    ('target', float('inf')),
+  ):
     with pytest.raises(UserError, match=name):
       AdaptiveKl(**{**good, name: value})
   # At n = 5 horizons one step of -20 % takes all of the coefficient, whichever way this step goes.
@@ -128,12 +144,15 @@ def test_constant_mu_ignores_the_step():
 def test_linear_mu_by_hand():
   # 0.9 to 0.1 over 4 steps: 0.2 less in each.
   schedule = MuSchedule(kind='linear', peak=0.9, valley=0.1, decay_steps=4)
-  np.testing.assert_allclose([schedule.at(step) for step in range(7)], [0.9, 0.7, 0.5, 0.3, 0.1, 0.1, 0.1], rtol=1e-14)
+  np.testing.assert_allclose(
+    [schedule.at(step) for step in range(7)], [0.9, 0.7, 0.5, 0.3, 0.1, 0.1, 0.1], rtol=1e-14
+  )
   assert MuSchedule(kind='linear', peak=0.9, valley=0.1).at(0) == 0.1
 
 
 def test_chord_mu_by_hand():
-  # Up by 0.2 a step to 0.8; then cosines of 0, 60, 120 and 180 degrees: 0.2 + 0.6 * (1, 3/4, 1/4, 0).
+  # Up by 0.2 a step to 0.8; then cosines of 0, 60, 120 and 180 degrees: 0.2 + 0.6 * (1, 3/4, 1/4,
+  # 0).
   schedule = MuSchedule(kind='chord', peak=0.8, valley=0.2, warmup_steps=4, decay_steps=3)
   wanted = [0.0, 0.2, 0.4, 0.6, 0.8, 0.65, 0.35, 0.2, 0.2]
   np.testing.assert_allclose([schedule.at(step) for step in range(9)], wanted, atol=1e-14)
@@ -142,13 +161,24 @@ def test_chord_mu_by_hand():
 def test_chord_mu_without_warm_up_or_decay():
   # cos 90 degrees is halfway: (0.8 + 0.2) / 2.
   no_warmup = MuSchedule(kind='chord', peak=0.8, valley=0.2, decay_steps=2)
-  np.testing.assert_allclose([no_warmup.at(step) for step in range(4)], [0.8, 0.5, 0.2, 0.2], rtol=1e-14)
+  np.testing.assert_allclose(
+    [no_warmup.at(step) for step in range(4)], [0.8, 0.5, 0.2, 0.2], rtol=1e-14
+  )
   no_decay = MuSchedule(kind='chord', peak=0.8, valley=0.2, warmup_steps=2)
-  np.testing.assert_allclose([no_decay.at(step) for step in range(4)], [0.0, 0.4, 0.2, 0.2], atol=1e-15)
+  np.testing.assert_allclose(
+    [no_decay.at(step) for step in range(4)], [0.0, 0.4, 0.2, 0.2], atol=1e-15
+  )
 
 
 @pytest.mark.parametrize(
-  'fields', [{'mu': 1.5}, {'peak': -0.1}, {'valley': float('nan')}, {'warmup_steps': -1}, {'decay_steps': -1}]
+  'fields',
+  [
+    {'mu': 1.5},
+    {'peak': -0.1},
+    {'valley': float('nan')},
+    {'warmup_steps': -1},
+    {'decay_steps': -1},
+  ],
 )
 def test_impossible_schedules_are_refused(fields):
   with pytest.raises(UserError, match=next(iter(fields))):

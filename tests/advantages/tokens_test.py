@@ -1,4 +1,6 @@
-"""Rows with holes: against loops over all tokens, against the same rows with the holes cut out, and by hand."""
+"""Rows with holes: against loops over all tokens, against the same rows with the holes cut out, and
+by hand.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,8 @@ def test_gae_at_lambda_zero_is_the_one_step_error():
 
 @settings(max_examples=100, deadline=None)
 @given(
-  st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=12), st.randoms(use_true_random=False)
+  st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=12),
+  st.randoms(use_true_random=False),
 )
 def test_holes_and_padding_anywhere_change_nothing_at_valid_tokens(tokens, random):
   mask = [True] * len(tokens) + [False] * 10
@@ -98,14 +101,19 @@ def test_holes_and_padding_anywhere_change_nothing_at_valid_tokens(tokens, rando
     np.testing.assert_array_equal(spread[mask], compact)
     assert not spread[~mask].any()
 
-  compact, spread = token_returns(rewards[mask], whole, gamma=0.99), token_returns(rewards, mask, gamma=0.99)
+  compact, spread = (
+    token_returns(rewards[mask], whole, gamma=0.99),
+    token_returns(rewards, mask, gamma=0.99),
+  )
   np.testing.assert_array_equal(spread[mask], compact)
   assert not spread[~mask].any()
 
 
 def test_one_token_and_no_token():
   one = np.array([False, True])
-  advantages, returns = masked_gae(np.array([nan, 3.0]), np.array([nan, 1.0]), one, gamma=0.9, lam=0.9)
+  advantages, returns = masked_gae(
+    np.array([nan, 3.0]), np.array([nan, 1.0]), one, gamma=0.9, lam=0.9
+  )
   assert (advantages.tolist(), returns.tolist()) == ([0.0, 2.0], [0.0, 3.0])
   for array in masked_gae(JUNK, JUNK, NOTHING, gamma=0.9, lam=0.9):
     np.testing.assert_array_equal(array, np.zeros(4))
@@ -122,7 +130,8 @@ def test_single_precision_rows_are_computed_in_double():
 
 
 def test_returns_by_hand_on_a_row_with_holes():
-  # gamma = 1/2, rewards 1, 0, 4 at valid tokens: 4; 0 + 4/2 = 2; 1 + 2/2 = 2. A reset at the hole would give 1 first.
+  # gamma = 1/2, rewards 1, 0, 4 at valid tokens: 4; 0 + 4/2 = 2; 1 + 2/2 = 2. A reset at the hole
+  # would give 1 first.
   returns = token_returns(at(HOLES, [1.0, 0.0, 4.0]), HOLES, gamma=0.5)
   np.testing.assert_array_equal(returns, at(HOLES, [2.0, 2.0, 4.0], elsewhere=0.0))
 
@@ -145,12 +154,16 @@ def test_rewards_are_placed_at_the_ends_of_turns():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.booleans(), max_size=20), st.floats(-5, 5), st.lists(st.floats(-5, 5), max_size=6))
+@given(
+  st.lists(st.booleans(), max_size=20), st.floats(-5, 5), st.lists(st.floats(-5, 5), max_size=6)
+)
 def test_placing_equals_the_loop(mask, reward, turn_rewards):
   mask = np.array(mask, bool)
   turns = sum(bool(mask[t]) and not mask[t + 1 : t + 2].any() for t in range(len(mask)))
   if len(turn_rewards) > turns > 0:
-    with pytest.raises(ValueError, match=f'{len(turn_rewards)} turn rewards for a row of {turns} turns'):
+    with pytest.raises(
+      ValueError, match=f'{len(turn_rewards)} turn rewards for a row of {turns} turns'
+    ):
       place_rewards(mask, reward, turn_rewards)
   else:
     got = place_rewards(mask, reward, turn_rewards)
@@ -174,7 +187,10 @@ def test_impossible_rewards_are_refused():
 
 def test_whitening_by_hand():
   # 1, 3 | 2, 6 over the batch: mean 3, deviations -2, 0, -1, 3, variance (4 + 0 + 1 + 9)/3 = 14/3.
-  rows, masks = [np.array([nan, 1.0, 3.0]), np.array([2.0, 6.0])], [np.array([False, True, True]), np.ones(2, bool)]
+  rows, masks = (
+    [np.array([nan, 1.0, 3.0]), np.array([2.0, 6.0])],
+    [np.array([False, True, True]), np.ones(2, bool)],
+  )
   std = (14 / 3) ** 0.5
   first, second = whiten(rows, masks, eps=0.0)
   np.testing.assert_allclose(first, [0.0, -2 / std, 0.0], atol=1e-15)
@@ -188,7 +204,9 @@ def test_whitening_by_hand():
 @given(st.integers(1, 5), st.integers(0, 2**32 - 1), st.sampled_from([1e-8, 0.5]), st.booleans())
 def test_whitening_equals_the_loop(count, seed, eps, shift_mean):
   rng = np.random.default_rng(seed)
-  drawn = [oracles.row(rng, length) for length in rng.integers(4, 12, count)] + [oracles.row(rng, 12, share=1.0)]
+  drawn = [oracles.row(rng, length) for length in rng.integers(4, 12, count)] + [
+    oracles.row(rng, 12, share=1.0)
+  ]
   rows, masks = [row for row, _, _ in drawn], [mask for _, _, mask in drawn]
   got = whiten(rows, masks, eps=eps, shift_mean=shift_mean)
   for array, wanted in zip(got, oracles.whitened(rows, masks, eps, shift_mean), strict=True):
@@ -201,7 +219,10 @@ def test_whitening_without_spread_gives_exactly_nothing(shift_mean):
   cases = {
     'zero variance': ([np.full(5, 2.3), np.full(5, 2.3)], [whole, whole]),
     'zero variance, inexact mean': ([np.full(3, 0.1)], [np.ones(3, bool)]),
-    'zero variance beside junk': ([np.array([2.3, nan, 2.3, 5.0])], [np.array([True, False, True, False])]),
+    'zero variance beside junk': (
+      [np.array([2.3, nan, 2.3, 5.0])],
+      [np.array([True, False, True, False])],
+    ),
     'one token': ([np.array([nan, 7.0]), JUNK], [np.array([False, True]), NOTHING]),
     'all masked': ([JUNK, JUNK], [NOTHING, NOTHING]),
     'no rows': ([], []),
@@ -220,7 +241,10 @@ def test_whitening_keeps_its_digits_at_large_offsets():
 def test_kl_penalty_by_hand():
   # d = log 2 and -log 2. k2 = log²2 / 2 in both; k3 = 1/2 + log 2 - 1 and 2 - log 2 - 1.
   mask = np.array([False, True, True])
-  logprobs, reference = np.array([nan, -1.0, -2.0]), np.array([nan, -1.0 - np.log(2), -2.0 + np.log(2)])
+  logprobs, reference = (
+    np.array([nan, -1.0, -2.0]),
+    np.array([nan, -1.0 - np.log(2), -2.0 + np.log(2)]),
+  )
   wanted = {
     'k1': [np.log(2), -np.log(2)],
     'k2': [np.log(2) ** 2 / 2] * 2,
@@ -247,8 +271,11 @@ def test_kl_penalty_is_the_estimate_of_the_loss(kind):
 def test_k3_penalty_is_limited_on_both_sides():
   mask = np.ones(2, bool)
   logprobs, reference = np.array([-50.0, 0.0]), np.array([0.0, -50.0])
-  # -d = 50 is cut to 20, and exp(20) - 21 to 10. -d = -50 is cut to -20: exp(-20) + 20 - 1 is cut to 10.
-  np.testing.assert_array_equal(kl_penalty(logprobs, reference, mask, kind='k3', coef=1.0), [-10.0, -10.0])
+  # -d = 50 is cut to 20, and exp(20) - 21 to 10. -d = -50 is cut to -20: exp(-20) + 20 - 1 is cut
+  # to 10.
+  np.testing.assert_array_equal(
+    kl_penalty(logprobs, reference, mask, kind='k3', coef=1.0), [-10.0, -10.0]
+  )
   wide = kl_penalty(logprobs, reference, mask, kind='k3', coef=1.0, limit=1e30)
   np.testing.assert_allclose(wide, [-(np.exp(20) - 21), -(np.exp(-20) + 19)], rtol=1e-14)
 

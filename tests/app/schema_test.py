@@ -56,7 +56,15 @@ def test_a_number_that_means_nothing_is_one_line(config, key, text, words):
 
 
 def stage(source, **fields):
-  return StageConfig(**{'name': 's', 'algorithm': AlgorithmConfig(name='grpo'), 'source': source, 'steps': 1, **fields})
+  return StageConfig(
+    **{
+      'name': 's',
+      'algorithm': AlgorithmConfig(name='grpo'),
+      'source': source,
+      'steps': 1,
+      **fields,
+    }
+  )
 
 
 def rollouts(**fields):
@@ -75,14 +83,29 @@ RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
   ('make', 'message'),
   [
     (lambda: stage(Rollouts(tasksets=())), 'stages.s.source.tasksets: empty'),
-    (lambda: stage(Demonstrations(tasksets=(), templates=('{truth}',))), 'stages.s.source.tasksets: empty'),
+    (
+      lambda: stage(Demonstrations(tasksets=(), templates=('{truth}',))),
+      'stages.s.source.tasksets: empty',
+    ),
     (lambda: stage(dataclasses.replace(RECORDED, tasksets=())), 'stages.s.source.tasksets: empty'),
-    (lambda: stage(dataclasses.replace(RECORDED, group_size=0)), 'stages.s.source.group_size: 0, wanted at least 1'),
-    (lambda: stage(Pairs(train='p', sequences_per_batch=0)), 'stages.s.source.sequences_per_batch: 0'),
+    (
+      lambda: stage(dataclasses.replace(RECORDED, group_size=0)),
+      'stages.s.source.group_size: 0, wanted at least 1',
+    ),
+    (
+      lambda: stage(Pairs(train='p', sequences_per_batch=0)),
+      'stages.s.source.sequences_per_batch: 0',
+    ),
     (lambda: stage(rollouts(temperature=0.0)), 'stages.s.source.temperature: 0.0 is not above 0'),
     (lambda: stage(rollouts(rollout_only=True, experts=experts())), 'stages.s.source.rollout_only'),
-    (lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))), 'stages.s.source.rollout_only'),
-    (lambda: stage(Rollouts(tasksets=('t',), group_size=1, selection=PAIRED)), 'group_size: 1 sample makes no pair'),
+    (
+      lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))),
+      'stages.s.source.rollout_only',
+    ),
+    (
+      lambda: stage(Rollouts(tasksets=('t',), group_size=1, selection=PAIRED)),
+      'group_size: 1 sample makes no pair',
+    ),
     (
       lambda: stage(rollouts(selection=PAIRED, experts=experts())),
       "stages.s.source.selection: 'pairs' cannot be combined",
@@ -102,7 +125,11 @@ def test_a_stage_that_means_nothing_is_one_line(make, message):
 def test_a_field_that_a_source_took_over_is_answered_with_its_place(config, name):
   place = moved_fields(StageConfig)[name]
   if place.startswith('source.'):
-    having = {kind.__name__ for kind in (Rollouts, Demonstrations, Pairs, Recorded) if name in field_types(kind)}
+    having = {
+      kind.__name__
+      for kind in (Rollouts, Demonstrations, Pairs, Recorded)
+      if name in field_types(kind)
+    }
     assert having and having == set(re.findall(r'[A-Z]\w+', place))
   line = lambda where: f'^{re.escape(f"{where}.{name}: moved to {where}.{place}")}$'
   with pytest.raises(UserError, match=line('StageConfig')):
@@ -117,19 +144,33 @@ def test_a_field_that_a_source_took_over_is_answered_with_its_place(config, name
 
 
 def test_a_field_of_another_source_is_refused_by_the_name_of_the_stages_own(config):
-  with pytest.raises(UserError, match=r"^--config\.stages\.sft\.source\.bound: Demonstrations has no field 'bound'; "):
+  with pytest.raises(
+    UserError, match=r"^--config\.stages\.sft\.source\.bound: Demonstrations has no field 'bound'; "
+  ):
     apply_overrides(config, {'stages.sft.source.bound': '1'})
 
 
 def test_another_source_is_given_by_its_name(config):
   given = '{"@type": "Recorded", "run": "r", "tasksets": ["train"]}'
-  grpo = apply_overrides(config, {'stages.grpo.source': given, 'stages.grpo.source.group_size': '4'}).stages[1]
-  assert grpo == dataclasses.replace(config.stages[1], source=Recorded(run='r', tasksets=('train',), group_size=4))
+  grpo = apply_overrides(
+    config, {'stages.grpo.source': given, 'stages.grpo.source.group_size': '4'}
+  ).stages[1]
+  assert grpo == dataclasses.replace(
+    config.stages[1], source=Recorded(run='r', tasksets=('train',), group_size=4)
+  )
 
 
 @pytest.mark.parametrize(
   ('usual', 'ratio', 'rows'),
-  [(48, 0.25, 16), (6, 0.25, 2), (7, 0.25, 3), (1, 0.01, 1), (9, 0.1, 1), (8, 0.9, 72), (30, 0.4, 20)],
+  [
+    (48, 0.25, 16),
+    (6, 0.25, 2),
+    (7, 0.25, 3),
+    (1, 0.01, 1),
+    (9, 0.1, 1),
+    (8, 0.9, 72),
+    (30, 0.4, 20),
+  ],
 )
 def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, ratio, rows):
   assert experts(ratio).rows(usual) == rows

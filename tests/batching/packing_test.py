@@ -17,7 +17,9 @@ def lognormal_lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def fill(packing: Packing) -> np.ndarray:
-  """An independent reading of the placements: writes each row's number over its places, refusing to overwrite."""
+  """An independent reading of the placements: writes each row's number over its places, refusing to
+  overwrite.
+  """
   grid = np.full((packing.micro_batches, packing.ranks * packing.chunks, packing.chunk_len), -1)
   for row, length in enumerate(packing.length):
     start = packing.offset[row]
@@ -29,10 +31,11 @@ def fill(packing: Packing) -> np.ndarray:
 
 
 def test_hand_worked_packing():
-  # Sorted: 6 (row 1), 5 (row 3), 4 (row 0), 3 (row 4), 2 (row 2). Two ranks, rounds of two, the lightest rank first:
-  # 6 -> rank 0, 5 -> rank 1 | loads 6, 5: rank 1 takes 4, rank 0 takes 3 | loads 9, 9: rank 0 takes 2.
-  # Rank 0, chunk of 8: 6 opens chunk 0; 3 opens chunk 1; 2 fits chunk 0 (2 free) better than chunk 1 (5 free).
-  # Rank 1: 5 opens chunk 0; 4 does not fit the 3 free, opens chunk 1. One chunk per micro-batch: two micro-batches.
+  # Sorted: 6 (row 1), 5 (row 3), 4 (row 0), 3 (row 4), 2 (row 2). Two ranks, rounds of two, the
+  # lightest rank first: 6 -> rank 0, 5 -> rank 1 | loads 6, 5: rank 1 takes 4, rank 0 takes 3 |
+  # loads 9, 9: rank 0 takes 2. Rank 0, chunk of 8: 6 opens chunk 0; 3 opens chunk 1; 2 fits chunk 0
+  # (2 free) better than chunk 1 (5 free). Rank 1: 5 opens chunk 0; 4 does not fit the 3 free, opens
+  # chunk 1. One chunk per micro-batch: two micro-batches.
   packing = pack([4, 6, 2, 5, 3], ranks=2, chunks=1, chunk_len=8)
   assert packing.micro_batches == 2
   assert packing.micro_batch.tolist() == [1, 0, 0, 0, 1]
@@ -43,7 +46,8 @@ def test_hand_worked_packing():
 
 
 def test_pairs_stay_together_where_single_rows_would_part():
-  # Chunks of 10, one per micro-batch: the pairs (6, 4) and (5, 5) fill one each; the pair (6, 5) fits none.
+  # Chunks of 10, one per micro-batch: the pairs (6, 4) and (5, 5) fill one each; the pair (6, 5)
+  # fits none.
   packing = pack([6, 4, 5, 5], units=[[0, 1], [2, 3]], ranks=1, chunks=1, chunk_len=10)
   assert packing.micro_batch.tolist() == [0, 0, 1, 1]
   with pytest.raises(UserError, match=r'rows \[0, 2\] \(11 tokens'):
@@ -84,7 +88,9 @@ def test_every_row_once_whole_and_with_its_unit(problem):
 @given(problems())
 def test_packing_is_a_function_of_its_input(problem):
   lengths, units, ranks, chunks, chunk_len = problem
-  first, second = (pack(lengths, units=units, ranks=ranks, chunks=chunks, chunk_len=chunk_len) for _ in range(2))
+  first, second = (
+    pack(lengths, units=units, ranks=ranks, chunks=chunks, chunk_len=chunk_len) for _ in range(2)
+  )
   for name in ('micro_batch', 'chunk', 'offset', 'segment'):
     assert np.array_equal(getattr(first, name), getattr(second, name))
 
@@ -140,15 +146,22 @@ def test_deal_gives_every_unit_to_one_step_and_equal_sizes(count, steps, seed):
 
 
 def test_deal_shuffles_and_leaves_no_unit_a_favourite_step():
-  # 4 units in 2 steps of 2: unit 0 is in step 0 with probability 1/2; of 400 seeds 200 ± 5 sigma, sigma = 10.
-  firsts = collections.Counter(0 in deal([[0], [1], [2], [3]], 2, seed=seed)[0] for seed in range(400))
+  # 4 units in 2 steps of 2: unit 0 is in step 0 with probability 1/2; of 400 seeds 200 ± 5 sigma,
+  # sigma = 10.
+  firsts = collections.Counter(
+    0 in deal([[0], [1], [2], [3]], 2, seed=seed)[0] for seed in range(400)
+  )
   assert 150 < firsts[True] < 250
 
 
 def test_dealing_before_packing_keeps_steps_alike():
-  """Units are dealt before lengths are sorted: mean lengths of the steps agree, those of a sorted cut do not."""
+  """Units are dealt before lengths are sorted: mean lengths of the steps agree, those of a sorted
+  cut do not.
+  """
   lengths = lognormal_lengths(2048)
-  means = [np.mean([lengths[u] for u in step]) for step in deal([[r] for r in range(2048)], 4, seed=3)]
+  means = [
+    np.mean([lengths[u] for u in step]) for step in deal([[r] for r in range(2048)], 4, seed=3)
+  ]
   assert max(means) / min(means) < 1.2
   cut = np.sort(lengths).reshape(4, 512).mean(1)
   assert cut.max() / cut.min() > 3

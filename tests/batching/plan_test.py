@@ -13,14 +13,24 @@ from jaxrl_llm.core.errors import UserError
 
 
 def rows_of(lengths, **fields) -> tuple[Row, ...]:
-  common = {'source': 'a.arrayrecord', 'prompt_len': 1, 'group': 'g', 'reward': 0.0, 'is_expert': False}
+  common = {
+    'source': 'a.arrayrecord',
+    'prompt_len': 1,
+    'group': 'g',
+    'reward': 0.0,
+    'is_expert': False,
+  }
   common |= {'truncated': False, 'version_step': 3, **fields}
-  return tuple(Row(uid=f's/{i}', index=i, length=length, **common) for i, length in enumerate(lengths))
+  return tuple(
+    Row(uid=f's/{i}', index=i, length=length, **common) for i, length in enumerate(lengths)
+  )
 
 
 def test_a_plan_survives_json():
   rows = (
-    *rows_of([4, 7], reward=0.1, correct=True, turn_rewards=(0.5, 0.25), trajectory='t', step_index=1),
+    *rows_of(
+      [4, 7], reward=0.1, correct=True, turn_rewards=(0.5, 0.25), trajectory='t', step_index=1
+    ),
     *rows_of([2], reward=None, version_step=None, is_expert=True),
     *rows_of([3], reward=None, version_step=None, pair='p', label=-1),
   )
@@ -46,10 +56,20 @@ def test_files_keep_their_values_for_what_is_absent():
   """Plans and recorded groups of earlier versions hold them, and are still read."""
   (row,) = rows_of([3], version_step=None)
   written = row.to_json()
-  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [-1, '', '', 0]
+  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [
+    -1,
+    '',
+    '',
+    0,
+  ]
   (first,) = rows_of([3], version_step=0, trajectory='t', pair='p', label=-1)
   written = first.to_json()
-  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [0, 't', 'p', -1]
+  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [
+    0,
+    't',
+    'p',
+    -1,
+  ]
   assert Row.from_json(row.to_json()) == row and Row.from_json(written) == first
 
 
@@ -60,7 +80,8 @@ def test_a_plan_sends_its_numbers_bit_for_bit():
 
 
 def test_hand_worked_shape():
-  # 10 rows over 4 ranks: at most 3 on a rank; 2 chunks a micro-batch: 2 micro-batches. A chunk of 16 holds at most 3.
+  # 10 rows over 4 ranks: at most 3 on a rank; 2 chunks a micro-batch: 2 micro-batches. A chunk of
+  # 16 holds at most 3.
   shape = plan_shape(rows=10, ranks=4, chunks=2, chunk_len=16)
   assert (shape.ranks, shape.chunks, shape.chunk_len) == (4, 2, 16)
   assert (shape.micro_batches, shape.segments) == (2, 3)
@@ -110,14 +131,18 @@ def test_epochs_seeds_and_steps_are_dealt_differently():
 
 
 def test_no_row_has_a_favourite_minibatch():
-  # 4 rows in 2 minibatches: row 0 is in the first with probability 1/2; of 400 seeds 200 ± 5 sigma, sigma = 10.
+  # 4 rows in 2 minibatches: row 0 is in the first with probability 1/2; of 400 seeds 200 ± 5 sigma,
+  # sigma = 10.
   rows = rows_of([5] * 4)
-  firsts = collections.Counter(0 in deal_rows(rows, minibatches=2, epochs=1, seed=seed)[0] for seed in range(400))
+  firsts = collections.Counter(
+    0 in deal_rows(rows, minibatches=2, epochs=1, seed=seed)[0] for seed in range(400)
+  )
   assert 150 < firsts[True] < 250
 
 
 def test_a_step_packs_its_own_rows_in_its_own_numbering():
-  # Step 1 holds rows 3 and 0 of the plan, lengths 6 and 2: sorted, 6 opens the chunk and 2 fits behind it.
+  # Step 1 holds rows 3 and 0 of the plan, lengths 6 and 2: sorted, 6 opens the chunk and 2 fits
+  # behind it.
   plan = StepPlan(step=0, stage='x', rows=rows_of([2, 8, 8, 6]), optimizer_steps=((1, 2), (3, 0)))
   shape = plan_shape(rows=2, ranks=1, chunks=1, chunk_len=8)
   packing = pack_step(plan, 1, shape)
@@ -130,7 +155,9 @@ def test_a_step_packs_its_own_rows_in_its_own_numbering():
 def paired(lengths) -> tuple[Row, ...]:
   """Neighbours are pairs."""
   rows = rows_of(lengths, reward=None)
-  return tuple(dataclasses.replace(row, pair=f'p{i // 2}', label=1 - 2 * (i % 2)) for i, row in enumerate(rows))
+  return tuple(
+    dataclasses.replace(row, pair=f'p{i // 2}', label=1 - 2 * (i % 2)) for i, row in enumerate(rows)
+  )
 
 
 def test_units_are_pairs_and_single_rows():
@@ -143,7 +170,9 @@ def test_units_are_pairs_and_single_rows():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**40), st.randoms())
+@given(
+  st.integers(1, 20), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**40), st.randoms()
+)
 def test_a_deal_keeps_pairs_together(count, minibatches, epochs, seed, random):
   minibatches, rows = min(minibatches, count), [*paired([5] * (2 * count))]
   random.shuffle(rows)
@@ -158,7 +187,9 @@ def test_a_deal_keeps_pairs_together(count, minibatches, epochs, seed, random):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 5), st.integers(0, 2**40), st.randoms())
+@given(
+  st.integers(0, 20), st.integers(0, 20), st.integers(1, 5), st.integers(0, 2**40), st.randoms()
+)
 def test_experts_are_dealt_evenly(usual, experts, minibatches, seed, random):
   rows = [*rows_of([5] * usual), *rows_of([5] * experts, is_expert=True)]
   random.shuffle(rows)
@@ -175,13 +206,15 @@ def test_experts_are_dealt_evenly(usual, experts, minibatches, seed, random):
 
 
 def test_pairs_too_many_for_their_chunks_are_refused_in_one_line():
-  with pytest.raises(UserError, match=r'^learner\.chunks_per_rank: 1 chunks [^\n]* wanted at least 2$'):
+  with pytest.raises(
+    UserError, match=r'^learner\.chunks_per_rank: 1 chunks [^\n]* wanted at least 2$'
+  ):
     plan_shape(rows=4, ranks=1, chunks=1, chunk_len=8, unit=2)
 
 
 def test_hand_worked_shape_of_pairs():
-  # 5 pairs over 2 ranks: at most 3 on one; 3 chunks hold one pair in the worst case: 3 micro-batches. All 6 rows of a
-  # rank may share a chunk.
+  # 5 pairs over 2 ranks: at most 3 on one; 3 chunks hold one pair in the worst case: 3
+  # micro-batches. All 6 rows of a rank may share a chunk.
   shape = plan_shape(rows=10, ranks=2, chunks=3, chunk_len=16, unit=2)
   assert (shape.micro_batches, shape.segments) == (3, 6)
 
@@ -190,7 +223,9 @@ def test_hand_worked_shape_of_pairs():
 @given(st.data(), st.integers(1, 3), st.integers(2, 5), st.integers(1, 24))
 def test_the_planned_shape_holds_any_pairs(data, ranks, chunks, chunk_len):
   count = data.draw(st.integers(1, 20))
-  rows = paired(data.draw(st.lists(st.integers(1, chunk_len), min_size=2 * count, max_size=2 * count)))
+  rows = paired(
+    data.draw(st.lists(st.integers(1, chunk_len), min_size=2 * count, max_size=2 * count))
+  )
   shape = plan_shape(rows=2 * count, ranks=ranks, chunks=chunks, chunk_len=chunk_len, unit=2)
   plan = StepPlan(step=0, stage='x', rows=rows, optimizer_steps=(tuple(range(2 * count)),))
   packing = pack_step(plan, 0, shape)
@@ -203,7 +238,9 @@ def test_the_planned_shape_holds_any_pairs(data, ranks, chunks, chunk_len):
 
 def lognormal_lengths(count: int, seed: int) -> list[int]:
   """Mean about 139, longest 512."""
-  return np.clip(np.random.default_rng(seed).lognormal(4.70, 0.7, count), 1, 512).astype(int).tolist()
+  return (
+    np.clip(np.random.default_rng(seed).lognormal(4.70, 0.7, count), 1, 512).astype(int).tolist()
+  )
 
 
 KNOWN = lognormal_lengths(5000, seed=0)
@@ -211,14 +248,17 @@ KNOWN = lognormal_lengths(5000, seed=0)
 
 def utilisations(rows, ranks, chunks):
   return [
-    pack(lognormal_lengths(rows, seed), ranks=ranks, chunks=chunks, chunk_len=512).utilisation for seed in range(1, 11)
+    pack(lognormal_lengths(rows, seed), ranks=ranks, chunks=chunks, chunk_len=512).utilisation
+    for seed in range(1, 11)
   ]
 
 
 @pytest.mark.parametrize(('ranks', 'chunks'), [(1, 4), (1, 8), (1, 16), (2, 8)])
 def test_planned_micro_batches_are_full(ranks, chunks):
   shape = plan_shape(rows=512, ranks=ranks, chunks=chunks, chunk_len=512, lengths=KNOWN)
-  assert 1 < shape.chunks <= chunks, 'narrow micro-batches are always full, and give a device little to do'
+  assert 1 < shape.chunks <= chunks, (
+    'narrow micro-batches are always full, and give a device little to do'
+  )
   assert min(utilisations(512, ranks, shape.chunks)) >= 0.95
 
 
@@ -246,8 +286,8 @@ def test_planned_micro_batches_hold_a_pair():
   shape = plan_shape(rows=8, ranks=1, chunks=6, chunk_len=512, unit=2, lengths=KNOWN)
   assert 2 <= shape.chunks <= 6
   longest = plan_shape(rows=40, ranks=1, chunks=6, chunk_len=512, unit=2, lengths=[512] * 40)
-  # A row to a chunk: 20 pairs are 7 micro-batches of 3 pairs, where 2 of 42 chunks are empty, or 10 of 2. Five chunks
-  # hold two pairs and an empty chunk.
+  # A row to a chunk: 20 pairs are 7 micro-batches of 3 pairs, where 2 of 42 chunks are empty, or 10
+  # of 2. Five chunks hold two pairs and an empty chunk.
   assert longest.chunks == 4
 
 

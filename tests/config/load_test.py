@@ -92,8 +92,15 @@ class Root:
 
 
 def root(**fields) -> Root:
-  stages = (Stage(name='sft', steps=5), Stage(name='grpo', steps=7, optimizer=Optimizer(peak_lr=1e-3)))
-  return Root(stages=stages, tasksets=(Source(name='train', options={'low': 3}), Source(name='eval')), **fields)
+  stages = (
+    Stage(name='sft', steps=5),
+    Stage(name='grpo', steps=7, optimizer=Optimizer(peak_lr=1e-3)),
+  )
+  return Root(
+    stages=stages,
+    tasksets=(Source(name='train', options={'low': 3}), Source(name='eval')),
+    **fields,
+  )
 
 
 def override(**texts: str) -> Root:
@@ -147,10 +154,25 @@ def refusal(key: str, text: str) -> str:
     ('stages.grpo.optimizer.betas.1', '0.5', lambda c: c.stages[1].optimizer.betas, (0.9, 0.5)),
     ('stages.grpo.optimizer.clip', 'None', lambda c: c.stages[1].optimizer.clip, None),
     ('stages.grpo.optimizer', 'none', lambda c: c.stages[1].optimizer, None),
-    ('stages.sft.optimizer', '{"peak_lr": 1}', lambda c: c.stages[0].optimizer, Optimizer(peak_lr=1.0)),
-    ('stages.sft.engine', '{"@type": "Clip", "high": 1}', lambda c: c.stages[0].engine, Clip(high=1.0)),
+    (
+      'stages.sft.optimizer',
+      '{"peak_lr": 1}',
+      lambda c: c.stages[0].optimizer,
+      Optimizer(peak_lr=1.0),
+    ),
+    (
+      'stages.sft.engine',
+      '{"@type": "Clip", "high": 1}',
+      lambda c: c.stages[0].engine,
+      Clip(high=1.0),
+    ),
     ('stages.sft.engine.warmup', '4', lambda c: c.stages[0].engine, Schedule(warmup=4)),
-    ('tasksets.train.options.max_word_len', '7', lambda c: c.tasksets[0].options, {'low': 3, 'max_word_len': 7}),
+    (
+      'tasksets.train.options.max_word_len',
+      '7',
+      lambda c: c.tasksets[0].options,
+      {'low': 3, 'max_word_len': 7},
+    ),
     ('tasksets.train.options.low', 'word', lambda c: c.tasksets[0].options, {'low': 'word'}),
     ('tasksets.train.options.low', '"7"', lambda c: c.tasksets[0].options, {'low': '7'}),
     ('tasksets.train.options.low', 'True', lambda c: c.tasksets[0].options, {'low': True}),
@@ -171,7 +193,8 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
     (
       'stages.grpo.optimizer.peek_lr',
       '1',
-      "--config.stages.grpo.optimizer.peek_lr: Optimizer has no field 'peek_lr'; did you mean 'peak_lr'?",
+      "--config.stages.grpo.optimizer.peek_lr: Optimizer has no field 'peek_lr'; did you mean "
+      "'peak_lr'?",
     ),
     ('stages.gpro.steps', '1', "--config.stages.gpro: no such element; did you mean 'grpo'?"),
     ('stages.2.steps', '1', '--config.stages.2: no such element; there are: sft, grpo'),
@@ -179,12 +202,24 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
     ('stages.grpo.steps', 'ten', "--config.stages.grpo.steps: got 'ten', wanted an integer"),
     ('stages.grpo.steps', '1.5', "--config.stages.grpo.steps: got '1.5', wanted an integer"),
     ('stages.grpo.steps', '15e-1', "--config.stages.grpo.steps: got '15e-1', wanted an integer"),
-    ('stages.grpo.steps', '1e999999999', "--config.stages.grpo.steps: got '1e999999999', wanted an integer"),
-    ('stages.grpo.steps', f'1e{"9" * 30}', f"--config.stages.grpo.steps: got '1e{'9' * 30}', wanted an integer"),
+    (
+      'stages.grpo.steps',
+      '1e999999999',
+      "--config.stages.grpo.steps: got '1e999999999', wanted an integer",
+    ),
+    (
+      'stages.grpo.steps',
+      f'1e{"9" * 30}',
+      f"--config.stages.grpo.steps: got '1e{'9' * 30}', wanted an integer",
+    ),
     ('stages.grpo.steps', '', "--config.stages.grpo.steps: got '', wanted an integer"),
     ('shuffle', '1', "--config.shuffle: got '1', wanted true or false"),
     ('limit', 'nan', "--config.limit: got 'nan', wanted a number"),
-    ('mode', 'exakt', "--config.mode: got 'exakt', wanted one of fast, exact; did you mean 'exact'?"),
+    (
+      'mode',
+      'exakt',
+      "--config.mode: got 'exakt', wanted one of fast, exact; did you mean 'exact'?",
+    ),
     ('level', '3', "--config.level: got '3', wanted one of 1, 2"),
     ('remat', 'half', "--config.remat: got 'half', wanted one of none, full or none"),
     ('clip', 'wide', "--config.clip: got 'wide', wanted a Clip"),
@@ -194,18 +229,32 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
     (
       'stages.grpo.optimizer.betas',
       '1',
-      '--config.stages.grpo.optimizer.betas: got 1 elements, wanted 2: a tuple of (a number, a number)',
+      '--config.stages.grpo.optimizer.betas: got 1 elements, wanted 2: a tuple of (a number, a '
+      'number)',
     ),
-    ('stages.grpo.optimizer.betas', '1,x', "--config.stages.grpo.optimizer.betas.1: got 'x', wanted a number"),
+    (
+      'stages.grpo.optimizer.betas',
+      '1,x',
+      "--config.stages.grpo.optimizer.betas.1: got 'x', wanted a number",
+    ),
     ('tasksets.eval.weights.a', 'x', "--config.tasksets.eval.weights.a: got 'x', wanted a number"),
     (
       'tasksets.eval.options.a',
       '[1,',
-      "--config.tasksets.eval.options.a: got '[1,', which is not JSON: Expecting value: line 1 column 4 (char 3)",
+      "--config.tasksets.eval.options.a: got '[1,', which is not JSON: Expecting value: line 1 "
+      'column 4 (char 3)',
     ),
-    ('stages.sft.optimizer.clip', '2', 'config.stages.0.optimizer: Optimizer needs a value for peak_lr'),
+    (
+      'stages.sft.optimizer.clip',
+      '2',
+      'config.stages.0.optimizer: Optimizer needs a value for peak_lr',
+    ),
     ('clip.low', '0.5', 'config.clip: low 0.5 is above high 0.2'),
-    ('stages.sft.engine', '{"low": 1}', '--config.stages.sft.engine: got @type None, wanted one of Clip, Schedule'),
+    (
+      'stages.sft.engine',
+      '{"low": 1}',
+      '--config.stages.sft.engine: got @type None, wanted one of Clip, Schedule',
+    ),
   ],
 )
 def test_each_bad_override_is_one_line(key, text, line):
@@ -225,9 +274,13 @@ def test_a_number_that_python_does_not_read_is_one_line(key, text, ending):
 
 
 def test_an_absent_optional_part_starts_from_its_own_defaults():
-  config = override(stages__sft__optimizer__schedule__warmup='9', stages__sft__optimizer__peak_lr='0.5')
+  config = override(
+    stages__sft__optimizer__schedule__warmup='9', stages__sft__optimizer__peak_lr='0.5'
+  )
   # Optimizer's default schedule is cosine, though Schedule's own default kind is constant.
-  assert config.stages[0].optimizer == Optimizer(peak_lr=0.5, schedule=Schedule(kind='cosine', warmup=9))
+  assert config.stages[0].optimizer == Optimizer(
+    peak_lr=0.5, schedule=Schedule(kind='cosine', warmup=9)
+  )
 
 
 def test_two_values_that_must_change_together_can():
@@ -268,12 +321,21 @@ def test_split_argv_keeps_absl_flags_and_the_later_of_two():
     None,
     {},
   )
-  assert split_argv(['t', '--config.a=x=y\nz', '--config.b=']) == (['t'], None, {'a': 'x=y\nz', 'b': ''})
+  assert split_argv(['t', '--config.a=x=y\nz', '--config.b=']) == (
+    ['t'],
+    None,
+    {'a': 'x=y\nz', 'b': ''},
+  )
 
 
 def test_an_override_without_a_value_is_refused():
-  assert message(split_argv, ['t', '--config.a', '--dry_run']) == '--config.a: no value given; write --config.a=VALUE'
-  assert message(split_argv, ['t', '--config=']) == '--config=: no value given; write --config=VALUE'
+  assert (
+    message(split_argv, ['t', '--config.a', '--dry_run'])
+    == '--config.a: no value given; write --config.a=VALUE'
+  )
+  assert (
+    message(split_argv, ['t', '--config=']) == '--config=: no value given; write --config=VALUE'
+  )
 
 
 def test_parse_overrides():
@@ -296,7 +358,9 @@ def test_flags_of_the_script_are_parsed_and_their_errors_are_one_line():
   assert message(parse_flags, ['t', '--wrkdir=x'], own_flags()) == line
   line = '--confg.seed: unknown flag; did you mean --config?'
   assert message(parse_flags, ['t', '--confg.seed=1'], own_flags()) == line
-  assert message(parse_flags, ['t', '--zzzzzz'], own_flags()) == '--zzzzzz: unknown flag; see --help'
+  assert (
+    message(parse_flags, ['t', '--zzzzzz'], own_flags()) == '--zzzzzz: unknown flag; see --help'
+  )
   line = 'x.py: unexpected argument; every value has a flag (--name=value), see --help'
   assert message(parse_flags, ['t', 'x.py'], own_flags()) == line
   assert message(parse_flags, ['t', '--limit=ten'], own_flags()).startswith('flag --limit=ten: ')
@@ -326,7 +390,8 @@ def get_config(variant: str = '') -> Root:
 def write(tmp_path, monkeypatch):
   """Writes a configuration file; in it, `tests_config_types` is this module."""
   monkeypatch.setitem(sys.modules, 'tests_config_types', sys.modules[__name__])
-  monkeypatch.setattr(sys, 'path', [place for place in sys.path if place])  # The working directory is not on it.
+  # The working directory is not on it.
+  monkeypatch.setattr(sys, 'path', [place for place in sys.path if place])
   monkeypatch.chdir(tmp_path)
 
   def write(text: str, name: str = 'x.py') -> str:
@@ -353,8 +418,12 @@ def test_a_whole_command_line(write):
   assert load_file('x.py', Root).stages[0].steps == 10
 
 
-def test_what_lies_beside_a_configuration_can_be_imported_and_hides_nothing(write, tmp_path, monkeypatch):
-  """Also from a working directory elsewhere; a neighbour called like something installed stays out of its way."""
+def test_what_lies_beside_a_configuration_can_be_imported_and_hides_nothing(
+  write, tmp_path, monkeypatch
+):
+  """Also from a working directory elsewhere; a neighbour called like something installed stays out
+  of its way.
+  """
   monkeypatch.delitem(sys.modules, 'colorsys', raising=False)
   write('CLIP = 0.75', 'beside_this_one.py')
   write('raise AssertionError', 'colorsys.py')
@@ -394,9 +463,21 @@ def test_a_configuration_file_may_define_its_own_dataclasses(write):
     (FILE, 'x.py:lang', "x.py:7: ValueError: unknown variant 'lang'"),
     (FILE, 'y.py', "y.py: no such configuration file; did you mean 'x.py'?"),
     (FILE, 'none/y.py', 'none/y.py: no such configuration file; there are none'),
-    (FILE, 'x.txt', '--config=x.txt: wanted FILE.py[:VARIANT], or the name of a shipped configuration'),
-    (FILE, 'quickstrat', "--config=quickstrat: no such shipped configuration; did you mean 'quickstart'?"),
-    ('a = 1', 'x.py', "x.py: defines no function get_config(variant: str = ''), which returns the configuration"),
+    (
+      FILE,
+      'x.txt',
+      '--config=x.txt: wanted FILE.py[:VARIANT], or the name of a shipped configuration',
+    ),
+    (
+      FILE,
+      'quickstrat',
+      "--config=quickstrat: no such shipped configuration; did you mean 'quickstart'?",
+    ),
+    (
+      'a = 1',
+      'x.py',
+      "x.py: defines no function get_config(variant: str = ''), which returns the configuration",
+    ),
     ('\nimport nowhere', 'x.py', "x.py:2: ModuleNotFoundError: No module named 'nowhere'"),
     ('def f(:\n  pass', 'x.py', 'x.py:1: SyntaxError: invalid syntax'),
     (
@@ -408,7 +489,8 @@ def test_a_configuration_file_may_define_its_own_dataclasses(write):
     (
       'from tests_config_types import *\ndef get_config():\n\n  return Root(sed=1)',
       'x.py',
-      "x.py:4: TypeError: Root.__init__() got an unexpected keyword argument 'sed'. Did you mean 'seed'?",
+      "x.py:4: TypeError: Root.__init__() got an unexpected keyword argument 'sed'. Did you mean "
+      "'seed'?",
     ),
     (
       'from tests_config_types import *\ndef get_config(): return root(limit="3")',
@@ -448,7 +530,10 @@ def test_no_configuration_given():
       {'tasksets': (Source(name='a', weights={'b': 'c'}),)},
       "config.tasksets.0.weights.b: got 'c' (str), wanted a number",
     ),
-    ({'stages': (Stage(name='a', steps=1.0),)}, 'config.stages.0.steps: got 1.0 (float), wanted an integer'),
+    (
+      {'stages': (Stage(name='a', steps=1.0),)},
+      'config.stages.0.steps: got 1.0 (float), wanted an integer',
+    ),
     (
       {'stages': (Stage(name='a', steps=1, optimizer=Optimizer(peak_lr=1e-3, betas=(0.9,))),)},
       'config.stages.0.optimizer.betas: got 1 elements, wanted 2: a tuple of (a number, a number)',
@@ -466,7 +551,9 @@ def test_values_of_the_wrong_type_are_named(fields, line):
 
 
 def test_right_types_pass():
-  check_types(root(limit=3, mode=Mode.EXACT, level=2, remat='none', words=('a',), free=[None, {'a': 1.5}]))
+  check_types(
+    root(limit=3, mode=Mode.EXACT, level=2, remat='none', words=('a',), free=[None, {'a': 1.5}])
+  )
 
 
 def test_an_annotation_that_is_not_understood_is_the_authors_mistake():
@@ -480,7 +567,11 @@ def test_an_annotation_that_is_not_understood_is_the_authors_mistake():
 
 def test_json_in_full():
   stage = Stage(name='sft', steps=5, engine=Clip())
-  config = Root(tasksets=(Source(name='t', options={'low': 3}, weights={'a': 1}),), stages=(stage,), words=('a',))
+  config = Root(
+    tasksets=(Source(name='t', options={'low': 3}, weights={'a': 1}),),
+    stages=(stage,),
+    words=('a',),
+  )
   wanted = {
     'name': 'run', 'seed': 0, 'shuffle': True, 'limit': 'inf', 'mode': 'fast', 'level': 1, 'path': None, 'remat': None,
     'clip': {'low': 0.2, 'high': 0.2}, 'words': ['a'], 'free': None,
@@ -494,7 +585,9 @@ def test_json_in_full():
 def test_json_that_does_not_fit_is_named():
   tree = to_json(root())
   tree['stages'][1]['steps'] = 'many'
-  assert message(from_json, tree, Root) == "config.stages.1.steps: got 'many' (str), wanted an integer"
+  assert (
+    message(from_json, tree, Root) == "config.stages.1.steps: got 'many' (str), wanted an integer"
+  )
   del tree['stages'][1]['steps']
   assert message(from_json, tree, Root) == 'config.stages.1: Stage needs a value for steps'
 
@@ -508,12 +601,18 @@ def test_an_integer_beyond_the_range_of_floats_is_no_number():
 
 
 JSON = st.recursive(
-  st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | st.floats(allow_nan=False, allow_infinity=False)
+  | st.text(),
   lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
   max_leaves=8,
 )
 FLOATS = st.floats(allow_nan=False)
-OPTIMIZERS = st.builds(Optimizer, peak_lr=FLOATS, betas=st.tuples(FLOATS, FLOATS), clip=st.none() | FLOATS)
+OPTIMIZERS = st.builds(
+  Optimizer, peak_lr=FLOATS, betas=st.tuples(FLOATS, FLOATS), clip=st.none() | FLOATS
+)
 STAGES = st.builds(
   Stage,
   name=st.text(),
@@ -532,7 +631,10 @@ ROOTS = st.builds(
   free=JSON,
   tasksets=st.lists(
     st.builds(
-      Source, name=st.text(), options=st.dictionaries(st.text(), JSON), weights=st.dictionaries(st.text(), FLOATS)
+      Source,
+      name=st.text(),
+      options=st.dictionaries(st.text(), JSON),
+      weights=st.dictionaries(st.text(), FLOATS),
     )
   ).map(tuple),
   stages=st.lists(STAGES).map(tuple),
@@ -552,7 +654,9 @@ def test_json_round_trip_is_exact(config):
 def test_difference_names_every_changed_key():
   old, new = (
     root(),
-    override(stages__grpo__optimizer__peak_lr='2e-3', clip__high='0.3', tasksets__train__options__x='1'),
+    override(
+      stages__grpo__optimizer__peak_lr='2e-3', clip__high='0.3', tasksets__train__options__x='1'
+    ),
   )
   assert difference(old, new) == [
     ('clip.high', 0.2, 0.3),
@@ -575,5 +679,7 @@ def test_difference_sees_order_length_and_bool_against_int():
   ]
   shorter = difference(old, dataclasses.replace(old, stages=old.stages[:1]))
   assert [(key, new) for key, _, new in shorter] == [('stages.grpo', ABSENT)]
-  assert difference(dataclasses.replace(old, free=1), dataclasses.replace(old, free=True)) == [('free', 1, True)]
+  assert difference(dataclasses.replace(old, free=1), dataclasses.replace(old, free=True)) == [
+    ('free', 1, True)
+  ]
   assert difference(dataclasses.replace(old, words=('a',)), old) == [('words', ['a'], [])]

@@ -1,4 +1,6 @@
-"""A field that has moved within a configuration is answered with its new place, in Python and on the command line."""
+"""A field that has moved within a configuration is answered with its new place, in Python and on
+the command line.
+"""
 
 import copy
 import dataclasses
@@ -34,7 +36,11 @@ class Root:
   [
     (lambda: Outer(size=3), UserError, 'Outer.size: moved to Outer.inner.size'),
     (lambda: Outer(length=3), UserError, 'Outer.length: moved to Outer.inner.size, in tokens'),
-    (lambda: dataclasses.replace(Outer(), size=3), UserError, 'Outer.size: moved to Outer.inner.size'),
+    (
+      lambda: dataclasses.replace(Outer(), size=3),
+      UserError,
+      'Outer.size: moved to Outer.inner.size',
+    ),
     (lambda: Outer().size, AttributeError, 'Outer.size: moved to Outer.inner.size'),
     (lambda: Outer().other, AttributeError, "'Outer' object has no attribute 'other'"),
     (
@@ -69,7 +75,9 @@ def test_a_file_that_uses_a_former_name_is_told_so_by_its_line(tmp_path):
 
 def test_everything_else_is_as_without():
   made = Outer(inner=Inner(size=3))
-  assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == dataclasses.replace(made) == made
+  assert (
+    copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == dataclasses.replace(made) == made
+  )
   assert from_json(to_json(Root(outers=(made,))), Root) == Root(outers=(made,))
   assert not hasattr(made, 'size') and made.inner.size == 3
   with pytest.raises(TypeError, match='wrong'):

@@ -19,15 +19,21 @@ def test_it_is_what_the_module_calls_so(write):
 
 def test_what_is_not_there_is_one_line(write):
   write('own_part_empty', '')
-  with pytest.raises(UserError, match=r"^scorer 'own_part_empty:score': module own_part_empty has no 'score'$"):
+  with pytest.raises(
+    UserError, match=r"^scorer 'own_part_empty:score': module own_part_empty has no 'score'$"
+  ):
     own_part('own_part_empty:score', 'scorer')
-  with pytest.raises(UserError, match=r"^scorer 'own_part_nowhere:score': no module 'own_part_nowhere'; is its"):
+  with pytest.raises(
+    UserError, match=r"^scorer 'own_part_nowhere:score': no module 'own_part_nowhere'; is its"
+  ):
     own_part('own_part_nowhere:score', 'scorer')
 
 
 def test_a_fault_of_the_modules_own_is_not_said_to_be_a_missing_name(write):
   write('own_part_faulty', 'import os\nos.no_such_thing\ndef score(attempt): return 1')
-  with pytest.raises(UserError, match=r'cannot be imported: .*own_part_faulty\.py:2: AttributeError: .*no_such_thing'):
+  with pytest.raises(
+    UserError, match=r'cannot be imported: .*own_part_faulty\.py:2: AttributeError: .*no_such_thing'
+  ):
     own_part('own_part_faulty:score', 'scorer')
 
 
@@ -51,7 +57,9 @@ def test_a_module_may_have_any_name_that_python_imports(write):
   assert own_part('own-part_2024:score', 'scorer') == 1
 
 
-@pytest.mark.parametrize('name', ['', ':score', '.x:score', 'a..b:score', 'a b:score', '\0:score', '../x:score'])
+@pytest.mark.parametrize(
+  'name', ['', ':score', '.x:score', 'a..b:score', 'a b:score', '\0:score', '../x:score']
+)
 def test_what_is_no_name_of_a_module_is_one_line(name):
   with pytest.raises(UserError, match="is not a module name; wanted 'module:attribute'"):
     own_part(name, 'scorer')

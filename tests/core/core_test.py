@@ -19,7 +19,10 @@ from jaxrl_llm.core.waits import WaitExpired, bounded, ended, gathered
 
 NAMES = st.text('abc', min_size=1, max_size=3)
 TREES = st.dictionaries(
-  NAMES, st.recursive(st.integers(), lambda t: st.dictionaries(NAMES, t, min_size=1, max_size=3), max_leaves=8)
+  NAMES,
+  st.recursive(
+    st.integers(), lambda t: st.dictionaries(NAMES, t, min_size=1, max_size=3), max_leaves=8
+  ),
 )
 
 
@@ -43,7 +46,11 @@ def test_a_name_below_another_one_is_refused_and_loses_nothing(names):
 
 
 def test_versions_are_ordered_by_attempt_and_then_step():
-  assert sorted([Version(1, 0), Version(0, 9), Version(0, 10)]) == [Version(0, 9), Version(0, 10), Version(1, 0)]
+  assert sorted([Version(1, 0), Version(0, 9), Version(0, 10)]) == [
+    Version(0, 9),
+    Version(0, 10),
+    Version(1, 0),
+  ]
   assert Version(1, 7) != Version(0, 7)
   assert str(Version(1, 7)) == '1.7'
 
@@ -53,7 +60,9 @@ def test_exit_codes_tell_bad_input_from_a_run_that_cannot_go_on():
   assert issubclass(WaitExpired, UserError)
 
 
-@pytest.mark.parametrize('quoted', ['a\r\nb: c', '\x1b[2J', 'a\ud800', '\u2028', 'x' * 100_000, '\n' * 100_000])
+@pytest.mark.parametrize(
+  'quoted', ['a\r\nb: c', '\x1b[2J', 'a\ud800', '\u2028', 'x' * 100_000, '\n' * 100_000]
+)
 def test_an_error_is_one_short_printable_line_whatever_it_quotes(quoted):
   for kind in (UserError, RunError, WaitExpired):
     text = str(kind(f'rows.jsonl:3: got {quoted}, wanted text'))
@@ -64,7 +73,9 @@ def test_an_error_is_one_short_printable_line_whatever_it_quotes(quoted):
 
 
 def wait(awaitable, deadline_s):
-  return bounded(awaitable, name='batch', owner='the loop', waits_for='the engine', deadline_s=deadline_s)
+  return bounded(
+    awaitable, name='batch', owner='the loop', waits_for='the engine', deadline_s=deadline_s
+  )
 
 
 def test_a_wait_that_is_met_gives_the_value():
@@ -124,7 +135,9 @@ def test_work_of_which_none_ends_any_more_ends_the_wait_and_is_cancelled():
     finally:
       over.append(number)
 
-  with pytest.raises(WaitExpired, match=r'^wait suite: the evaluation waited 2 s for another task;'):
+  with pytest.raises(
+    WaitExpired, match=r'^wait suite: the evaluation waited 2 s for another task;'
+  ):
     simulated(together([task(1), task(2), task(3600)], 2.0))
   assert over == [1, 2, 3600]
 
@@ -135,13 +148,18 @@ def test_an_error_of_one_piece_of_work_is_its_own():
 
   with pytest.raises(ExceptionGroup) as caught:
     simulated(together([asyncio.sleep(3600), fails()], 60.0))
-  assert isinstance(first_cause(caught.value), RunError) and not isinstance(first_cause(caught.value), WaitExpired)
+  assert isinstance(first_cause(caught.value), RunError) and not isinstance(
+    first_cause(caught.value), WaitExpired
+  )
 
 
 def test_a_process_that_does_not_end_is_killed_and_named():
   names = {'name': 'stop', 'owner': 'the fleet', 'waits_for': 'its server to end'}
   with subprocess.Popen(['sleep', '600']) as process:
-    with pytest.raises(WaitExpired, match=r'^wait stop: the fleet waited 0\.1 s for its server to end, and has killed'):
+    with pytest.raises(
+      WaitExpired,
+      match=r'^wait stop: the fleet waited 0\.1 s for its server to end, and has killed',
+    ):
       asyncio.run(ended(process, deadline_s=0.1, **names))
     assert asyncio.run(ended(process, deadline_s=60.0, **names)) == -signal.SIGKILL
 
@@ -165,7 +183,9 @@ script.run_async(main())
 def test_a_thread_that_is_stuck_does_not_hold_up_the_end_of_a_command():
   ran = subprocess.run([sys.executable, '-c', STUCK], capture_output=True, text=True, timeout=60)
   assert (ran.returncode, ran.stdout) == (1, 'cleaned up\n')
-  assert ran.stderr.splitlines()[-1].startswith('run stopped: wait batch: the loop waited 0.01 s for the engine;')
+  assert ran.stderr.splitlines()[-1].startswith(
+    'run stopped: wait batch: the loop waited 0.01 s for the engine;'
+  )
 
 
 LATER = """
@@ -193,7 +213,9 @@ def test_a_wait_that_expires_in_the_clean_up_does_not_hide_a_programming_error()
   faulty = LATER.replace("RunError('no engine left')", "KeyError('bug')")
   ran = subprocess.run([sys.executable, '-c', faulty], capture_output=True, text=True, timeout=60)
   assert ran.returncode == 1 and "KeyError: 'bug'" in ran.stderr
-  assert ran.stderr.splitlines()[-1].startswith('run stopped: wait stop: the run waited 0.01 s for the scorers;')
+  assert ran.stderr.splitlines()[-1].startswith(
+    'run stopped: wait stop: the run waited 0.01 s for the scorers;'
+  )
 
 
 WATCHED = """
@@ -228,13 +250,18 @@ script.run_async(main())
 
 def test_a_wait_that_expires_in_a_group_and_is_raised_by_itself_ends_the_command():
   ran = subprocess.run([sys.executable, '-c', GROUPED], capture_output=True, text=True, timeout=60)
-  assert ran.returncode == 1 and ran.stderr.splitlines()[-1].startswith('run stopped: wait score: a waited')
+  assert ran.returncode == 1 and ran.stderr.splitlines()[-1].startswith(
+    'run stopped: wait score: a waited'
+  )
 
 
 def test_what_cannot_be_interrupted_ends_the_process_at_the_deadline():
   ran = subprocess.run([sys.executable, '-c', WATCHED], capture_output=True, text=True, timeout=60)
   assert ran.returncode == 1
-  assert ran.stderr.splitlines()[-1] == 'run stopped: wait join: process 1 waited 0.01 s for others; stacks are above'
+  assert (
+    ran.stderr.splitlines()[-1]
+    == 'run stopped: wait join: process 1 waited 0.01 s for others; stacks are above'
+  )
   assert 'most recent call first' in ran.stderr
 
 

@@ -1,4 +1,6 @@
-"""Files that a power loss leaves whole, and temporary directories that a kill does not leave for good."""
+"""Files that a power loss leaves whole, and temporary directories that a kill does not leave for
+good.
+"""
 
 import asyncio
 import os
@@ -32,7 +34,9 @@ def temporary(tmp_path, monkeypatch):
 
 def start(temporary, prefix='jaxrl-test-'):
   env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TMPDIR': str(temporary)}
-  process = subprocess.Popen([sys.executable, '-c', HOLDER, prefix], env=env, stdout=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, '-c', HOLDER, prefix], env=env, stdout=subprocess.PIPE, text=True
+  )
   return process, pathlib.Path(process.stdout.readline().strip())
 
 
@@ -41,7 +45,9 @@ def end(process, signum):
   process.communicate()
 
 
-def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_returns(tmp_path, monkeypatch):
+def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_returns(
+  tmp_path, monkeypatch
+):
   path, done = tmp_path / 'attempt', []
   fsync, replace = os.fsync, os.replace
 
@@ -79,7 +85,11 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_uses_stays(temporar
 
 
 def test_nothing_else_is_touched(temporary):
-  unowned, link, other = temporary / 'jaxrl-test-a', temporary / 'jaxrl-test-b', temporary / 'jaxrl-other-c'
+  unowned, link, other = (
+    temporary / 'jaxrl-test-a',
+    temporary / 'jaxrl-test-b',
+    temporary / 'jaxrl-other-c',
+  )
   for folder in (unowned, other):
     folder.mkdir()
   (other / '.owner').touch()

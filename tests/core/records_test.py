@@ -21,7 +21,11 @@ BAD = (ValueError, jaxtyping.TypeCheckError)
 
 
 TASK = Task(
-  taskset='sums', domain='math', prompt=({'role': 'user', 'content': 'één + 1?'},), truth='2', fields={'n': 1}
+  taskset='sums',
+  domain='math',
+  prompt=({'role': 'user', 'content': 'één + 1?'},),
+  truth='2',
+  fields={'n': 1},
 )
 SAMPLE = Sample(
   uid='grpo/sums:ab/0/3',
@@ -44,7 +48,9 @@ SAMPLE = Sample(
 task = functools.partial(dataclasses.replace, TASK)
 sample = functools.partial(dataclasses.replace, SAMPLE)
 LOGPROBS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), LOGPROBS), min_size=1, max_size=20)
+TOKENS = st.lists(
+  st.tuples(st.integers(0, 2**31 - 1), st.booleans(), LOGPROBS), min_size=1, max_size=20
+)
 
 
 def assert_equal(a: Sample, b: Sample) -> None:
@@ -65,7 +71,13 @@ def test_the_digest_is_that_of_the_prompts_canonical_json():
 
 
 def test_tasks_with_one_prompt_are_one_task_whatever_their_source():
-  other = task(taskset='other', domain='code', truth=None, fields={}, prompt=({'content': 'één + 1?', 'role': 'user'},))
+  other = task(
+    taskset='other',
+    domain='code',
+    truth=None,
+    fields={},
+    prompt=({'content': 'één + 1?', 'role': 'user'},),
+  )
   assert other.digest == task().digest
   assert other.uid != task().uid
 
@@ -107,7 +119,9 @@ def test_any_sample_survives_its_bytes(rows, text, data):
     role=np.array(sampled, np.uint8),
     sampled=sampled,
     loss_mask=sampled & (np.arange(len(rows)) > 0),
-    behaviour_logprobs=np.where(sampled, np.array([p for _, _, p in rows], np.float32), np.float32(0)),
+    behaviour_logprobs=np.where(
+      sampled, np.array([p for _, _, p in rows], np.float32), np.float32(0)
+    ),
     temperature=data.draw(st.floats(0, 10)),
   )
   assert_equal(decode(encode(any_sample)), any_sample)

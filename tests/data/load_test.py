@@ -21,7 +21,9 @@ SOURCE = 'segments/000000.arrayrecord'
 
 
 def rollout(i: int) -> Sample:
-  """Tokens 100 i, 100 i + 1, ...; logprob of token t is -(t + i / 100); temperature 1 + i / 10; one prompt token."""
+  """Tokens 100 i, 100 i + 1, ...; logprob of token t is -(t + i / 100); temperature 1 + i / 10; one
+  prompt token.
+  """
   length = LENGTHS[i]
   sampled = np.arange(length) > 0
   return Sample(
@@ -40,7 +42,9 @@ def rollout(i: int) -> Sample:
     loss_mask=sampled,
     sampled=sampled,
     behaviour_logprobs=np.where(sampled, -(np.arange(length) + i / 100), 0).astype(np.float32),
-    segments=(Segment(start=1, end=length, version=Version(0, 0), engine='embedded', finish='stop'),),
+    segments=(
+      Segment(start=1, end=length, version=Version(0, 0), engine='embedded', finish='stop'),
+    ),
     temperature=1 + i / 10,
   )
 
@@ -65,11 +69,15 @@ def row(i: int, **changes) -> Row:
 def workdir(tmp_path_factory):
   path = tmp_path_factory.mktemp('run')
   (path / 'segments').mkdir()
-  write_segment(path / 'segments', '000000.arrayrecord', [encode(rollout(i)) for i in range(len(LENGTHS))])
+  write_segment(
+    path / 'segments', '000000.arrayrecord', [encode(rollout(i)) for i in range(len(LENGTHS))]
+  )
   return path
 
 
-def load(workdir, mesh, *, order, number=0, rows=None, advantages=ADVANTAGES, chunks=2, unit=1, **columns):
+def load(
+  workdir, mesh, *, order, number=0, rows=None, advantages=ADVANTAGES, chunks=2, unit=1, **columns
+):
   rows = tuple(row(i) for i in range(len(LENGTHS))) if rows is None else rows
   plan = StepPlan(step=0, stage='grpo', rows=rows, optimizer_steps=order)
   ranks = data_parallel_ranks(mesh)
@@ -80,7 +88,9 @@ def load(workdir, mesh, *, order, number=0, rows=None, advantages=ADVANTAGES, ch
 
 
 def mesh_of(data, fsdp, tensor):
-  return build_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+  return build_mesh(
+    MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+  )
 
 
 ORDER = ((0, 5, 10, 2, 7, 4), (9, 1, 3, 6, 8))
@@ -106,17 +116,26 @@ def test_each_row_is_there_once_and_whole_and_the_rest_is_padding(workdir, shape
       np.testing.assert_array_equal(chunks.behaviour_logprobs[place][at], wanted.behaviour_logprobs)
       np.testing.assert_array_equal(chunks.loss_mask[place][at], wanted.loss_mask & in_loss)
       np.testing.assert_array_equal(
-        chunks.advantages[place][at], np.where(wanted.loss_mask & in_loss, np.float32(ADVANTAGES[i]), 0)
+        chunks.advantages[place][at],
+        np.where(wanted.loss_mask & in_loss, np.float32(ADVANTAGES[i]), 0),
       )
       np.testing.assert_array_equal(chunks.is_expert[place][at], i == 2)
       assert chunks.temperature[place][segment - 1] == np.float32(wanted.temperature)
       assert i not in found
       found[i] = place
     padding = segments == 0
-    for name in ('tokens', 'positions', 'loss_mask', 'behaviour_logprobs', 'advantages', 'is_expert'):
+    for name in (
+      'tokens',
+      'positions',
+      'loss_mask',
+      'behaviour_logprobs',
+      'advantages',
+      'is_expert',
+    ):
       assert not getattr(chunks, name)[place][padding].any(), name
   assert sorted(found) == sorted(ORDER[number])
-  assert not chunks.segment_ids[int(step.used) :].any()  # micro-batches that are not in use are empty
+  # micro-batches that are not in use are empty
+  assert not chunks.segment_ids[int(step.used) :].any()
   assert chunks.segment_ids[int(step.used) - 1].any()
   assert (chunks.temperature > 0).all()  # padding is divided by, too
 
@@ -132,7 +151,13 @@ def test_shapes_depend_on_the_plan_of_shapes_alone(workdir):
 
 
 def test_a_rank_without_rows_gets_padding(workdir):
-  step = load(workdir, mesh_of(1, 8, 1), order=((3,),), rows=tuple(row(i) for i in range(4)), advantages=ADVANTAGES[:4])
+  step = load(
+    workdir,
+    mesh_of(1, 8, 1),
+    order=((3,),),
+    rows=tuple(row(i) for i in range(4)),
+    advantages=ADVANTAGES[:4],
+  )
   segments = np.asarray(step.chunks.segment_ids)
   assert (segments > 0).sum() == LENGTHS[3]
 
@@ -156,13 +181,20 @@ def test_a_record_that_is_not_the_planned_one_is_one_line(workdir, wrong):
 @pytest.mark.parametrize('value', [np.nan, np.inf])
 def test_what_is_not_finite_does_not_reach_the_device(workdir, value):
   with pytest.raises(RunError, match='advantages is not finite'):
-    load(workdir, mesh_of(1, 1, 1), order=ORDER, advantages=np.where(np.arange(len(LENGTHS)) == 5, value, ADVANTAGES))
+    load(
+      workdir,
+      mesh_of(1, 1, 1),
+      order=ORDER,
+      advantages=np.where(np.arange(len(LENGTHS)) == 5, value, ADVANTAGES),
+    )
 
 
 def test_loading_again_never_changes_what_was_handed_over(workdir):
   mesh = mesh_of(1, 1, 1)
   loader = RowLoader(workdir, mesh)
-  plan = StepPlan(step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER)
+  plan = StepPlan(
+    step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER
+  )
   shape = plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12)
   first = loader.fill(loader.load(plan, 0, shape), {'advantages': ADVANTAGES}, IN_LOSS)
   before = jax.tree.map(np.array, first.chunks)
@@ -173,28 +205,50 @@ def test_loading_again_never_changes_what_was_handed_over(workdir):
 
 
 @pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 1), (2, 4, 1)])
-def test_columns_per_token_lie_under_their_tokens_and_are_0_where_nothing_is_trained(workdir, shape):
-  """Column `values` of token t of row i is i + t / 100, and not a number where the row is not trained."""
+def test_columns_per_token_lie_under_their_tokens_and_are_0_where_nothing_is_trained(
+  workdir, shape
+):
+  """Column `values` of token t of row i is i + t / 100, and not a number where the row is not
+  trained.
+  """
   trained = [rollout(i).loss_mask for i in range(len(LENGTHS))]
-  values = [np.where(mask, i + np.arange(len(mask)) / 100, np.nan) for i, mask in enumerate(trained)]
+  values = [
+    np.where(mask, i + np.arange(len(mask)) / 100, np.nan) for i, mask in enumerate(trained)
+  ]
   narrow = [column.astype(np.float32) for column in values]
-  step = load(workdir, mesh_of(*shape), order=ORDER, values=values, returns=narrow, advantages=[2.0] * len(LENGTHS))
+  step = load(
+    workdir,
+    mesh_of(*shape),
+    order=ORDER,
+    values=values,
+    returns=narrow,
+    advantages=[2.0] * len(LENGTHS),
+  )
   chunks = jax.tree.map(np.asarray, step.chunks)
-  for name, filled in (('values', values), ('returns', narrow), ('advantages', [np.full(n, 2.0) for n in LENGTHS])):
+  for name, filled in (
+    ('values', values),
+    ('returns', narrow),
+    ('advantages', [np.full(n, 2.0) for n in LENGTHS]),
+  ):
     for i, found in unpack(getattr(chunks, name), step).items():
       wanted = np.where(trained[i] & IN_LOSS[i], filled[i], 0.0).astype(np.float32)
       np.testing.assert_array_equal(found, wanted, err_msg=f'{name} of row {i}')
     assert not getattr(chunks, name)[~chunks.loss_mask].any()
-  assert not chunks.proximal_logprobs.any() and not chunks.reference_logprobs.any()  # what nobody gave
+  # what nobody gave
+  assert not chunks.proximal_logprobs.any() and not chunks.reference_logprobs.any()
 
 
 def test_filling_again_takes_more_rows_out_and_keeps_the_other_columns(workdir):
   loader = RowLoader(workdir, mesh_of(1, 1, 1))
-  plan = StepPlan(step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER)
+  plan = StepPlan(
+    step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER
+  )
   loaded = loader.load(plan, 0, plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12))
   everything = np.ones(len(LENGTHS), bool)
   first = loader.fill(loaded, {'advantages': ADVANTAGES}, everything)
-  second = loader.fill(first, {'values': ADVANTAGES}, everything & (np.arange(len(LENGTHS)) != ORDER[0][1]))
+  second = loader.fill(
+    first, {'values': ADVANTAGES}, everything & (np.arange(len(LENGTHS)) != ORDER[0][1])
+  )
   np.testing.assert_array_equal(second.chunks.advantages, first.chunks.advantages)
   gone = np.asarray(first.chunks.loss_mask) & ~np.asarray(second.chunks.loss_mask)
   assert gone.sum() == LENGTHS[ORDER[0][1]] - 1  # all of its tokens but the prompt's

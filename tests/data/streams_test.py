@@ -1,4 +1,6 @@
-"""Static streams: every epoch has every row once, in an order of its own, and a resumed stream goes on exactly."""
+"""Static streams: every epoch has every row once, in an order of its own, and a resumed stream goes
+on exactly.
+"""
 
 import json
 
@@ -65,7 +67,12 @@ def test_a_row_says_what_its_record_holds(workdir):
   rows = {row.index: row for batch in range(3) for row in stream(workdir, rows=COUNT).next()}
   assert sorted(rows) == list(range(COUNT))
   for i, row in rows.items():
-    assert (row.uid, row.source, row.length, row.prompt_len) == (f'sft/{i}', SOURCE, i + 2, i % 3 + 1)
+    assert (row.uid, row.source, row.length, row.prompt_len) == (
+      f'sft/{i}',
+      SOURCE,
+      i + 2,
+      i % 3 + 1,
+    )
     assert row.is_expert
     assert row.reward is None
     assert (row.pair, row.label) == (None, None)
@@ -125,10 +132,15 @@ def test_pairs_are_drawn_whole_with_their_labels(workdir):
 
 
 def test_a_pair_drawn_twice_in_one_batch_is_two_pairs(workdir):
-  """A batch larger than the file repeats pairs; were they one, each would have four members and no loss."""
+  """A batch larger than the file repeats pairs; were they one, each would have four members and no
+  loss.
+  """
   rows = pair_stream(workdir, 2 * PAIRS + 1).next()
   assert len(rows) == 2 * (2 * PAIRS + 1)
-  members = [[row.label for row in rows if row.pair == pair] for pair in dict.fromkeys(row.pair for row in rows)]
+  members = [
+    [row.label for row in rows if row.pair == pair]
+    for pair in dict.fromkeys(row.pair for row in rows)
+  ]
   assert members == [[1, -1]] * (2 * PAIRS + 1)
 
 

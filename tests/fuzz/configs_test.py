@@ -4,7 +4,19 @@ import json
 import sys
 
 import jax
-from fuzzing import COUNTS, NUMBERS, TEXTS, bounded, changed, check_line, damaged, encoded, fuzz, quiet, state_of
+from fuzzing import (
+  COUNTS,
+  NUMBERS,
+  TEXTS,
+  bounded,
+  changed,
+  check_line,
+  damaged,
+  encoded,
+  fuzz,
+  quiet,
+  state_of,
+)
 from hypothesis import strategies as st
 from paths import FIXTURES, ROOT
 
@@ -24,14 +36,33 @@ from jaxrl_llm.rewards.pool.live import parse
 
 CONFIGS = {
   name: load_file(str(ROOT / 'configs' / name), Config)
-  for name in ('quickstart.py', 'ppo.py', 'dpo.py', 'mix.py', 'lora.py', 'grpo.py:dapo', 'asynchronous.py', 'opmd.py')
+  for name in (
+    'quickstart.py',
+    'ppo.py',
+    'dpo.py',
+    'mix.py',
+    'lora.py',
+    'grpo.py:dapo',
+    'asynchronous.py',
+    'opmd.py',
+  )
 }
 MESH = build_mesh(MeshConfig(), jax.devices()[:1])
 VALUES = st.one_of(
   st.sampled_from([text for text in TEXTS if len(text) < 1000]),
   st.sampled_from([str(number) for number in NUMBERS]),
   st.sampled_from(
-    ['1e5000', '9' * 5000, '1e999999999999999999999', '1,2', '(0.9, 0.9)', '[1', '{"a": 1}', '[[]]', 'none']
+    [
+      '1e5000',
+      '9' * 5000,
+      '1e999999999999999999999',
+      '1,2',
+      '(0.9, 0.9)',
+      '[1',
+      '{"a": 1}',
+      '[[]]',
+      'none',
+    ]
   ),
   st.floats().map(str),
   st.integers().map(str),
@@ -59,7 +90,9 @@ def overrides(draw, config):
     match draw(st.integers(0, 9)):
       case 0:
         key += draw(
-          st.sampled_from(['.', '.name', '.0', '.x.y.z', '..', '.-1', ' ', '.' + '9' * 5000, '\n', '.\ud800'])
+          st.sampled_from(
+            ['.', '.name', '.0', '.x.y.z', '..', '.-1', ' ', '.' + '9' * 5000, '\n', '.\ud800']
+          )
         )
       case 1:
         key = draw(st.text(max_size=6))
@@ -134,25 +167,35 @@ def get_config(variant: str = ''):
   return math.sqrt(len(VALUES['a']))
 """
 BODIES = (
-  'raise ValueError("first\\nsecond")', 'raise KeyError', 'import nothing_of_this_name', 'from math import nothing',
-  'raise RecursionError', 'def get_config(): return get_config()', 'get_config = 3', 'def get_config(a, b): pass',
+  'raise '
+  'ValueError("first\\nsecond")', 'raise KeyError', 'import nothing_of_this_name', 'from math import nothing',
+  'raise '
+  'RecursionError', 'def get_config(): return get_config()', 'get_config = 3', 'def get_config(a, b): pass',
   'def get_config(variant): raise Exception(variant)',
   'class E(Exception):\n  def __str__(self): return "a\\nb"\nraise E',
-  'def get_config(**k): return k', '\x00', 'x = ' + '(' * 500, '1' * 5000, '# coding: nothing\n', "'\\ud800'.encode()",
-  'from __future__ import nothing', 'assert False, "\\x1b[2J"', 'def get_config(variant="\\n"): return variant',
+  'def get_config(**k): return '
+  'k', '\x00', 'x = ' + '(' * 500, '1' * 5000, '# coding: nothing\n', "'\\ud800'.encode()",
+  'from __future__ import '
+  'nothing', 'assert False, "\\x1b[2J"', 'def get_config(variant="\\n"): return variant',
 )  # fmt: skip
 
 
 @COUNTS
 def test_any_file_is_a_configuration_or_refused(tmp_path, count):
   file = tmp_path / 'fuzzed.py'
-  files = st.one_of(damaged(FILE), st.sampled_from(BODIES).map(lambda text: text.encode()), st.just(FILE))
+  files = st.one_of(
+    damaged(FILE), st.sampled_from(BODIES).map(lambda text: text.encode()), st.just(FILE)
+  )
 
   def check(content, variant):
     file.write_bytes(content)
-    assert refused(lambda: load_file(f'{file}{variant}', Config)), 'none of these gives a configuration'
+    assert refused(lambda: load_file(f'{file}{variant}', Config)), (
+      'none of these gives a configuration'
+    )
 
-  variants = st.one_of(st.just(''), st.sampled_from([text for text in TEXTS if len(text) < 1000]).map(':{}'.format))
+  variants = st.one_of(
+    st.just(''), st.sampled_from([text for text in TEXTS if len(text) < 1000]).map(':{}'.format)
+  )
   try:
     fuzz(check, count, content=files, variant=variants)
   finally:
@@ -180,7 +223,10 @@ def test_the_written_configuration_of_a_run_is_read_or_refused(tmp_path, count):
 
 @COUNTS
 def test_the_file_that_changes_scorers_in_a_run_is_taken_or_refused(count):
-  good = {'workers': 4, 'addresses': {'judge': ['http://127.0.0.1:8000'], 'code': ['unix:/a', 'https://b:1']}}
+  good = {
+    'workers': 4,
+    'addresses': {'judge': ['http://127.0.0.1:8000'], 'code': ['unix:/a', 'https://b:1']},
+  }
 
   def check(data):
     refused(lambda: parse(data.decode('utf-8', 'replace')))
@@ -203,8 +249,13 @@ def test_any_name_of_a_part_of_ones_own_is_taken_or_refused(tmp_path, monkeypatc
   for name, text in OWN.items():
     (tmp_path / f'{name}_part.py').write_text(text)
   monkeypatch.syspath_prepend(tmp_path)
-  modules = st.one_of(st.sampled_from([f'{name}_part' for name in OWN]), st.sampled_from(TEXTS), st.text(max_size=5))
-  names = st.tuples(modules, st.sampled_from(['', ':', ':value', ':scorer', ':a.b', ':__class__', ':\ud800', ':a:b']))
+  modules = st.one_of(
+    st.sampled_from([f'{name}_part' for name in OWN]), st.sampled_from(TEXTS), st.text(max_size=5)
+  )
+  names = st.tuples(
+    modules,
+    st.sampled_from(['', ':', ':value', ':scorer', ':a.b', ':__class__', ':\ud800', ':a:b']),
+  )
 
   def check(name):
     refused(lambda: own_part(''.join(name), 'scorer'))

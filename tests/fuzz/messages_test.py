@@ -1,4 +1,6 @@
-"""Messages to every server of ours, changed in every way: a clear status each, no traceback, and the next is served."""
+"""Messages to every server of ours, changed in every way: a clear status each, no traceback, and
+the next is served.
+"""
 
 import asyncio
 import base64
@@ -110,12 +112,21 @@ class Client:
   async def ask(self, method, path, data=None, headers=None, params=None):
     """(status, text)"""
     where = self._base + path
-    async with self._session.request(method, where, data=data, headers=headers, params=params) as response:
-      return response.status, (await response.read()).decode('utf-8' if response.status != 200 else 'latin1')
+    async with self._session.request(
+      method, where, data=data, headers=headers, params=params
+    ) as response:
+      return response.status, (await response.read()).decode(
+        'utf-8' if response.status != 200 else 'latin1'
+      )
 
 
 TASK, *_ = make_tasks(1)
-QUESTION = {'model': 'helper', 'messages': [{'role': 'user', 'content': 'a'}], 'max_tokens': 7, 'temperature': 0.5}
+QUESTION = {
+  'model': 'helper',
+  'messages': [{'role': 'user', 'content': 'a'}],
+  'max_tokens': 7,
+  'temperature': 0.5,
+}
 SAMPLE = '@sample@'
 """Stands in a message for a sample that was drawn for the lease."""
 
@@ -123,17 +134,28 @@ SAMPLE = '@sample@'
 def explorers_message(path, order, samples):
   """An honest message of whoever has this order, and has drawn these samples."""
   request = Request(
-    uid='r', prompt=(1, 2), max_tokens=3, stop_ids=(0,), samples=2, key=(1, 2), sampling=Sampling(top_k=5)
+    uid='r',
+    prompt=(1, 2),
+    max_tokens=3,
+    stop_ids=(0,),
+    samples=2,
+    key=(1, 2),
+    sampling=Sampling(top_k=5),
   )
   name = f'{order["stage"]}/{TASK.uid}/{order["visit"]}'
-  attempt = Attempt(uid=f'{name}/1', task=TASK, completion='ab', finish_reason='stop', response_len=2)
+  attempt = Attempt(
+    uid=f'{name}/1', task=TASK, completion='ab', finish_reason='stop', response_len=2
+  )
   fields = {
     wire.ALIVE: {'leases': [order['lease'], 'another']},
     wire.SAMPLE: {'lease': order['lease'], 'sample': encode(samples[0])},
     wire.DONE: {'lease': order['lease']},
     wire.FAILED: {'lease': order['lease'], 'error': 'ValueError: it failed'},
     wire.GENERATE: {'lease': order['lease'], 'request': wire.request_row(request)},
-    wire.SCORE: {'lease': order['lease'], 'attempt': {**wire.attempt_row(attempt), 'task': order['task']}},
+    wire.SCORE: {
+      'lease': order['lease'],
+      'attempt': {**wire.attempt_row(attempt), 'task': order['task']},
+    },
     wire.ASK: {'lease': order['lease'], **QUESTION},
   }
   return fields.get(path, {})
@@ -160,10 +182,17 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
       wanted = asyncio.create_task(setting.samples(setting.crew, TASK))
       rogue = setting.link('rogue')  # With another secret each time.
       order = await rogue.call(wire.TAKE)
-      return wanted, rogue, order, sorted(await setting.made(rogue, order), key=lambda sample: sample.sample_index)
+      return (
+        wanted,
+        rogue,
+        order,
+        sorted(await setting.made(rogue, order), key=lambda sample: sample.sample_index),
+      )
 
     async def end(wanted, rogue, body):
-      """The rogue's message, then the group's end at the hands of an honest explorer, if it is still wanted."""
+      """The rogue's message, then the group's end at the hands of an honest explorer, if it is
+      still wanted.
+      """
       answer = await client.ask('POST', path, body)
       with contextlib.suppress(RunError):
         await rogue.call(wire.LEAVE)
@@ -172,7 +201,8 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
       await asyncio.wait({wanted, taking}, return_when=asyncio.FIRST_COMPLETED)
       order = await taking if not wanted.done() else None
       if order:
-        with contextlib.suppress(Rejected):  # One of the samples has come from the other, and was good.
+        # One of the samples has come from the other, and was good.
+        with contextlib.suppress(Rejected):
           for sample in await setting.made(honest, order):
             await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
           await honest.call(wire.DONE, lease=order['lease'])
@@ -236,7 +266,10 @@ def test_the_reward_service_answers_every_message(services, listen_to, tokenizer
   assert wanted[0] == 200
   messages = (
     {'prompt': 'ab', 'completion': 'cd', 'truth': None, 'fields': {'a': [1]}},
-    {'prompt': [{'role': 'system', 'content': 'a'}, {'role': 'user', 'content': 'b'}], 'completion': 'cab'},
+    {
+      'prompt': [{'role': 'system', 'content': 'a'}, {'role': 'user', 'content': 'b'}],
+      'completion': 'cab',
+    },
   )
 
   def check(path, body):
@@ -275,7 +308,11 @@ def test_the_sandbox_host_answers_every_message(services, listen_to, count):
     hostile.skip_where_this_machine_forbids(error)
   limits = Limits(wall_s=10.0, cpu_s=1)
   works = (
-    Work(program='def f(x): return x + 1', tests=('assert f(1) == 2', 'assert f(2) == 3'), entry_point='f'),
+    Work(
+      program='def f(x): return x + 1',
+      tests=('assert f(1) == 2', 'assert f(2) == 3'),
+      entry_point='f',
+    ),
     Work(program='print(int(input()) + 1)', cases=(Case(stdin='1', stdout='2'),)),
   )
   orders = [order_body(work, limits) for work in works]
@@ -298,7 +335,12 @@ def test_the_sandbox_host_answers_every_message(services, listen_to, count):
 
 
 REPLIES = (
-  {'value': {'f': {'ref': 0, 'class': 'function'}, 'g': {'ref': 1, 'class': 'type', 'raises': ['ValueError']}}},
+  {
+    'value': {
+      'f': {'ref': 0, 'class': 'function'},
+      'g': {'ref': 1, 'class': 'type', 'raises': ['ValueError']},
+    }
+  },
   {'value': {'ref': 0, 'class': 'function'}},
   {'value': 3, 'changed': {'0': [1, 2]}},
   {'value': {'make': 'range', 'of': [0, 9, 1]}},
@@ -336,7 +378,9 @@ def framed(draw):
 
 @COUNTS
 def test_the_process_of_the_tests_survives_what_a_program_answers(count):
-  """Its socket is the program's only way to the tests: nothing on it passes a test that fails, or ends the sandbox."""
+  """Its socket is the program's only way to the tests: nothing on it passes a test that fails, or
+  ends the sandbox.
+  """
   try:
     sandboxes = Sandboxes(Limits(wall_s=10.0, cpu_s=2, memory_mib=512))
   except NoIsolation as error:
@@ -352,13 +396,19 @@ def test_the_process_of_the_tests_survives_what_a_program_answers(count):
 
   with contextlib.closing(sandboxes):
     fuzz(check, count, replies=framed(), then=st.sampled_from(['', 'os._exit(0)']))
-    assert sandboxes.run_tests('def f(x): return x + 1', ['assert f(2) == 3'], 'f').ended is Ending.PASSED
+    assert (
+      sandboxes.run_tests('def f(x): return x + 1', ['assert f(2) == 3'], 'f').ended
+      is Ending.PASSED
+    )
 
 
 HELD = {'embed': np.arange(8, dtype=np.float32).reshape(4, 2), 'norm': np.ones(2, np.float32)}
 """What a server has loaded."""
 GENERATE = '/inference/v1/generate'
-GOOD = {'token_ids': [5, 6], 'sampling_params': {'max_tokens': 3, 'temperature': 1.0, 'seed': 7, 'logprobs': 0}}
+GOOD = {
+  'token_ids': [5, 6],
+  'sampling_params': {'max_tokens': 3, 'temperature': 1.0, 'seed': 7, 'logprobs': 0},
+}
 WORKER = 'Call to collective_rpc method failed: '
 """How a server begins to say what its worker refused."""
 
@@ -376,7 +426,9 @@ def publication(folder):
 
 @COUNTS
 def test_the_fake_server_answers_every_message(services, tmp_path, count):
-  """Also the protocol by which weights are published: a worker's refusal is its own status, 500, as on vLLM."""
+  """Also the protocol by which weights are published: a worker's refusal is its own status, 500, as
+  on vLLM.
+  """
   (tmp_path / 'published').mkdir()
   info = publication(tmp_path / 'published')
   before = state_of(tmp_path / 'published')
@@ -414,7 +466,9 @@ def test_the_fake_server_answers_every_message(services, tmp_path, count):
     return said, await client.ask('POST', GENERATE, json_bytes(GOOD), json_type)
 
   def check(path, mode, data):
-    file = data.draw(damaged(whole)) if path == '/update_weights' and data.draw(st.booleans()) else whole
+    file = (
+      data.draw(damaged(whole)) if path == '/update_weights' and data.draw(st.booleans()) else whole
+    )
     (tmp_path / 'published' / 'model.safetensors').write_bytes(file)
     body = data.draw(encoded(bodies[path]))
     with quiet() as log:
@@ -425,9 +479,9 @@ def test_the_fake_server_answers_every_message(services, tmp_path, count):
     else:
       check_answer(status, text)
     assert after == 200 and not server._core.dead
-    assert {name: (array.shape, array.dtype) for name, array in server._core.backend.tensors.items()} == {
-      name: (array.shape, array.dtype) for name, array in HELD.items()
-    }
+    assert {
+      name: (array.shape, array.dtype) for name, array in server._core.backend.tensors.items()
+    } == {name: (array.shape, array.dtype) for name, array in HELD.items()}
 
   try:
     fuzz(
@@ -446,7 +500,9 @@ def test_the_fake_server_answers_every_message(services, tmp_path, count):
 def guarded(services, tmp_path, **options):
   """(upstream, front) whose upstream answers what it is told."""
   upstream = services.enter(Upstream().running(tmp_path))
-  return upstream, services.enter(Front(config(tmp_path), upstream=upstream.addresses['unix'], **options))
+  return upstream, services.enter(
+    Front(config(tmp_path), upstream=upstream.addresses['unix'], **options)
+  )
 
 
 @COUNTS
@@ -460,11 +516,23 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
   client = services.enter(Client(front.address, {'Authorization': f'Bearer {TOKEN}'}))
   bodies = {
     RPC_PATH: {'method': 'jaxrl_digests', 'args': [1]},
-    UPDATE_PATH: {'update_info': {'directory': str(root / 'v1'), 'files': {'model.safetensors': {'a': '0'}}}},
+    UPDATE_PATH: {
+      'update_info': {'directory': str(root / 'v1'), 'files': {'model.safetensors': {'a': '0'}}}
+    },
     ADAPTER_PATH: {'lora_name': 'a', 'lora_path': str(root / 'v1'), 'load_inplace': True},
   }
 
-  places = (root / 'v1', root / 'out', root / '..', root / 'v1/../..', root / 'v1/../out/x', root, '/etc', 'v1', '')
+  places = (
+    root / 'v1',
+    root / 'out',
+    root / '..',
+    root / 'v1/../..',
+    root / 'v1/../out/x',
+    root,
+    '/etc',
+    'v1',
+    '',
+  )
 
   def check(path, data):
     del upstream.seen[:]
@@ -481,7 +549,9 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
       if path == RPC_PATH:
         assert passed['method'] in ('jaxrl_digests', 'jaxrl_weights')
       else:
-        directory = passed['update_info']['directory'] if path == UPDATE_PATH else passed['lora_path']
+        directory = (
+          passed['update_info']['directory'] if path == UPDATE_PATH else passed['lora_path']
+        )
         assert os.path.realpath(directory).startswith(f'{root}/')
 
   fuzz(check, count, path=st.sampled_from([*bodies]), data=st.data())
@@ -563,7 +633,12 @@ def test_the_front_survives_what_is_not_http(services, tmp_path, monkeypatch, co
             sizes = re.findall(r'content-length: (\d+)', head.lower())
             status = int(head.split()[1])
             answers.append(
-              (status, await reader.readexactly(int(sizes[0])) if sizes and 'HEAD' not in str(data) else b'')
+              (
+                status,
+                await reader.readexactly(int(sizes[0]))
+                if sizes and 'HEAD' not in str(data)
+                else b'',
+              )
             )
     finally:
       writer.close()
@@ -571,7 +646,10 @@ def test_the_front_survives_what_is_not_http(services, tmp_path, monkeypatch, co
 
   async def healthy():
     good = {'Authorization': f'Bearer {TOKEN}'}
-    async with aiohttp.ClientSession(headers=good) as session, session.get(f'{front.address}/health') as response:
+    async with (
+      aiohttp.ClientSession(headers=good) as session,
+      session.get(f'{front.address}/health') as response,
+    ):
       return response.status
 
   trusted = [False]
@@ -586,7 +664,8 @@ def test_the_front_survives_what_is_not_http(services, tmp_path, monkeypatch, co
       assert status in (100, *ANSWERED), (status, body)
       if status >= 400 and body:
         check_line(json.loads(body)['error']['message'])
-    assert any(trusted[-2:]) or not upstream.seen  # A request may arrive behind after its client has hung up.
+    # A request may arrive behind after its client has hung up.
+    assert any(trusted[-2:]) or not upstream.seen
     assert {(method, path.partition('?')[0]) for method, path, _ in upstream.seen} <= {*ROUTES}
     assert services.run(healthy()) == 200
 

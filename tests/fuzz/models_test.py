@@ -34,7 +34,13 @@ from jaxrl_llm.weights.hf_config import read_spec, write_config
 from jaxrl_llm.weights.safetensors_files import load_params, save_params
 from jaxrl_llm.weights.tables import entries
 
-SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+SMALL = dict(
+  hidden_size=8,
+  intermediate_size=8,
+  num_hidden_layers=1,
+  num_attention_heads=1,
+  num_key_value_heads=1,
+)
 SPECS = {family: tiny(family, 20, head_dim=8, **SMALL) for family in ('llama', 'qwen2', 'qwen3')}
 USER = [{'role': 'user', 'content': 'abc'}]
 
@@ -49,7 +55,9 @@ def parameters(spec):
 @pytest.fixture(params=['whole', 'sharded'])
 def model(request, tmp_path):
   directory, spec = tmp_path / 'model', SPECS['llama']
-  save_params(directory, parameters(spec), spec, shard_bytes=10**9 if request.param == 'whole' else 600)
+  save_params(
+    directory, parameters(spec), spec, shard_bytes=10**9 if request.param == 'whole' else 600
+  )
   write_config(directory, spec, dtype='float32', eos_ids=[1], pad_id=0)
   return directory
 
@@ -82,7 +90,13 @@ def check_loaded(found):
     assert all(0 <= token < spec.vocab_size for token in special.eos_ids)
 
 
-GENERATION = {'bos_token_id': 2, 'eos_token_id': [1, 3], 'pad_token_id': 0, 'temperature': 0.7, 'do_sample': True}
+GENERATION = {
+  'bos_token_id': 2,
+  'eos_token_id': [1, 3],
+  'pad_token_id': 0,
+  'temperature': 0.7,
+  'do_sample': True,
+}
 ROPES = (
   {'rope_theta': 10_000.0, 'rope_scaling': {'type': 'linear', 'factor': 2.0}},
   {'rope_parameters': {
@@ -133,7 +147,9 @@ def test_any_file_of_weights_is_read_or_refused(model, count):
         return draw(damaged(whole))
       case 1:
         place, value = draw(st.integers(0, len(body) // 4 - 1)), draw(st.floats(width=32))
-        return whole[: 8 + length] + body[: 4 * place] + struct.pack('<f', value) + body[4 * place + 4 :]
+        return (
+          whole[: 8 + length] + body[: 4 * place] + struct.pack('<f', value) + body[4 * place + 4 :]
+        )
     data = draw(encoded(header))
     size = draw(st.sampled_from([len(data), len(data), len(data), 0, 7, 1 << 62, len(data) + 8]))
     return struct.pack('<Q', size) + data + body
@@ -175,7 +191,10 @@ def tokenizers(tmp_path_factory):
   folder = tmp_path_factory.mktemp('tokenizers')
   build_character_tokenizer(['abc >'], folder / 'character', template='chatml')
   build_bpe_tokenizer(['abc abc >', 'naïve'], folder / 'bpe', vocab_size=280, template='plain')
-  return {place.name: {file.name: file.read_bytes() for file in place.iterdir()} for place in folder.iterdir()}
+  return {
+    place.name: {file.name: file.read_bytes() for file in place.iterdir()}
+    for place in folder.iterdir()
+  }
 
 
 def used(directory):
@@ -190,7 +209,9 @@ def used(directory):
 
 
 @COUNTS
-@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json'])
+@pytest.mark.parametrize(
+  'name', ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json']
+)
 def test_any_tokenizer_is_used_or_refused(tmp_path, tokenizers, name, count):
   """Chat templates stay as they are: those of others need a process each."""
   directory = tmp_path / 'tokenizer'
@@ -221,19 +242,32 @@ TEMPLATES = (
 HOSTILE = (
   '{{ 1 / 0 }}', '{{ "x" * 10 ** 10 }}', '{% for i in range(10 ** 9) %}{% endfor %}',
   '{{ messages.__class__.__mro__ }}',
-  '{{ ().__class__.__bases__[0].__subclasses__() }}', '{{ cycler.__init__.__globals__.os.system("touch x") }}',
-  '{% include "/etc/passwd" %}', '{% import "os" as os %}', '{{ raise_exception("a\nb") }}', '{{ undefined.a.b }}',
-  '{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}', '{{ messages | tojson }}', '{%', '{{ "' + 'a' * 5000, '\ud800',
-  '{{ messages[0].content.format(messages) }}', '{{ lipsum(10 ** 6) }}', '', '{% set x = namespace(a=1) %}{{ x.a }}',
+  '{{ ().__class__.__bases__[0].__subclasses__() '
+  '}}', '{{ cycler.__init__.__globals__.os.system("touch x") }}',
+  '{% include "/etc/passwd" '
+  '%}', '{% import "os" as os %}', '{{ raise_exception("a\nb") }}', '{{ undefined.a.b }}',
+  '{% macro m() %}{{ m() }}{% endmacro %}{{ m() '
+  '}}', '{{ messages | tojson }}', '{%', '{{ "' + 'a' * 5000, '\ud800',
+  '{{ messages[0].content.format(messages) '
+  '}}', '{{ lipsum(10 ** 6) }}', '', '{% set x = namespace(a=1) %}{{ x.a }}',
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-  'count', [pytest.param(SEEDED // 20, marks=pytest.mark.full), pytest.param(MANY // 20, marks=pytest.mark.acceptance)]
+  'count',
+  [
+    pytest.param(SEEDED // 20, marks=pytest.mark.full),
+    pytest.param(MANY // 20, marks=pytest.mark.acceptance),
+  ],
 )
 def test_any_chat_template_renders_or_is_refused(count):
   """Each has a process, so that there are fewer of them."""
-  pieces = st.one_of(st.sampled_from(HOSTILE), st.sampled_from(TEMPLATES), st.sampled_from(TEXTS), st.text(max_size=9))
+  pieces = st.one_of(
+    st.sampled_from(HOSTILE),
+    st.sampled_from(TEMPLATES),
+    st.sampled_from(TEXTS),
+    st.text(max_size=9),
+  )
 
   def check(template):
     process = TemplateProcess(template)
@@ -264,8 +298,16 @@ def test_any_conversation_renders_or_is_refused(count):
     except RenderError as error:
       check_line(str(error))
 
-  texts = st.one_of(st.sampled_from([text for text in TEXTS if text]), st.text(min_size=1, max_size=5))
-  given = st.lists(st.tuples(st.sampled_from(['user', 'system', 'tool', '']), texts), min_size=1, max_size=3)
-  fuzz(check, count, given=given.map(lambda some: [{'role': role, 'content': text} for role, text in some]))
+  texts = st.one_of(
+    st.sampled_from([text for text in TEXTS if text]), st.text(min_size=1, max_size=5)
+  )
+  given = st.lists(
+    st.tuples(st.sampled_from(['user', 'system', 'tool', '']), texts), min_size=1, max_size=3
+  )
+  fuzz(
+    check,
+    count,
+    given=given.map(lambda some: [{'role': role, 'content': text} for role, text in some]),
+  )
   assert process.render(messages, add_generation_prompt=True, variables={}) == 'aabc'
   process._stop()

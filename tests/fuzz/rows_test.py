@@ -1,4 +1,6 @@
-"""Rows from outside, changed in every way: each is taken, or refused in one line, and the file stays as it is."""
+"""Rows from outside, changed in every way: each is taken, or refused in one line, and the file
+stays as it is.
+"""
 
 import base64
 import copy
@@ -8,7 +10,19 @@ import pathlib
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fuzzing import COUNTS, LONG, TEXTS, bounded, changed, check_line, damaged, encoded, fuzz, json_bytes, quiet
+from fuzzing import (
+  COUNTS,
+  LONG,
+  TEXTS,
+  bounded,
+  changed,
+  check_line,
+  damaged,
+  encoded,
+  fuzz,
+  json_bytes,
+  quiet,
+)
 from hypothesis import strategies as st
 
 from jaxrl_llm.app.offline.scoring import read_attempts
@@ -16,19 +30,39 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks
 from jaxrl_llm.tasks.processors import PROCESSORS, ProcessorContext, TaskProcessorConfig, process
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig, demonstrations, load_taskset
+from jaxrl_llm.tasks.taskset import (
+  DemonstrationsConfig,
+  TasksetConfig,
+  demonstrations,
+  load_taskset,
+)
 
 PIXEL = base64.b64decode(
   'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg=='
 )
-USER, ASSISTANT = {'role': 'user', 'content': 'What is 2 + 3?'}, {'role': 'assistant', 'content': '5'}
+USER, ASSISTANT = (
+  {'role': 'user', 'content': 'What is 2 + 3?'},
+  {'role': 'assistant', 'content': '5'},
+)
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
 TASKS = (
   {'prompt': 'a', 'answer': '1'},
   {'question': 'b', 'answer': 3, 'ability': 'math'},
-  {'prompt': [SYSTEM, USER], 'reward_model': {'style': 'rule', 'ground_truth': '5'}, 'extra_info': {'index': 7}},
-  {'data_source': 'openai/gsm8k', 'prompt': [USER], 'ability': 'math', 'reward_model': {'ground_truth': ['5', 5.0]}},
-  {'reasoning_gym': 'x', 'entry': {'question': 'c', 'answer': 'd', 'metadata': {'word': 'e', 'numbers': [1.0, 2]}}},
+  {
+    'prompt': [SYSTEM, USER],
+    'reward_model': {'style': 'rule', 'ground_truth': '5'},
+    'extra_info': {'index': 7},
+  },
+  {
+    'data_source': 'openai/gsm8k',
+    'prompt': [USER],
+    'ability': 'math',
+    'reward_model': {'ground_truth': ['5', 5.0]},
+  },
+  {
+    'reasoning_gym': 'x',
+    'entry': {'question': 'c', 'answer': 'd', 'metadata': {'word': 'e', 'numbers': [1.0, 2]}},
+  },
   {'prompt': 'f', 'media': [{'kind': 'image', 'path': 'red.png'}]},
   {'prompt': 'g', 'images': ['red.png', {'bytes': base64.b64encode(PIXEL).decode()}]},
   {'prompt': 'h', 'answer': 'i', 'pass_rate': 0.5, 'hardness': 0.5, 'guessed': 0},
@@ -37,7 +71,11 @@ TASKS = (
 PAIRS = (
   {'prompt': 'q', 'chosen': 'good', 'rejected': 'bad'},
   {'prompt': [SYSTEM, USER], 'chosen': [ASSISTANT], 'rejected': [{**ASSISTANT, 'content': '6'}]},
-  {'chosen': [USER, ASSISTANT], 'rejected': [USER, {**ASSISTANT, 'content': '6'}], 'question_id': 3},
+  {
+    'chosen': [USER, ASSISTANT],
+    'rejected': [USER, {**ASSISTANT, 'content': '6'}],
+    'question_id': 3,
+  },
 )
 SCORED = (
   {'prompt': 'a', 'answer': '1', 'completion': '1', 'uid': 'u', 'response_len': 3},
@@ -51,13 +89,17 @@ GOOD = {'prompt': 'a good prompt', 'answer': 'good'}
 
 def rows(forms):
   """Some rows, of which any may be changed."""
-  return st.lists(st.sampled_from(forms).flatmap(lambda row: st.one_of(st.just(row), changed(row))), max_size=4)
+  return st.lists(
+    st.sampled_from(forms).flatmap(lambda row: st.one_of(st.just(row), changed(row))), max_size=4
+  )
 
 
 def lines(forms, good):
   """A file whose first line is good."""
   line = st.sampled_from(forms).flatmap(encoded)
-  return st.lists(line, min_size=1, max_size=3).map(lambda some: b'\n'.join([json_bytes(good), *some]))
+  return st.lists(line, min_size=1, max_size=3).map(
+    lambda some: b'\n'.join([json_bytes(good), *some])
+  )
 
 
 @pytest.fixture
@@ -105,7 +147,9 @@ def test_lines_are_tasks_or_refused(folder, count):
     file.write_bytes(data)
     strict = taken(file, lambda path: load_taskset(TasksetConfig(name='t', source=path)))
     # The first row is good, so without the others it loads.
-    lenient = taken(file, lambda path: load_taskset(TasksetConfig(name='t', source=path, on_corrupt='skip')))
+    lenient = taken(
+      file, lambda path: load_taskset(TasksetConfig(name='t', source=path, on_corrupt='skip'))
+    )
     assert lenient is not None and lenient.tasks[0].fields == GOOD
     check_taskset(lenient)
     assert (strict is None) == bool(lenient.counts['corrupt'])
@@ -115,7 +159,11 @@ def test_lines_are_tasks_or_refused(folder, count):
 
 def _parquet(some):
   """Columns have one type each: one that Parquet does not have becomes text."""
-  columns = {key: [row.get(key) if isinstance(row, dict) else row for row in some] for row in some for key in row}
+  columns = {
+    key: [row.get(key) if isinstance(row, dict) else row for row in some]
+    for row in some
+    for key in row
+  }
   arrays = {}
   for name, values in columns.items():
     try:
@@ -146,7 +194,10 @@ def test_parquet_rows_are_tasks_or_refused(folder, count):
   def check(data):
     file.write_bytes(data)
     for fate in ('fail', 'skip'):
-      taskset = taken(file, lambda path, fate=fate: load_taskset(TasksetConfig(name='t', source=path, on_corrupt=fate)))
+      taskset = taken(
+        file,
+        lambda path, fate=fate: load_taskset(TasksetConfig(name='t', source=path, on_corrupt=fate)),
+      )
       if taskset is not None:
         check_taskset(taskset)
 
@@ -155,7 +206,9 @@ def test_parquet_rows_are_tasks_or_refused(folder, count):
 
 def _named(row):
   """Arrow's columns have names that UTF-8 can write."""
-  return {key.encode('utf-8', 'replace').decode(): value for key, value in copy.deepcopy(row).items()}
+  return {
+    key.encode('utf-8', 'replace').decode(): value for key, value in copy.deepcopy(row).items()
+  }
 
 
 @COUNTS
@@ -176,7 +229,9 @@ def test_a_saved_dataset_is_tasks_or_refused(folder, count):
       (place / name).write_bytes(data.draw(encoded(json.loads(content))))
     else:
       (place / name).write_bytes(data.draw(damaged(content)))
-    taskset = taken(place / name, lambda _: load_taskset(TasksetConfig(name='t', source=f'datasets:{place}')))
+    taskset = taken(
+      place / name, lambda _: load_taskset(TasksetConfig(name='t', source=f'datasets:{place}'))
+    )
     if taskset is not None:
       check_taskset(taskset)
 
@@ -190,13 +245,18 @@ def test_lines_are_pairs_or_refused(folder, count):
   def check(data):
     file.write_bytes(data)
     strict = taken(file, lambda path: load_preferences(PreferencesConfig(name='p', source=path)))
-    found = taken(file, lambda path: load_preferences(PreferencesConfig(name='p', source=path, on_corrupt='skip')))
+    found = taken(
+      file,
+      lambda path: load_preferences(PreferencesConfig(name='p', source=path, on_corrupt='skip')),
+    )
     assert found is not None and found.pairs[0].task.fields == GOOD_PAIR
     counts = dict(found.counts)
     assert counts.pop('read') == sum(counts.values()) and counts['kept'] == len(found.pairs)
     assert (strict is None) == bool(counts['corrupt'])
     check_tasks([pair.task for pair in found.pairs])
-    json.dumps([[p.uid, p.chosen, p.rejected, p.group] for p in found.pairs], ensure_ascii=False).encode()
+    json.dumps(
+      [[p.uid, p.chosen, p.rejected, p.group] for p in found.pairs], ensure_ascii=False
+    ).encode()
 
   fuzz(check, count, data=lines(PAIRS, GOOD_PAIR))
 
@@ -214,7 +274,14 @@ def test_lines_are_attempts_or_refused(folder, count):
   fuzz(check, count, data=lines(SCORED, GOOD_SCORED))
 
 
-TEMPLATES = ('{prompt}', '{numbers:csv}', '{answer:after ####}', '{extra_info[index]}', '{word!r:>10}', *TEXTS)
+TEMPLATES = (
+  '{prompt}',
+  '{numbers:csv}',
+  '{answer:after ####}',
+  '{extra_info[index]}',
+  '{word!r:>10}',
+  *TEXTS,
+)
 
 
 @COUNTS
@@ -230,13 +297,17 @@ def test_templates_and_processors_take_any_row(folder, count):
     file.write_bytes(data)
 
     def load(path):
-      config = TasksetConfig(name='t', source=path, prompt=template, truth=template, system=template, on_corrupt='skip')
+      config = TasksetConfig(
+        name='t', source=path, prompt=template, truth=template, system=template, on_corrupt='skip'
+      )
       taskset = load_taskset(config)
       demonstrations(taskset, DemonstrationsConfig(templates=(template,)))
       pairs_of_tasks(taskset, chosen='{prompt}', rejected=(template,))
       configs = [TaskProcessorConfig(name=name, options=chosen)] if isinstance(chosen, dict) else []
       return process(
-        taskset, configs, ProcessorContext(others=taskset.tasks[:1], length_of=lambda task: len(task.prompt))
+        taskset,
+        configs,
+        ProcessorContext(others=taskset.tasks[:1], length_of=lambda task: len(task.prompt)),
       )
 
     taskset = taken(file, load)

@@ -1,4 +1,6 @@
-"""Hostile answers by the hundred: workers, canaries and the verdicts on others stay as they were."""
+"""Hostile answers by the hundred: workers, canaries and the verdicts on others stay as they
+were.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,10 @@ from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 from jaxrl_llm.rewards.scorers.verifier.evaluating import check_isolation
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
-COUNTS = [pytest.param(100, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)]
+COUNTS = [
+  pytest.param(100, marks=pytest.mark.full),
+  pytest.param(1000, marks=pytest.mark.acceptance),
+]
 MODES = {
   'exact': ('the cat', {}),
   'numeric': ('42', {}),
@@ -31,17 +36,46 @@ MODES = {
 }
 """A truth and further fields of the row, by mode of `answer`."""
 VERIFIERS = (
-  *('countdown', 'puzzle24', 'simple_integration', 'polynomial_multiplication', 'n_queens', 'binary_matrix'),
-  *('spiral_matrix', 'string_insertion', 'bitwise_arithmetic', 'spell_backward', 'number_sorting', 'chain_sum'),
-  *('propositional_logic', 'basic_arithmetic', 'mini_sudoku', 'word_ladder', 'time_intervals', 'family_relationships'),
-  *('complex_arithmetic', 'number_format', 'group_anagrams', 'codeio', 'knights_knaves', 'rush_hour'),
+  *(
+    'countdown',
+    'puzzle24',
+    'simple_integration',
+    'polynomial_multiplication',
+    'n_queens',
+    'binary_matrix',
+  ),
+  *(
+    'spiral_matrix',
+    'string_insertion',
+    'bitwise_arithmetic',
+    'spell_backward',
+    'number_sorting',
+    'chain_sum',
+  ),
+  *(
+    'propositional_logic',
+    'basic_arithmetic',
+    'mini_sudoku',
+    'word_ladder',
+    'time_intervals',
+    'family_relationships',
+  ),
+  *(
+    'complex_arithmetic',
+    'number_format',
+    'group_anagrams',
+    'codeio',
+    'knights_knaves',
+    'rush_hour',
+  ),
 )
 CODE = (
   "__import__('os').system('touch CANARY/touched')",
   "open('CANARY/canary', 'w').write('x')",
   "open('CANARY/canary').read()",
   "__import__('os').environ['JAXRL_CANARY']",
-  'exec(\'import sys\\nfor m in list(sys.modules.values()):\\n  if hasattr(m, "_ask"): m._ask = lambda *a: 1.0\')',
+  'exec(\'import sys\\nfor m in list(sys.modules.values()):\\n  if hasattr(m, "_ask"): m._ask = '
+  "lambda *a: 1.0')",
   "setattr(__import__('reasoning_gym'), 'get_score_answer_fn', lambda name: lambda **_: 1.0)",
   "setattr(__import__('builtins'), 'float', lambda *a: 1.0)",
   "__import__('shutil').rmtree('CANARY')",
@@ -99,10 +133,14 @@ def _answer(draw, known, canary, number):
   if draw.random() < 0.4:
     mode = draw.choice([*MODES])
     truth, fields = MODES[mode]
-    return mode, attempt(form.replace('TRUTH', truth), uid=f'u{number}', domain=mode, truth=truth, fields=fields)
+    return mode, attempt(
+      form.replace('TRUTH', truth), uid=f'u{number}', domain=mode, truth=truth, fields=fields
+    )
   name = draw.choice(VERIFIERS)
   fields, truth = {'reasoning_gym': name, 'entry': known[name]}, str(known[name]['answer'])
-  return 'verifier', attempt(form.replace('TRUTH', truth), uid=f'u{number}', domain='verifier', fields=fields)
+  return 'verifier', attempt(
+    form.replace('TRUTH', truth), uid=f'u{number}', domain='verifier', fields=fields
+  )
 
 
 def new_pool():

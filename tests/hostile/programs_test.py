@@ -1,4 +1,6 @@
-"""Hostile programs by the hundred: the host, its canaries and the verdicts on others stay as they were."""
+"""Hostile programs by the hundred: the host, its canaries and the verdicts on others stay as they
+were.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,10 @@ from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Sandboxes
 
 LIMITS = Limits(wall_s=60.0, cpu_s=5, memory_mib=512)
-COUNTS = [pytest.param(100, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)]
+COUNTS = [
+  pytest.param(100, marks=pytest.mark.full),
+  pytest.param(1000, marks=pytest.mark.acceptance),
+]
 
 
 def opened(waiting=1):
@@ -28,7 +33,9 @@ def opened(waiting=1):
 def outcome_of(sandboxes, program):
   if program.tests:
     return sandboxes.run_tests(program.text, program.tests, 'f')
-  return sandboxes.run_cases(program.text, [Case(stdin=stdin, stdout=stdout) for stdin, stdout in program.cases])
+  return sandboxes.run_cases(
+    program.text, [Case(stdin=stdin, stdout=stdout) for stdin, stdout in program.cases]
+  )
 
 
 def outcome_of_a_fresh(program):
@@ -51,13 +58,19 @@ def test_no_hostile_program_touches_anything_or_changes_a_verdict(tmp_path, monk
     host = hostile.Host(str(folder))
     found = [*threads.map(lambda program: outcome_of(used, program), programs)]
     assert hostile.until(host.is_as_before), (host.before, host.state())
-    assert state_of(folder) == place and os.environ['JAXRL_CANARY'] == secret and code_digests() == code
+    assert (
+      state_of(folder) == place and os.environ['JAXRL_CANARY'] == secret and code_digests() == code
+    )
     assert secret not in repr(found)
-    wrong = [(program.attacks, outcome) for program, outcome in zip(programs, found) if not program.right]
+    wrong = [
+      (program.attacks, outcome) for program, outcome in zip(programs, found) if not program.right
+    ]
     assert [one for one in wrong if one[1].fraction == 1.0] == []
     # Again, after all of the others, and in a sandbox of a process that has seen none.
     again = random.Random(0).sample(range(count), count // 4)
-    assert [verdict(outcome_of(used, programs[i])) for i in again] == [verdict(found[i]) for i in again]
+    assert [verdict(outcome_of(used, programs[i])) for i in again] == [
+      verdict(found[i]) for i in again
+    ]
     fresh = [*threads.map(outcome_of_a_fresh, programs)]
     differing = [
       (program, verdict(one), verdict(other))

@@ -15,9 +15,13 @@ PAIRS = 'val-core/eval_pairs/rewards/accuracies'
 
 
 def learn(workdir, config, *flags, seed=0, control=None):
-  train = job.command(workdir, f'--config.seed={seed}', *flags, config=(f'--config=configs/{config}',))
+  train = job.command(
+    workdir, f'--config.seed={seed}', *flags, config=(f'--config=configs/{config}',)
+  )
   command = [*train[:1], 'tests/support/controls.py', control, *train[2:]] if control else train
-  done = subprocess.run(command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=3000)
+  done = subprocess.run(
+    command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=3000
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   assert command[0] == sys.executable
 
@@ -35,7 +39,9 @@ def column(workdir, key):
 
 @pytest.mark.parametrize('seed', range(3))
 def test_ppo_learns_and_its_critic_explains_more_and_more(tmp_path, seed):
-  """While the policy stands still; later its mistakes get rare, and with them what there is to explain."""
+  """While the policy stands still; later its mistakes get rare, and with them what there is to
+  explain.
+  """
   warmup = 120
   learn(tmp_path / 'run', 'ppo.py', seed=seed)
   start, *_, end = curve(tmp_path / 'run', 'ppo')
@@ -45,7 +51,9 @@ def test_ppo_learns_and_its_critic_explains_more_and_more(tmp_path, seed):
   assert explained[0] < 0.2 < 0.35 < statistics.fmean(explained[warmup - 10 : warmup])
 
 
-@pytest.mark.parametrize('config', ['opmd.py', *(f'grpo.py:{name}' for name in ('dr_grpo', 'dapo', 'gspo', 'cispo'))])
+@pytest.mark.parametrize(
+  'config', ['opmd.py', *(f'grpo.py:{name}' for name in ('dr_grpo', 'dapo', 'gspo', 'cispo'))]
+)
 def test_algorithms_of_groups_learn(tmp_path, config):
   learn(tmp_path / 'run', config)
   start, *_, end = curve(tmp_path / 'run', config.removesuffix('.py').rpartition(':')[2])
@@ -78,7 +86,10 @@ def test_pairs_are_told_apart(tmp_path, config):
 @pytest.mark.parametrize('config', ['dpo.py:pairs', 'reward_model.py'])
 def test_swapped_pairs_teach_the_opposite(tmp_path, config):
   """Held-out pairs are judged by what training pairs say, not by anything else in them."""
-  swapped = ('--config.preferences.train_pairs.chosen={word}', '--config.preferences.train_pairs.wrong=["{answer}"]')
+  swapped = (
+    '--config.preferences.train_pairs.chosen={word}',
+    '--config.preferences.train_pairs.wrong=["{answer}"]',
+  )
   learn(tmp_path / 'run', config, *swapped)
   assert column(tmp_path / 'run', PAIRS)[-1] <= 0.1
 
@@ -92,7 +103,9 @@ def test_pairs_and_shortest_answers_of_the_policys_own_rollouts_teach(tmp_path, 
 
 @pytest.mark.parametrize('seed', range(3))
 def test_mix_learns_where_neither_of_its_parts_does(tmp_path, seed):
-  """The starting policy never succeeds: no rollout teaches anything, and the expert rows alone are too few."""
+  """The starting policy never succeeds: no rollout teaches anything, and the expert rows alone are
+  too few.
+  """
   for variant, flags in (('mix', ()), ('sft', ()), ('grpo', ('--config.stages.grpo.steps=200',))):
     learn(tmp_path / variant, f'mix.py:{variant}', *flags, seed=seed)
   ends = {variant: curve(tmp_path / variant, variant) for variant in ('mix', 'sft', 'grpo')}

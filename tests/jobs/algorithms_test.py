@@ -1,4 +1,6 @@
-"""Algorithms through the real program: what they keep survives a kill, what they leave behind is read by others."""
+"""Algorithms through the real program: what they keep survives a kill, what they leave behind is
+read by others.
+"""
 
 import json
 import shutil
@@ -31,7 +33,8 @@ def test_ppo_warms_its_critic_up_and_moves_the_policy_after(ppo):
   assert {row['staleness/max'] for row in rows} == {0}
   assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
   penalties = [row['actor/kl_measured'] for row in rows]
-  # The reference is the policy before the third batch, for it did not move, and before those after a refresh.
+  # The reference is the policy before the third batch, for it did not move, and before those after
+  # a refresh.
   np.testing.assert_allclose([penalties[i] for i in (0, 1, 2, 4, 8)], 0.0, atol=1e-7)
   assert min(abs(penalties[i]) for i in (3, 5, 6, 7)) > 1e-6
   assert len({row['actor/kl_coef'] for row in rows}) > 3, 'the coefficient is adapted'
@@ -44,7 +47,9 @@ def test_a_killed_ppo_goes_on_bit_for_bit(ppo):
   assert job.files(run / 'critic') == job.files(ppo / 'critic')
 
 
-def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start_a_critic(ppo, tmp_path):
+def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start_a_critic(
+  ppo, tmp_path
+):
   critic = transformers.AutoModelForTokenClassification.from_pretrained(ppo / 'critic')
   assert critic.config.num_labels == 1
   reward = tmp_path / 'reward'
@@ -57,7 +62,10 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
   model = transformers.AutoModelForSequenceClassification.from_pretrained(reward / 'hf')
   assert model.config.num_labels == 1
   run = tmp_path / 'run'
-  critic = (f'--config.stages.1.critic.init_from={reward}', '--config.stages.1.algorithm.options.critic_warmup=1')
+  critic = (
+    f'--config.stages.1.critic.init_from={reward}',
+    '--config.stages.1.algorithm.options.critic_warmup=1',
+  )
   job.train(run, config=job.small('ppo.py', *critic, steps=2))
   assert len(stage_rows(run, 'ppo', 'critic/vf_loss')) == 2
 
@@ -66,7 +74,8 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
   ('config', 'flags', 'stage', 'key'),
   [
     pytest.param(
-      *('opmd.py', ('--config.stages.1.minibatches=2',), 'opmd', 'actor/log_ratio_sum'), marks=pytest.mark.acceptance
+      *('opmd.py', ('--config.stages.1.minibatches=2',), 'opmd', 'actor/log_ratio_sum'),
+      marks=pytest.mark.acceptance,
     ),
     (
       'mix.py:mix',
@@ -120,6 +129,8 @@ def test_tasks_are_drawn_by_what_became_of_them_and_a_killed_run_remembers_it(tm
   job.train(tmp_path / 'whole', config=drawn)
   run = job.killed_and_resumed(tmp_path / 'run', 17, config=drawn)
   job.assert_equal_runs(run, tmp_path / 'whole')
-  newest = max((run / 'checkpoints').iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
+  newest = max(
+    (run / 'checkpoints').iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1
+  )
   (pool,) = json.loads((newest / 'host.json').read_text())['batches']['sampler']['pools']
   assert pool['draws'] >= 8 * 6 and len(pool['known']) > 20

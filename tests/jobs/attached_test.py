@@ -1,4 +1,6 @@
-"""The main job on attached servers (fake ones, in processes of their own): two trainer processes, and a killed one."""
+"""The main job on attached servers (fake ones, in processes of their own): two trainer processes,
+and a killed one.
+"""
 
 import re
 
@@ -41,24 +43,41 @@ def test_a_killed_trainer_goes_on_with_the_servers_it_left(tmp_path):
 def test_after_three_kills_at_a_bound_of_two_every_task_was_trained_once(tmp_path):
   with fakes(tmp_path) as flags:
     run = tmp_path / 'run'
-    job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=21', kills=3, seed=1)
+    job.kill_at_random(
+      run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=21', kills=3, seed=1
+    )
   job.check_accounts(run, steps=21, processed=False)
 
 
-def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on_once_it_is_back(tmp_path):
+def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on_once_it_is_back(
+  tmp_path,
+):
   run = tmp_path / 'run'
   with fakes(tmp_path, count=1) as flags:
-    (server,) = [child for child in psutil.Process().children() if f'--uds={tmp_path / "0.sock"}' in child.cmdline()]
+    (server,) = [
+      child
+      for child in psutil.Process().children()
+      if f'--uds={tmp_path / "0.sock"}' in child.cmdline()
+    ]
     # The stop may come in the middle of a publication too.
-    limits = {'latency_s': 5, 'min_tokens_per_s': 20, 'start_deadline_s': 10, 'transfer_deadline_s': 10}
-    process = job.start(run, *flags, *(f'--config.rollout.vllm.{name}={value}' for name, value in limits.items()))
+    limits = {
+      'latency_s': 5,
+      'min_tokens_per_s': 20,
+      'start_deadline_s': 10,
+      'transfer_deadline_s': 10,
+    }
+    process = job.start(
+      run, *flags, *(f'--config.rollout.vllm.{name}={value}' for name, value in limits.items())
+    )
     job.wait_for_rows(run, 12 + 3, process)
     children = psutil.Process(process.pid).children(recursive=True)
     server.suspend()
     _, said = process.communicate(timeout=300)
     assert process.returncode == 1
     last = said.splitlines()[-1]
-    assert re.match(r'run stopped: .*no engine left: none served for \S+=10 s; the last: engine vllm-0: ', last), last
+    assert re.match(
+      r'run stopped: .*no engine left: none served for \S+=10 s; the last: engine vllm-0: ', last
+    ), last
     assert 'Traceback' not in said
     assert children and psutil.wait_procs(children, timeout=30)[1] == []
     server.resume()

@@ -19,7 +19,10 @@ SAMPLES, TRIES = 10, 4
 def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('curate') / 'run'
   # What a policy of a few steps meets now and then: a word with one 'a', at neither end.
-  right = ('--config.rewards.scorers.0.kind=format', '--config.rewards.scorers.0.options={"template":"{x}a{y}"}')
+  right = (
+    '--config.rewards.scorers.0.kind=format',
+    '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
+  )
   job.train(workdir, config=(*job.QUICK, *right, '--config.stages.grpo.steps=1'))
   return workdir
 
@@ -30,7 +33,9 @@ def call(script, workdir, *flags, expect=0):
 
 
 def counted_by_hand(run, out):
-  """By task, how many of the completions that the same policy gives to the same counters are right."""
+  """By task, how many of the completions that the same policy gives to the same counters are
+  right.
+  """
   held_out = {'samples': SAMPLES, 'tasks': 'null', 'temperature': 1.0}
   flags = [f'--config.evaluation.held_out.{name}={value}' for name, value in held_out.items()]
   call('evaluate', run, '--steps=13', f'--out={out}', *flags)
@@ -48,7 +53,10 @@ def test_kept_tasks_are_those_that_hand_counted_completions_say(run, tmp_path):
   rates = {uid: sum(by_index.values()) / SAMPLES for uid, by_index in right.items()}
   assert len(set(rates.values())) > 3, 'else any filter would do'
   low, high = 0.1, sorted(rates.values())[-3]
-  hard, easy = sum(rate < low for rate in rates.values()), sum(rate > high for rate in rates.values())
+  hard, easy = (
+    sum(rate < low for rate in rates.values()),
+    sum(rate > high for rate in rates.values()),
+  )
   in_range = [uid for uid, rate in rates.items() if low <= rate <= high]
   # A guess as long as an answer, to the same prompt: the first completions again.
   guesses = {uid: sum(right[uid][i] for i in range(TRIES)) for uid in in_range}
@@ -59,14 +67,20 @@ def test_kept_tasks_are_those_that_hand_counted_completions_say(run, tmp_path):
   flags = (f'--low={low}', f'--high={high}', f'--guess_tries={TRIES}', '--guess_instruction=')
   told = call('curate', run, '--taskset=eval', f'--out={out}', *flags)
   reasons = (f', too_hard {hard}', f', too_easy {easy}')
-  assert f'{len(rates)} in, {len(in_range)} out' in told[0] and all(reason in told[0] for reason in reasons)
+  assert f'{len(rates)} in, {len(in_range)} out' in told[0] and all(
+    reason in told[0] for reason in reasons
+  )
   assert f'{len(in_range)} in, {len(wanted)} out, guessed {len(in_range) - len(wanted)}' in told[1]
   (config,) = (one for one in config_of_run(run).tasksets if one.name == 'eval')
   kept = load_taskset(dataclasses.replace(config, source=str(out), options={}))
   assert [one.uid for one in kept.tasks] == wanted
   for one in kept.tasks:
     fields = one.fields
-    assert (fields['pass_rate'], fields['hardness'], fields['guessed']) == (rates[one.uid], 1 - rates[one.uid], 0)
+    assert (fields['pass_rate'], fields['hardness'], fields['guessed']) == (
+      rates[one.uid],
+      1 - rates[one.uid],
+      0,
+    )
   assert job.files(run) == before
 
 
@@ -76,7 +90,10 @@ def test_what_cannot_be_curated_is_one_line_and_writes_nothing(run, tmp_path):
     (('--taskset=evla', out), "no such taskset; configured are ['eval', 'train']"),
     (('--taskset=eval', f'--out={tmp_path}/no/kept.jsonl'), 'not a writable directory'),
     (('--taskset=eval', out, '--low=0.9', '--high=0.1'), 'wanted 0 <= low <= high <= 1'),
-    (('--taskset=eval', out, '--guess_instruction=a', '--config.rollout.max_prompt_length=6'), 'character table lacks'),
+    (
+      ('--taskset=eval', out, '--guess_instruction=a', '--config.rollout.max_prompt_length=6'),
+      'character table lacks',
+    ),
   ):
     *_, line = call('curate', run, *flags, expect=2)
     assert line.startswith('error: ') and told in line

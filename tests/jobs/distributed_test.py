@@ -1,4 +1,6 @@
-"""Two real jax.distributed processes on loopback: the same job, the same numbers, and deaths that are noticed."""
+"""Two real jax.distributed processes on loopback: the same job, the same numbers, and deaths that
+are noticed.
+"""
 
 import contextlib
 import json
@@ -87,8 +89,18 @@ def gradients_of(recorded, out, *, processes):
   script.write_text(GRADIENTS)
   command = [sys.executable, str(script), *map(str, recorded), str(out)]
   if processes > 1:
-    command = [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *command]
-  devices = {} if processes > 1 else {'XLA_FLAGS': f'{programs.CHEAP} --xla_force_host_platform_device_count=2'}
+    command = [
+      sys.executable,
+      'launch/cluster/local.py',
+      f'--processes={processes}',
+      '--',
+      *command,
+    ]
+  devices = (
+    {}
+    if processes > 1
+    else {'XLA_FLAGS': f'{programs.CHEAP} --xla_force_host_platform_device_count=2'}
+  )
   subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=900)
   return dict(np.load(out))
 
@@ -112,7 +124,11 @@ def two_processes():
 
 
 def test_two_processes_leave_a_whole_run(two_processes):
-  assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [('sft', 0), ('sft', 12), ('ppo', 21)]
+  assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [
+    ('sft', 0),
+    ('sft', 12),
+    ('ppo', 21),
+  ]
   assert (two_processes / 'hf' / 'model.safetensors').exists()
   losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
   assert losses[-1] < losses[0] - 0.3
@@ -120,8 +136,14 @@ def test_two_processes_leave_a_whole_run(two_processes):
 
 
 def test_two_processes_measure_what_one_does(two_processes):
-  """Token columns are gathered in both: the critic's first batch, and the policy's, are those of one process."""
-  for key, tolerance in (('critic/vf_loss', 1e-4), ('critic/values/mean', 1e-4), ('actor/entropy', 1e-3)):
+  """Token columns are gathered in both: the critic's first batch, and the policy's, are those of
+  one process.
+  """
+  for key, tolerance in (
+    ('critic/vf_loss', 1e-4),
+    ('critic/values/mean', 1e-4),
+    ('actor/entropy', 1e-3),
+  ):
     found, wanted = (
       next(row[key] for row in job.rows(run) if row['stage'] == 'ppo' and key in row)
       for run in (two_processes, job.ppo_run())
@@ -132,7 +154,9 @@ def test_two_processes_measure_what_one_does(two_processes):
 def children(supervisor: int) -> dict[int, int]:
   """Process id by rank of the supervisor's trainers."""
   found = {}
-  listed = subprocess.run(['ps', '-eo', 'pid,ppid'], capture_output=True, text=True, check=True).stdout
+  listed = subprocess.run(
+    ['ps', '-eo', 'pid,ppid'], capture_output=True, text=True, check=True
+  ).stdout
   for pid, ppid in re.findall(r'(\d+)\s+(\d+)', listed):
     if int(ppid) == supervisor:
       environ = open(f'/proc/{pid}/environ').read()

@@ -1,5 +1,6 @@
-"""One run over four domains: code through the sandbox, math with a rule and a reward model, school questions with a
-judge, and places in pictures; pictures also from recorded answers."""
+"""One run over four domains: code through the sandbox, math with a rule and a reward model, school
+questions with a judge, and places in pictures; pictures also from recorded answers.
+"""
 
 import base64
 import collections
@@ -25,7 +26,9 @@ from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 from jaxrl_llm.weights.hf import export
 
 pytestmark = pytest.mark.full
-PIXEL = 'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg=='
+PIXEL = (
+  'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg=='
+)
 ROWS = {
   'code': [
     {
@@ -38,14 +41,28 @@ ROWS = {
   'math': [{'question': f'{n}+{n}>', 'answer': f'{2 * n}'} for n in range(11, 17)],
   'k12': [
     {'question': f'capital of {country}>', 'answer': city}
-    for country, city in (('France', 'Paris'), ('Spain', 'Madrid'), ('Italy', 'Rome'), ('Peru', 'Lima'))
+    for country, city in (
+      ('France', 'Paris'),
+      ('Spain', 'Madrid'),
+      ('Italy', 'Rome'),
+      ('Peru', 'Lima'),
+    )
   ],
   'vision': [
-    {'question': f'where is it, {n}>', 'answer': f'[{n}, 2, {n + 3}, 9]', 'media': [{'kind': 'image', 'bytes': PIXEL}]}
+    {
+      'question': f'where is it, {n}>',
+      'answer': f'[{n}, 2, {n + 3}, 9]',
+      'media': [{'kind': 'image', 'bytes': PIXEL}],
+    }
     for n in range(1, 5)
   ],
 }
-SCORERS = {'code': {'code'}, 'math': {'answer', 'preference'}, 'k12': {'judge'}, 'vision': {'box_iou'}}
+SCORERS = {
+  'code': {'code'},
+  'math': {'answer', 'preference'},
+  'k12': {'judge'},
+  'vision': {'box_iou'},
+}
 
 
 def said_by(body):
@@ -64,14 +81,20 @@ def verdict(body):
 @contextlib.contextmanager
 def reward_service(directory):
   """launch/serve.py --role=reward with a random model; its address."""
-  tokenizer = build_character_tokenizer([string.printable], directory / 'tokenizer', template='plain')
+  tokenizer = build_character_tokenizer(
+    [string.printable], directory / 'tokenizer', template='plain'
+  )
   spec = with_head(tiny('llama', tokenizer.vocab_size), 'scalar')
   params = jax.tree.map(np.asarray, build_model(spec, ModelOptions()).init(jax.random.key(1)))
-  how = dict(tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
+  how = dict(
+    tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id
+  )
   export(directory / 'model', params, spec, **how)
   file = directory / 'address.json'
   serve = ['launch/serve.py', '--role=reward', f'--model={directory / "model"}', '--dtype=float32']
-  process = warm.start([*serve, f'--addresses_file={file}'], cwd=job.ROOT, env=job.environment(), piped=False)
+  process = warm.start(
+    [*serve, f'--addresses_file={file}'], cwd=job.ROOT, env=job.environment(), piped=False
+  )
   try:
     while not file.exists():
       assert process.poll() is None
@@ -89,7 +112,9 @@ def test_each_domain_is_judged_by_its_own_scorers(tmp_path):
   for domain, rows in ROWS.items():
     (data / f'{domain}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
   with reward_service(tmp_path) as address, judge.in_thread():
-    job.train(run, config=(f'--config=configs/domains.py:{data},{address},{judge.address},recorded',))
+    job.train(
+      run, config=(f'--config=configs/domains.py:{data},{address},{judge.address},recorded',)
+    )
   report = audit(run / 'replay')
   assert report.ok and report.states['trained'] == 3 * 12 * 4, report.lines
   store = open_copy(run / 'replay', tmp_path / 'copy')
@@ -104,14 +129,18 @@ def test_each_domain_is_judged_by_its_own_scorers(tmp_path):
     assert all(str(score.status) == 'ok' for score in of)
     value = {score.scorer: score.value for score in of}
     weights = {'preference': 0.1}
-    assert rewards[uid] == pytest.approx(sum(weights.get(name, 1.0) * v for name, v in value.items()))
+    assert rewards[uid] == pytest.approx(
+      sum(weights.get(name, 1.0) * v for name, v in value.items())
+    )
     assert bool(samples[uid].media) == (domain == 'vision')
     if domain == 'code':
       assert of[0].evidence['isolation'] in ('namespaces', 'bubblewrap')
     main = 'answer' if domain == 'math' else next(iter(SCORERS[domain]))
     best[domain] = max(best[domain], value[main])
   assert best == dict.fromkeys(ROWS, 1.0), 'in each domain the policy was right at least once'
-  assert judge.seen and all(any(row['question'] in said_by(body) for row in ROWS['k12']) for body in judge.seen)
+  assert judge.seen and all(
+    any(row['question'] in said_by(body) for row in ROWS['k12']) for body in judge.seen
+  )
 
 
 def test_pictures_are_scored_from_recorded_answers(tmp_path):

@@ -1,4 +1,6 @@
-"""A short run, killed once and started again: every edge is in its events, and what is made of them."""
+"""A short run, killed once and started again: every edge is in its events, and what is made of
+them.
+"""
 
 import collections
 import itertools
@@ -25,7 +27,8 @@ def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('events') / 'run'
   flags = (*FLAGS, job.own_programs(workdir))
   process = job.start(workdir, *flags)
-  # Four steps and two evaluations; the next step has everything to compile. Committed are three steps, or four.
+  # Four steps and two evaluations; the next step has everything to compile. Committed are three
+  # steps, or four.
   job.wait_for_rows(workdir, 6, process)
   job.kill(process)
   file = workdir / events.FILE
@@ -44,7 +47,9 @@ def found(run):
 
 
 def test_every_edge_is_there_requests_and_replies_apart_each_with_its_pair_of_ids(run, found):
-  rows = [json.loads(line) for line in (run / events.FILE).read_text().splitlines() if line.endswith('}')]
+  rows = [
+    json.loads(line) for line in (run / events.FILE).read_text().splitlines() if line.endswith('}')
+  ]
   kinds = collections.defaultdict(set)
   for row in rows:
     ends = EDGES[Edge(row['edge'])]
@@ -52,7 +57,9 @@ def test_every_edge_is_there_requests_and_replies_apart_each_with_its_pair_of_id
     assert way == (ends.source, ends.target)
     assert ('of' in row) == ('s' in row) == (row['kind'] == 'reply')
     kinds[row['edge']].add(row['kind'])
-  assert kinds == {edge: {'request', 'reply'} if EDGES[edge].answered else {'message'} for edge in OWN}
+  assert kinds == {
+    edge: {'request', 'reply'} if EDGES[edge].answered else {'message'} for edge in OWN
+  }
 
 
 def test_each_request_of_a_whole_attempt_is_answered_later_and_once_or_its_group_is_dropped(found):
@@ -72,13 +79,24 @@ def test_each_request_of_a_whole_attempt_is_answered_later_and_once_or_its_group
 
 def test_what_they_say_is_what_the_run_did(run, found):
   last = [event for event in found if event is not None and event.attempt == 1]
-  updates = [event.fields['batch'] for event in last if (event.edge, event.kind) == (Edge.GRADIENT_UPDATE, 'request')]
+  updates = [
+    event.fields['batch']
+    for event in last
+    if (event.edge, event.kind) == (Edge.GRADIENT_UPDATE, 'request')
+  ]
   steps = [row['training/global_step'] for row in job.rows(run) if 'timing_s/step' in row]
   assert steps == list(range(1, 9)) and updates in (steps[3:], steps[4:])
-  commits = {event.fields['commit'] for event in last if (event.edge, event.kind) == (Edge.COMMIT, 'request')}
-  assert {int(path.parent.name) for path in (run / 'checkpoints').glob('*/COMMIT')} - commits <= {3, 4}
+  commits = {
+    event.fields['commit'] for event in last if (event.edge, event.kind) == (Edge.COMMIT, 'request')
+  }
+  assert {int(path.parent.name) for path in (run / 'checkpoints').glob('*/COMMIT')} - commits <= {
+    3,
+    4,
+  }
   stored = {e.fields['group']: e.id for e in last if (e.edge, e.kind) == (Edge.STORE, 'request')}
-  admitted = {e.of for e in last if e.edge == Edge.STORE and e.kind == 'reply' and e.fields['admitted']}
+  admitted = {
+    e.of for e in last if e.edge == Edge.STORE and e.kind == 'reply' and e.fields['admitted']
+  }
   trained = {row['group_id'] for step in range(5, 9) for row in rollouts(run, step)}
   assert {stored[group] for group in trained} <= admitted and len(trained) == 4 * 6
 
@@ -96,21 +114,38 @@ def test_the_first_attempt_is_still_there_and_its_torn_line_spoils_nothing(run, 
 def test_the_report_has_a_timeline_of_the_last_attempt_and_idle_shares_of_all_steps(run):
   data = report.payload(run)
   assert data['timeline']['steps'][-1]['n'] == 8 and data['timeline']['hidden'] == 0
-  assert data['idle']['trainer']['x'] == tuple(range(1, 9)) and data['idle']['rollout']['x'] == (5, 6, 7, 8)
+  assert data['idle']['trainer']['x'] == tuple(range(1, 9)) and data['idle']['rollout']['x'] == (
+    5,
+    6,
+    7,
+    8,
+  )
   assert all(0 <= y <= 1 for curve in data['idle'].values() for y in curve['y'])
   assert {span['e'] for span in data['timeline']['spans']} >= OWN - {Edge.DROP}
-  assert json.dumps(data['timeline'], ensure_ascii=False, separators=(',', ':')) in (run / 'report.html').read_text()
+  assert (
+    json.dumps(data['timeline'], ensure_ascii=False, separators=(',', ':'))
+    in (run / 'report.html').read_text()
+  )
 
 
 def test_the_command_writes_a_trace_that_a_viewer_can_read(run, tmp_path):
   command = ('launch/report.py', f'--workdir={run}', f'--target={tmp_path}/report.html')
-  for flag, path in (('--perfetto', run / 'perfetto.json'), (f'--perfetto={tmp_path}/x.json', tmp_path / 'x.json')):
+  for flag, path in (
+    ('--perfetto', run / 'perfetto.json'),
+    (f'--perfetto={tmp_path}/x.json', tmp_path / 'x.json'),
+  ):
     assert f'{path}  (' in job.call(*command, flag).stdout
     rows = json.loads(path.read_text())['traceEvents']
-    assert {row['ph'] for row in rows} == set('MXstf') and all(row.get('dur', 0) >= 0 for row in rows)
+    assert {row['ph'] for row in rows} == set('MXstf') and all(
+      row.get('dur', 0) >= 0 for row in rows
+    )
     opened = collections.Counter(row['id'] for row in rows if row['ph'] == 's')
     assert opened == collections.Counter(row['id'] for row in rows if row['ph'] == 'f')
-    named = {(row['pid'], row['tid']) for row in rows if row['ph'] == 'M' and row['name'] == 'thread_name'}
+    named = {
+      (row['pid'], row['tid']) for row in rows if row['ph'] == 'M' and row['name'] == 'thread_name'
+    }
     assert {(row['pid'], row['tid']) for row in rows} == named
-  (line,) = job.call(*command, f'--perfetto={tmp_path}/nowhere/x.json', expect=2).stderr.splitlines()
+  (line,) = job.call(
+    *command, f'--perfetto={tmp_path}/nowhere/x.json', expect=2
+  ).stderr.splitlines()
   assert line.startswith('error: --perfetto=')

@@ -1,4 +1,6 @@
-"""Runs whose workflow is run by explorer processes, and workflows that ask the master in mid-episode."""
+"""Runs whose workflow is run by explorer processes, and workflows that ask the master in
+mid-episode.
+"""
 
 import collections
 import contextlib
@@ -29,7 +31,9 @@ TWO = '--config.rollout.explorers={"processes":2,"groups":3}'
 
 
 def explorers(run):
-  """Processes that explore for the run, by name; a guard's command line holds that of its explorer."""
+  """Processes that explore for the run, by name; a guard's command line holds that of its
+  explorer.
+  """
   found = {}
   for entry in pathlib.Path('/proc').iterdir():
     if entry.name.isdecimal():
@@ -38,8 +42,12 @@ def explorers(run):
         log = os.readlink(entry / 'fd' / '1')
       except OSError:
         continue
-      names = [word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')]
-      own = 'jaxrl_llm.app.serve.explorer' in words and not any('guard.py' in word for word in words)
+      names = [
+        word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')
+      ]
+      own = 'jaxrl_llm.app.serve.explorer' in words and not any(
+        'guard.py' in word for word in words
+      )
       if names and own and pathlib.Path(log).is_relative_to(run):
         found[names[0].partition('.')[0]] = int(entry.name)
   return found
@@ -73,10 +81,14 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
     port = free.getsockname()[1]
   listen = {'processes': 0, 'listen': {'port': port, 'token_file': str(token)}}
   explore = ['launch/serve.py', '--role=explorer', f'--master=http://127.0.0.1:{port}']
-  start = lambda key: warm.start([*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment())
+  start = lambda key: warm.start(
+    [*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment()
+  )
   helper, stranger = start(token), None
   try:
-    process = job.start(run, f'--config.rollout.explorers={json.dumps(listen)}', '--config.stages.grpo.steps=2')
+    process = job.start(
+      run, f'--config.rollout.explorers={json.dumps(listen)}', '--config.stages.grpo.steps=2'
+    )
     job.wait_for_rows(run, 1, process)
     stranger = start(wrong)
     _, said = stranger.communicate(timeout=120)
@@ -86,12 +98,16 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
   finally:
     helper.terminate()
     helper.communicate()
-  assert len([row for row in job.rows(run) if 'actor/pg_loss' in row and row['stage'] == 'grpo']) == 2
+  assert (
+    len([row for row in job.rows(run) if 'actor/pg_loss' in row and row['stage'] == 'grpo']) == 2
+  )
 
 
 @contextlib.contextmanager
 def flood(port, connections):
-  """So many idle connections to a port of this machine, each opened again when the other side closes it."""
+  """So many idle connections to a port of this machine, each opened again when the other side
+  closes it.
+  """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   if hard < connections + 1000:
     pytest.skip(f'wants {connections + 1000} descriptors, and {hard} are permitted')
@@ -135,7 +151,9 @@ def test_three_thousand_idle_connections_do_not_stop_a_run_of_1024_descriptors(t
   train = job.command(run, f'--config.rollout.explorers={json.dumps(listen)}')
   limited = ['bash', '-c', 'ulimit -n 1024 && exec "$@"', '-', *train]
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-  process = subprocess.Popen(limited, cwd=job.ROOT, env=job.environment(), start_new_session=True, **pipes)
+  process = subprocess.Popen(
+    limited, cwd=job.ROOT, env=job.environment(), start_new_session=True, **pipes
+  )
   job.wait_for_rows(run, 12, process)
   with flood(port, 3000) as opened:
     while opened() < 3000:
@@ -148,7 +166,9 @@ def test_three_thousand_idle_connections_do_not_stop_a_run_of_1024_descriptors(t
 
 
 def events(run, edge):
-  return [row for line in (run / 'events.jsonl').open() if (row := json.loads(line))['edge'] == edge]
+  return [
+    row for line in (run / 'events.jsonl').open() if (row := json.loads(line))['edge'] == edge
+  ]
 
 
 def finish(run, helper, *flags):
@@ -169,10 +189,17 @@ def finish(run, helper, *flags):
 
 
 @pytest.mark.parametrize('processes', [0, 1])
-def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_master(tmp_path, processes, monkeypatch):
-  """Two turns: the environment's tokens are in the sample and not trained on; what was asked for is in the events."""
+def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_master(
+  tmp_path, processes, monkeypatch
+):
+  """Two turns: the environment's tokens are in the sample and not trained on; what was asked for is
+  in the events.
+  """
   monkeypatch.setenv('PYTHONPATH', f'{job.ROOT}{os.pathsep}{FIXTURES}')
-  run, helper = tmp_path / 'run', Service(lambda body: chat('count again') if len(helper.seen) > 1 else 503)
+  run, helper = (
+    tmp_path / 'run',
+    Service(lambda body: chat('count again') if len(helper.seen) > 1 else 503),
+  )
   with helper.in_thread():
     finish(run, helper.address, *([TWO] if processes else []))
   scores, models = events(run, 'auxiliary_score'), events(run, 'auxiliary_model')
@@ -182,7 +209,9 @@ def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_ma
     assert {(row['from'], row['kind']) for row in rows} >= {('rollout', 'request')}
   assert len(scores) == 2 * 2 * 24, 'each of two batches of 24 samples'
   # One request met a server that had trouble, and was made again.
-  assert len(helper.seen) == len(models) / 2 + 1 and {body['model'] for body in helper.seen} == {'some'}
+  assert len(helper.seen) == len(models) / 2 + 1 and {body['model'] for body in helper.seen} == {
+    'some'
+  }
   store = open_copy(run / 'replay', tmp_path / 'copy')
   samples = store.read([uid for group in store.sealed() for uid in group])
   store.close()

@@ -1,4 +1,6 @@
-"""Adapters through the real program: what is committed, what a kill leaves, what is refused, what comes out."""
+"""Adapters through the real program: what is committed, what a kill leaves, what is refused, what
+comes out.
+"""
 
 import json
 import time
@@ -13,7 +15,9 @@ RANK, ALPHA = 4, 8
 
 
 def config(base, *flags):
-  """The quickstart's job in seconds, on another run's weights; GRPO with a reference that is refreshed."""
+  """The quickstart's job in seconds, on another run's weights; GRPO with a reference that is
+  refreshed.
+  """
   grpo = {'kl_loss_coef': 0.05, 'reference': {'every': 3}}
   return (
     *job.QUICK,
@@ -40,14 +44,18 @@ def adapted(base, tmp_path_factory):
 
 
 def weights(run, part='hf'):
-  return load_file(run / part / ('model.safetensors' if part == 'hf' else 'adapter_model.safetensors'))
+  return load_file(
+    run / part / ('model.safetensors' if part == 'hf' else 'adapter_model.safetensors')
+  )
 
 
 def test_adapters_alone_are_committed_and_move(adapted, base):
   arrays = job.newest_arrays(adapted)
   for path, (_, shape, _) in arrays.items():
     assert 'lora_' in path or not shape, path
-  of = lambda *words: [path for path in arrays if 'lora_a' in path and all(word in path for word in words)]
+  of = lambda *words: [
+    path for path in arrays if 'lora_a' in path and all(word in path for word in words)
+  ]
   targets = 2 * 7
   assert len(of("['params']")) == len(of("['reference']")) == targets
   assert len(of("['opt_state']")) == 2 * targets
@@ -55,7 +63,9 @@ def test_adapters_alone_are_committed_and_move(adapted, base):
   assert [row['actor/reference_step'] for row in rows] == [12, 12, 12, 15, 15, 15, 18, 18]
   assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
   assert {row['perf/compilations'] for row in rows[1:]} == {0}
-  assert sum(row['actor/kl_loss'] for row in rows) > 0, 'the reference stands still while the adapters move'
+  assert sum(row['actor/kl_loss'] for row in rows) > 0, (
+    'the reference stands still while the adapters move'
+  )
 
 
 def test_the_merged_export_is_base_and_adapter(adapted, base):
@@ -66,10 +76,15 @@ def test_the_merged_export_is_base_and_adapter(adapted, base):
     if f'{module}.lora_A.weight' in adapter:
       a, b = (adapter[f'{module}.lora_{part}.weight'].astype(np.float64) for part in 'AB')
       assert np.abs(b).max() > 0
-      np.testing.assert_allclose(after[name], before[name] + ALPHA / RANK * b @ a, rtol=0, atol=1e-6)
+      np.testing.assert_allclose(
+        after[name], before[name] + ALPHA / RANK * b @ a, rtol=0, atol=1e-6
+      )
     else:
       np.testing.assert_array_equal(after[name], before[name])
-  assert json.loads((adapted / 'adapter/adapter_config.json').read_text())['base_model_name_or_path'] == f'{base}/hf'
+  assert (
+    json.loads((adapted / 'adapter/adapter_config.json').read_text())['base_model_name_or_path']
+    == f'{base}/hf'
+  )
 
 
 def flip_last_bit(file):
@@ -102,7 +117,10 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base,
 def test_two_processes_do_the_same(adapted, base, tmp_path):
   run = tmp_path / 'run'
   job.train(run, config=config(base), processes=2)
-  found, wanted = ([row['actor/loss'] for row in job.rows(path) if 'actor/loss' in row][:12] for path in (run, adapted))
+  found, wanted = (
+    [row['actor/loss'] for row in job.rows(path) if 'actor/loss' in row][:12]
+    for path in (run, adapted)
+  )
   np.testing.assert_allclose(found, wanted, rtol=1e-4)
   for name, array in weights(run, 'adapter').items():
     assert array.shape == weights(adapted, 'adapter')[name].shape
@@ -118,17 +136,27 @@ def test_two_processes_do_the_same(adapted, base, tmp_path):
       'critic/vf_loss',
     ),
     pytest.param(
-      *('dpo.py', ('--config.stages.1.steps=3',), 'dpo', 'rewards/accuracies'), marks=pytest.mark.acceptance
+      *('dpo.py', ('--config.stages.1.steps=3',), 'dpo', 'rewards/accuracies'),
+      marks=pytest.mark.acceptance,
     ),
   ],
 )
 def test_other_algorithms_train_adapters_too(base, tmp_path, name, flags, stage, key):
   run = tmp_path / 'run'
-  own = [flag for flag in config(base, *flags) if not flag.startswith(('--config=', '--config.stages.grpo'))]
+  own = [
+    flag
+    for flag in config(base, *flags)
+    if not flag.startswith(('--config=', '--config.stages.grpo'))
+  ]
   own = [flag.replace('stages.sft', 'stages.0') for flag in own]
-  pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50') if stage == 'dpo' else ()
+  pairs = (
+    ('--config.preferences.0.size=300', '--config.preferences.1.size=50') if stage == 'dpo' else ()
+  )
   small = ('groups_per_batch=6', 'group_size=4') if stage == 'ppo' else ()
   small = tuple(f'--config.stages.1.source.{setting}' for setting in small)
   job.train(run, config=(f'--config=configs/{name}', *own, *pairs, *small))
   assert len([row for row in job.rows(run) if row['stage'] == stage and key in row]) == 3
-  assert all('lora_' in p or not shape or 'critic' in p for p, (_, shape, _) in job.newest_arrays(run).items())
+  assert all(
+    'lora_' in p or not shape or 'critic' in p
+    for p, (_, shape, _) in job.newest_arrays(run).items()
+  )

@@ -1,4 +1,6 @@
-"""The main job through its command line, on small numbers: what it leaves, and what it says to bad input."""
+"""The main job through its command line, on small numbers: what it leaves, and what it says to bad
+input.
+"""
 
 import json
 import os
@@ -18,9 +20,17 @@ WRITTEN_ELSEWHERE = {
   'opmd': ('actor/log_ratio_sum',),
   'dpo': ('actor/dpo_loss', 'logps/chosen', 'logps/rejected'),
   'reward_model': ('actor/center_loss', 'actor/rm_loss'),
-  'dpo, reward_model': ('rewards/accuracies', 'rewards/chosen', 'rewards/margins', 'rewards/rejected'),
+  'dpo, reward_model': (
+    'rewards/accuracies',
+    'rewards/chosen',
+    'rewards/margins',
+    'rewards/rejected',
+  ),
   'a loss with that term': ('actor/entropy_loss', 'actor/kl', 'actor/kl_loss'),
-  'a mask or correction': ('actor/off_policy_masked_fraction', 'rollout_corr/rollout_rs_masked_fraction'),
+  'a mask or correction': (
+    'actor/off_policy_masked_fraction',
+    'rollout_corr/rollout_rs_masked_fraction',
+  ),
   'vLLM servers': (
     *('perf/publish_bytes', 'perf/publish_pause_s', 'perf/publish_write_s'),
     *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
@@ -71,7 +81,9 @@ def test_each_step_has_one_row_and_nothing_compiles_after_warm_up(finished):
 def test_trainer_and_sampler_agree_on_every_rollout_token(finished):
   for file in (finished / 'rollouts' / 'grpo').glob('*.jsonl'):
     for row in map(json.loads, file.read_text().splitlines()):
-      differences = [abs(a - b) for a, b in zip(row['trainer_logprobs'], row['behaviour_logprobs'], strict=True)]
+      differences = [
+        abs(a - b) for a, b in zip(row['trainer_logprobs'], row['behaviour_logprobs'], strict=True)
+      ]
       assert max(differences) <= 1e-4
 
 
@@ -83,7 +95,11 @@ def test_rollouts_carry_advantages_that_follow_from_their_rewards(finished):
   assert len(groups) == 6
   for rows in groups.values():
     rewards = [r['reward'] for r in rows]
-    assert all((r['advantages'][0] > 0) == (r['reward'] > sum(rewards) / 4) for r in rows if len(set(rewards)) > 1)
+    assert all(
+      (r['advantages'][0] > 0) == (r['reward'] > sum(rewards) / 4)
+      for r in rows
+      if len(set(rewards)) > 1
+    )
     assert len(set(rewards)) > 1 or all(set(r['advantages']) == {0.0} for r in rows)
 
 
@@ -112,7 +128,11 @@ def test_audit_of_the_store_adds_up(finished):
     (['--config.tasksets.train.source=missing.jsonl'], 2, ['missing.jsonl']),
     (['--config.tasksets.train.match=[0-9]+'], 2, ['train']),
     (['--config.stages.grpo.algorithm.name=grop'], 2, ['grop', 'grpo']),
-    (['--config.stages.grpo.algorithm.options={"clip_ratio_hihg":0.3}'], 2, ['clip_ratio_hihg', 'clip_ratio_high']),
+    (
+      ['--config.stages.grpo.algorithm.options={"clip_ratio_hihg":0.3}'],
+      2,
+      ['clip_ratio_hihg', 'clip_ratio_high'],
+    ),
     (['--config.rewards.scorers.0.name=verifyer'], 2, ['verifyer', 'verifier']),
     (['--init_from=no/such/dir'], 2, ['no/such/dir']),
     (['--config.learner.mesh.fsdp=3'], 2, ['mesh', 'the number of devices, 1;']),
@@ -121,7 +141,9 @@ def test_audit_of_the_store_adds_up(finished):
 )
 def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
   result = job.train(tmp_path / 'run', *flags, expect=code)
-  lines = [line for line in result.stderr.splitlines() if line.startswith(('error:', 'run stopped:'))]
+  lines = [
+    line for line in result.stderr.splitlines() if line.startswith(('error:', 'run stopped:'))
+  ]
   assert len(lines) == 1 and 'Traceback' not in result.stderr, result.stderr
   for word in words:
     assert word in lines[0]
@@ -131,12 +153,21 @@ def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
 def test_a_platform_without_devices_is_one_clear_line(tmp_path, platform):
   if platform == 'cuda' and pathlib.Path('/dev/nvidiactl').exists():
     pytest.skip('this machine has a GPU')
-  environment = job.environment(JAX_PLATFORMS=platform)  # A fork of a process that has JAX could not change it.
+  # A fork of a process that has JAX could not change it.
+  environment = job.environment(JAX_PLATFORMS=platform)
   command = job.command(tmp_path / 'run')
-  ended = subprocess.run(command, cwd=job.ROOT, env=environment, capture_output=True, text=True, timeout=300)
+  ended = subprocess.run(
+    command, cwd=job.ROOT, env=environment, capture_output=True, text=True, timeout=300
+  )
   lines = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
-  assert (ended.returncode, ended.stdout, len(lines)) == (2, '', 1) and 'Traceback' not in ended.stderr, ended
-  assert lines[0].startswith(f'error: JAX_PLATFORMS={platform}: ') and 'JAX_PLATFORMS=cpu' in lines[0]
+  assert (ended.returncode, ended.stdout, len(lines)) == (
+    2,
+    '',
+    1,
+  ) and 'Traceback' not in ended.stderr, ended
+  assert (
+    lines[0].startswith(f'error: JAX_PLATFORMS={platform}: ') and 'JAX_PLATFORMS=cpu' in lines[0]
+  )
   assert not (tmp_path / 'run').exists()
 
 
@@ -148,19 +179,30 @@ def test_every_documented_metric_is_written_by_a_run(finished):
 
 
 def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
-  result = job.train(job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.source.group_size=8', expect=2)
+  result = job.train(
+    job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.source.group_size=8', expect=2
+  )
   assert 'stages.grpo.source.group_size' in result.stderr and '--init_from' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_branches_from_a_run_with_init_from(finished, tmp_path):
   workdir = tmp_path / 'branch'
-  job.train(workdir, f'--init_from={finished}', '--config.stages.sft.steps=1', '--config.stages.grpo.steps=1')
-  score = lambda run: [r['val-aux/eval/score/mean'] for r in job.rows(run) if 'val-aux/eval/score/mean' in r]
+  job.train(
+    workdir,
+    f'--init_from={finished}',
+    '--config.stages.sft.steps=1',
+    '--config.stages.grpo.steps=1',
+  )
+  score = lambda run: [
+    r['val-aux/eval/score/mean'] for r in job.rows(run) if 'val-aux/eval/score/mean' in r
+  ]
   assert score(workdir)[0] == score(finished)[-1] != score(finished)[0]
 
 
-def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_and_change_no_bit(finished, tmp_path):
+def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_and_change_no_bit(
+  finished, tmp_path
+):
   run = tmp_path / 'run'
   for signum, count in ((signal.SIGINT, 5), (signal.SIGTERM, 15)):
     process = job.start(run)
@@ -215,7 +257,10 @@ def checkpoint(directory, *, config=None, cut=None, source):
 @pytest.mark.parametrize(
   ('spoil', 'words'),
   [
-    ({'config': {'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}}, ['mamba', 'llama', 'qwen2']),
+    (
+      {'config': {'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}},
+      ['mamba', 'llama', 'qwen2'],
+    ),
     ({'cut': 1000}, ['model.safetensors']),
   ],
   ids=['unsupported model_type', 'truncated safetensors'],
@@ -235,7 +280,9 @@ def test_a_full_disk_while_committing_is_one_clear_line_and_loses_nothing(tmp_pa
 
   mount = tmp_path / 'small'
   mount.mkdir()
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=6m', 'tmpfs', str(mount)], capture_output=True)
+  mounted = subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', 'size=6m', 'tmpfs', str(mount)], capture_output=True
+  )
   if mounted.returncode:
     pytest.skip('mounting needs root')
   try:

@@ -1,4 +1,6 @@
-"""One half of the loop alone: a run that only rolls out, and runs that learn from what it stored."""
+"""One half of the loop alone: a run that only rolls out, and runs that learn from what it
+stored.
+"""
 
 import json
 
@@ -21,12 +23,18 @@ def recorded(stored, /, *, steps=8, **fields):
   """Flags of a run that learns from it, of another seed."""
   source = {'@type': 'Recorded', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
   source |= {'run': str(stored), 'stage': 'grpo', **fields}
-  return ('--config.seed=1', f'--config.stages.grpo.steps={steps}', f'--config.stages.grpo.source={json.dumps(source)}')
+  return (
+    '--config.seed=1',
+    f'--config.stages.grpo.steps={steps}',
+    f'--config.stages.grpo.source={json.dumps(source)}',
+  )
 
 
 @pytest.fixture(scope='module')
 def learnt(stored, tmp_path_factory):
-  """A run that learns from it: ten batches of six of the 48 groups, a pass, and two batches more; what was stored."""
+  """A run that learns from it: ten batches of six of the 48 groups, a pass, and two batches more;
+  what was stored.
+  """
   before, run = job.files(stored), tmp_path_factory.mktemp('learnt') / 'run'
   job.train(run, *recorded(stored, steps=10))
   return run, before
@@ -34,16 +42,22 @@ def learnt(stored, tmp_path_factory):
 
 def test_a_stage_that_only_rolls_out_stores_its_samples_and_trains_nothing(stored):
   report = audit(stored / 'replay')
-  assert report.ok and report.states['admitted'] == 8 * 6 * 4 and report.states['trained'] == 0, report.lines
+  assert report.ok and report.states['admitted'] == 8 * 6 * 4 and report.states['trained'] == 0, (
+    report.lines
+  )
   steps = [row for row in job.rows(stored) if row['stage'] == 'grpo' and 'critic/score/mean' in row]
   assert len(steps) == 8 and not any('actor/pg_loss' in row for row in steps)
-  sealed = {(row['source'], row['index']) for plan in job.plans(stored, 'grpo') for row in plan['rows']}
+  sealed = {
+    (row['source'], row['index']) for plan in job.plans(stored, 'grpo') for row in plan['rows']
+  }
   assert len(sealed) == 8 * 6 * 4 and all((stored / source).exists() for source, _ in sealed)
   (before, after) = (accuracy for _, step, accuracy in job.accuracies(stored) if step in (12, 20))
   assert before == after
 
 
-def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(stored, learnt, tmp_path):
+def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(
+  stored, learnt, tmp_path
+):
   """The other run is only read."""
   whole, before = learnt
   run = job.killed_and_resumed(tmp_path / 'run', 12 + 5, flags=recorded(stored, steps=10))
@@ -55,8 +69,14 @@ def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(s
   assert {group for groups in drawn[:8] for group in groups} == wanted and len(wanted) == 48
   steps = [row for row in job.rows(whole) if 'actor/pg_loss' in row]
   assert len(steps) == 10 and not any('staleness/max' in row for row in steps)
-  rewards = {row['uid']: row['reward'] for plan in job.plans(stored, 'grpo') for row in plan['rows']}
-  assert all(row['reward'] == rewards[row['uid']] for plan in job.plans(whole, 'grpo') for row in plan['rows'])
+  rewards = {
+    row['uid']: row['reward'] for plan in job.plans(stored, 'grpo') for row in plan['rows']
+  }
+  assert all(
+    row['reward'] == rewards[row['uid']]
+    for plan in job.plans(whole, 'grpo')
+    for row in plan['rows']
+  )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +95,9 @@ def test_what_cannot_be_learned_from_is_said_in_one_line(stored, tmp_path, field
 
 
 def test_another_vocabulary_is_refused(stored, tmp_path):
-  done = job.train(tmp_path / 'run', *recorded(stored), '--config.policy.tokenizer.kind=bpe', expect=2)
+  done = job.train(
+    tmp_path / 'run', *recorded(stored), '--config.policy.tokenizer.kind=bpe', expect=2
+  )
   (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
   assert 'had another vocabulary' in line
 

@@ -1,4 +1,6 @@
-"""The baseline of preference pairs: its fit, its standard error, and that no fold sees its own answers."""
+"""The baseline of preference pairs: its fit, its standard error, and that no fold sees its own
+answers.
+"""
 
 import importlib.util
 import json
@@ -17,7 +19,8 @@ SCRIPT = ROOT / 'benchmarks' / 'preference_baseline.py'
 
 @pytest.fixture(scope='module')
 def baseline():
-  sys.path.append(str(SCRIPT.parent))  # As Python has it for a script: what lies beside it can be imported.
+  # As Python has it for a script: what lies beside it can be imported.
+  sys.path.append(str(SCRIPT.parent))
   spec = importlib.util.spec_from_file_location('preference_baseline', SCRIPT)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -34,7 +37,9 @@ def noise(rng, words=8):
 
 
 def marked_pairs(prompts, rng):
-  """Two pairs a prompt; the chosen answer has 'so', the rejected one 'but', and both have the same length."""
+  """Two pairs a prompt; the chosen answer has 'so', the rejected one 'but', and both have the same
+  length.
+  """
   for number in range(prompts):
     for _ in range(2):
       chosen, rejected = ([*noise(rng), mark] for mark in ('so ', 'but'))
@@ -63,7 +68,8 @@ def test_words_that_mark_the_better_answer_are_found_and_equal_lengths_are_ties(
 
 
 def test_words_that_only_one_prompt_has_say_nothing(baseline, tmp_path):
-  # Were pairs of one prompt in several folds, its word would mark the chosen answer and the accuracy would be 1.
+  # Were pairs of one prompt in several folds, its word would mark the chosen answer and the
+  # accuracy would be 1.
   rows = [
     {'prompt': f'q{number}', 'chosen': f'a{number} {i}', 'rejected': f'b{number} {i}'}
     for number in range(25)
@@ -76,20 +82,27 @@ def test_words_that_only_one_prompt_has_say_nothing(baseline, tmp_path):
 def test_shorter_is_learned_from_the_other_folds(baseline, tmp_path):
   rng = random.Random(2)
   rows = [
-    {'prompt': f'q{i}', 'chosen': ' '.join(noise(rng, 3)), 'rejected': ' '.join(noise(rng, 30))} for i in range(30)
+    {'prompt': f'q{i}', 'chosen': ' '.join(noise(rng, 3)), 'rejected': ' '.join(noise(rng, 30))}
+    for i in range(30)
   ]
   _, length = judged(baseline, write(tmp_path / 'pairs.jsonl', rows))
   assert length == (1.0, 0.0)
 
 
 def test_length_is_judged_by_the_other_folds_alone(baseline):
-  # Without the first fold the mean is -1.5, without the second (18 - 4)/4, without the third (18 - 2)/4.
-  margins = baseline.length_margins(np.array([9.0, 9.0, -1.0, -1.0, -2.0, -2.0]), np.array([0, 0, 1, 1, 2, 2]))
+  # Without the first fold the mean is -1.5, without the second (18 - 4)/4, without the third (18 -
+  # 2)/4.
+  margins = baseline.length_margins(
+    np.array([9.0, 9.0, -1.0, -1.0, -2.0, -2.0]), np.array([0, 0, 1, 1, 2, 2])
+  )
   assert margins.tolist() == [-9, -9, -1, -1, -2, -2]
 
 
 def test_counts_are_of_words_numbers_and_marks_whatever_their_case(baseline, tmp_path):
-  rows = [{'prompt': f'q{i}', 'chosen': 'The the <<1+12=13>>', 'rejected': 'the 12 cats+'} for i in range(40)]
+  rows = [
+    {'prompt': f'q{i}', 'chosen': 'The the <<1+12=13>>', 'rejected': 'the 12 cats+'}
+    for i in range(40)
+  ]
   pairs, _ = baseline.load_folds(write(tmp_path / 'pairs.jsonl', rows), 3)
   matrix = baseline.word_differences(pairs)
   # the 2-1, < 2, 1 1, + 1-1, 12 1-1, = 1, 13 1, > 2, cats -1
@@ -132,24 +145,35 @@ def test_strength_is_least_for_a_sure_sign_and_greatest_for_a_misleading_one(bas
   fold = np.repeat(np.arange(4), 25)
   assert baseline.chosen_strength(np.ones((100, 1)), fold) == min(baseline.STRENGTHS)
   # Of the three folds left, two always have the sign that the fourth has not.
-  assert baseline.chosen_strength(np.where(fold % 2, 1.0, -1.0)[:, None], fold) == max(baseline.STRENGTHS)
+  assert baseline.chosen_strength(np.where(fold % 2, 1.0, -1.0)[:, None], fold) == max(
+    baseline.STRENGTHS
+  )
 
 
 def test_a_fold_without_prompts_is_refused(baseline, tmp_path):
   with pytest.raises(UserError, match='no pair left'):
-    baseline.load_folds(write(tmp_path / 'pairs.jsonl', [{'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}]), 3)
+    baseline.load_folds(
+      write(tmp_path / 'pairs.jsonl', [{'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}]), 3
+    )
 
 
 @pytest.mark.full
 def test_command_prints_both_accuracies_and_one_line_for_a_missing_file(tmp_path):
   source = write(tmp_path / 'pairs.jsonl', marked_pairs(40, random.Random(0)))
-  done = subprocess.run([sys.executable, SCRIPT, f'--pairs={source}'], cwd=ROOT, capture_output=True, text=True)
+  done = subprocess.run(
+    [sys.executable, SCRIPT, f'--pairs={source}'], cwd=ROOT, capture_output=True, text=True
+  )
   assert done.returncode == 0, done.stderr
   first, words, length, _ = done.stdout.splitlines()
   assert first.startswith('80 pairs of 40 prompts in 5 folds')
   assert words == 'words: accuracy 1.000, standard error 0.000 (clustered by prompt)'
   assert length == 'length: accuracy 0.500, standard error 0.000 (clustered by prompt)'
   done = subprocess.run(
-    [sys.executable, SCRIPT, f'--pairs={tmp_path / "pair.jsonl"}'], cwd=ROOT, capture_output=True, text=True
+    [sys.executable, SCRIPT, f'--pairs={tmp_path / "pair.jsonl"}'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
   )
-  assert done.returncode == 2 and 'did you mean' in done.stderr and len(done.stderr.splitlines()) == 1
+  assert (
+    done.returncode == 2 and 'did you mean' in done.stderr and len(done.stderr.splitlines()) == 1
+  )

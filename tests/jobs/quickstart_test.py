@@ -1,4 +1,6 @@
-"""The quickstart learns, its checkpoint says the same through transformers, and nothing learns from broken signals."""
+"""The quickstart learns, its checkpoint says the same through transformers, and nothing learns from
+broken signals.
+"""
 
 import collections
 import json
@@ -20,7 +22,8 @@ def assert_learnt(workdir):
 @pytest.fixture(scope='module')
 def quickstart(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('quickstart') / 'run'
-  job.train(workdir, config=CONFIG, environ=job.environment(XLA_FLAGS=''), timeout_s=1800)  # As users compile it.
+  # As users compile it.
+  job.train(workdir, config=CONFIG, environ=job.environment(XLA_FLAGS=''), timeout_s=1800)
   return workdir
 
 
@@ -42,7 +45,9 @@ def test_exported_checkpoint_answers_the_same_through_transformers(quickstart):
   prompts = collections.defaultdict(list)
   for row in answers:
     messages = [{'role': 'user', 'content': row['prompt']}]
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)['input_ids']
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+      'input_ids'
+    ]
     prompts[len(tokens)].append((tokens, row))
   same = 0
   for length, of_one_length in prompts.items():
@@ -61,7 +66,10 @@ def test_exported_checkpoint_answers_the_same_through_transformers(quickstart):
       if tokenizer.decode(completion, skip_special_tokens=True) == row['completion']:
         same += 1
         continue
-      ours = [*tokenizer.encode(row['completion'], add_special_tokens=False), tokenizer.eos_token_id]
+      ours = [
+        *tokenizer.encode(row['completion'], add_special_tokens=False),
+        tokenizer.eos_token_id,
+      ]
       first = next(i for i, (a, b) in enumerate(zip(completion.tolist(), ours)) if a != b)
       top = torch.topk(found.scores[first][place], 2).values
       assert float(top[0] - top[1]) < 1e-4, row
@@ -78,7 +86,12 @@ def test_three_seeds_learn(tmp_path, seed):
 @pytest.mark.acceptance
 def test_sft_alone_for_the_same_time_stays_below_half(tmp_path):
   """1,600 steps take what 500 steps of SFT and all of GRPO take."""
-  job.train(tmp_path / 'run', '--config.stages.sft.steps=1600', '--config.stages.grpo.steps=1', config=CONFIG)
+  job.train(
+    tmp_path / 'run',
+    '--config.stages.sft.steps=1600',
+    '--config.stages.grpo.steps=1',
+    config=CONFIG,
+  )
   after_sft = next(value for stage, step, value in job.accuracies(tmp_path / 'run') if step == 1600)
   assert after_sft <= 0.5
 
@@ -98,7 +111,13 @@ def control(workdir, name, seed, *flags):
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('name', ['shuffled', 'coin'])
 def test_broken_signals_teach_nothing(tmp_path, name, seed):
-  control(tmp_path / 'run', name, seed, '--config.stages.grpo.steps=80', '--config.stages.grpo.evaluate_every=20')
+  control(
+    tmp_path / 'run',
+    name,
+    seed,
+    '--config.stages.grpo.steps=80',
+    '--config.stages.grpo.evaluate_every=20',
+  )
   accuracies = job.accuracies(tmp_path / 'run')
   before = next(value for _, step, value in accuracies if step == 500)
   assert max(value for stage, _, value in accuracies if stage == 'grpo') <= before + 0.05
@@ -107,11 +126,19 @@ def test_broken_signals_teach_nothing(tmp_path, name, seed):
 def test_zero_reward_changes_no_bit_of_the_parameters(tmp_path):
   """The small job, for the same is true whatever it had learnt before."""
   steps = '--config.stages.grpo.steps={}'.format
-  train = lambda name, *flags: job.call('tests/support/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:])
+  train = lambda name, *flags: job.call(
+    'tests/support/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:]
+  )
   train('one', steps(1), '--config.rewards.scorers.0.options={}')
   train('eight', steps(8), '--config.rewards.scorers.0.options={}')
   one, eight = (job.files(tmp_path / name / 'hf')['model.safetensors'] for name in ('one', 'eight'))
   assert one == eight
-  empty = [r['run/empty_updates'] for r in job.rows(tmp_path / 'eight') if r['stage'] == 'grpo' and 'actor/lr' in r]
+  empty = [
+    r['run/empty_updates']
+    for r in job.rows(tmp_path / 'eight')
+    if r['stage'] == 'grpo' and 'actor/lr' in r
+  ]
   assert empty == [1.0] * 8
-  assert np.all([r['frac_reward_zero_std'] == 1.0 for r in job.rows(tmp_path / 'eight') if 'actor/pg_loss' in r])
+  assert np.all(
+    [r['frac_reward_zero_std'] == 1.0 for r in job.rows(tmp_path / 'eight') if 'actor/pg_loss' in r]
+  )

@@ -1,4 +1,6 @@
-"""Updates of real runs made again by the command that a user types: equal to the last bit, or it says what is not."""
+"""Updates of real runs made again by the command that a user types: equal to the last bit, or it
+says what is not.
+"""
 
 import dataclasses
 import json
@@ -24,7 +26,9 @@ def run():
 
 @pytest.fixture
 def replay(tmp_path):
-  """Calls the command: its lines, those on stderr where it is to fail with 2; nothing is left in its scratch folder."""
+  """Calls the command: its lines, those on stderr where it is to fail with 2; nothing is left in
+  its scratch folder.
+  """
   scratch = tmp_path / 'scratch'
   scratch.mkdir()
 
@@ -42,12 +46,16 @@ def test_the_last_step_is_equal_and_so_is_its_commit_and_nothing_is_written(run,
   first, last = replay(run)
   row = next(row for row in job.rows(run) if row['training/global_step'] == 20)
   assert first.startswith('step 19 (grpo), loss ') and first.endswith(': equal')
-  assert last.startswith(f'step 20 (grpo), loss {row["actor/loss"]}, grad norm {row["actor/grad_norm"]}: equal')
+  assert last.startswith(
+    f'step 20 (grpo), loss {row["actor/loss"]}, grad norm {row["actor/grad_norm"]}: equal'
+  )
   assert last.endswith(f'{len(job.newest_arrays(run))} arrays of its commit')
   assert job.files(run) == before
 
 
-def test_without_a_commit_before_it_a_step_is_reached_from_the_beginning_through_the_stages(run, replay):
+def test_without_a_commit_before_it_a_step_is_reached_from_the_beginning_through_the_stages(
+  run, replay
+):
   lines = replay(run, '--step=13')
   stages = [f'step {step} (sft)' for step in range(1, 13)] + ['step 13 (grpo)']
   assert [line.partition(',')[0] for line in lines] == stages
@@ -58,7 +66,10 @@ def test_a_critic_a_moving_reference_and_adapted_coefficients_are_equal_after_ki
   run = job.killed_ppo_run()
   lines = replay(run)
   assert [line.partition(' (')[0] for line in lines] == ['step 19', 'step 20', 'step 21']
-  assert all(': equal' in line and 'critic loss' in line for line in lines) and 'of its commit' in lines[-1]
+  assert (
+    all(': equal' in line and 'critic loss' in line for line in lines)
+    and 'of its commit' in lines[-1]
+  )
   lines = replay(run, '--step=14')
   assert lines[-1].startswith('step 14 (ppo)') and all(': equal' in line for line in lines)
 
@@ -74,7 +85,10 @@ def test_what_was_changed_is_found(run, replay, tmp_path):
   metrics.write_text(''.join(json.dumps(row) + '\n' for row in rows))
   first, last = replay(copy, expect=1)
   assert first.endswith(': equal')
-  assert f'2 differ: actor/loss {loss}, recorded {row["actor/loss"]}; actor/nothing nothing, recorded 0.0' in last
+  assert (
+    f'2 differ: actor/loss {loss}, recorded {row["actor/loss"]}; actor/nothing nothing, recorded '
+    '0.0' in last
+  )
 
   shutil.copy(run / 'metrics.jsonl', metrics)
   (segment,) = (copy / 'replay/segments').glob('00000019-*')
@@ -106,7 +120,10 @@ def test_what_cannot_be_made_again_is_one_line(run, replay, tmp_path):
   with sqlite3.connect(copy / 'replay/index.sqlite') as db:
     db.execute('DELETE FROM plans WHERE step = 18')
   (line,) = replay(copy, expect=2)
-  assert 'the plan of step 19, which the replay from the commit at step 18 needs, is not recorded' in line
+  assert (
+    'the plan of step 19, which the replay from the commit at step 18 needs, is not recorded'
+    in line
+  )
 
 
 def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run, tmp_path):
@@ -117,6 +134,8 @@ def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run
   error = job.train(copy, expect=2).stderr.splitlines()[-1]
   assert error.startswith('error: ') and 'cannot resume from its commit at step 20' in error
   assert re.search(
-    r'whose files are missing or changed: \S+/replay/index\.sqlite \(store [0-9a-f]{16}\); restore them', error
+    r'whose files are missing or changed: \S+/replay/index\.sqlite \(store [0-9a-f]{16}\); restore '
+    r'them',
+    error,
   )
   assert found() == before

@@ -1,4 +1,6 @@
-"""The exact guarantee: killed at any moment and started again, a run equals the one that was never interrupted."""
+"""The exact guarantee: killed at any moment and started again, a run equals the one that was never
+interrupted.
+"""
 
 import random
 import time
@@ -17,7 +19,9 @@ def uninterrupted():
 
 
 def run_with_kills(workdir, kills, seed):
-  """Kills at `kills` moments: after a random number of further rows, and a random part of a step."""
+  """Kills at `kills` moments: after a random number of further rows, and a random part of a
+  step.
+  """
   rng = random.Random(seed)
   done = 0
   for _ in range(kills):

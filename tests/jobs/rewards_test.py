@@ -1,4 +1,6 @@
-"""A real run among scorers that hang, raise, are killed and allocate without end: it finishes and says so."""
+"""A real run among scorers that hang, raise, are killed and allocate without end: it finishes and
+says so.
+"""
 
 import contextlib
 import json
@@ -34,7 +36,13 @@ def finished(tmp_path_factory):
   workdir.mkdir()
   (workdir / 'scorers.json').write_text('{"workers": 3}')
   hostile = [
-    {'name': harm, 'kind': 'hostile_scorers:make_scorer', 'options': {'harm': harm}, **POLICIES[harm]} for harm in HARMS
+    {
+      'name': harm,
+      'kind': 'hostile_scorers:make_scorer',
+      'options': {'harm': harm},
+      **POLICIES[harm],
+    }
+    for harm in HARMS
   ]
   verifier = {'name': 'verifier', 'options': {'partial_credit': True}}
   flags = (
@@ -81,7 +89,9 @@ def test_each_failure_is_counted_once_for_each_call(finished, harm):
   if policy == 'drop_group':
     groups = {uid.rpartition('/')[0] for uid in met}
     assert total(workdir, f'{harm}/dropped_groups') == len(groups)
-    assert sum(row.get('run/dropped/scorer_failed', 0.0) for row in job.rows(workdir)) == 4 * len(groups)
+    assert sum(row.get('run/dropped/scorer_failed', 0.0) for row in job.rows(workdir)) == 4 * len(
+      groups
+    )
     assert audit(workdir / 'replay').reasons['dropped(scorer failed)'] == 4 * len(groups)
   else:
     assert total(workdir, f'{harm}/{"zeroed" if policy == "zero" else "unscorable"}') == len(met)

@@ -19,8 +19,16 @@ pytestmark = pytest.mark.full
 
 SCRIPT = job.ROOT / 'launch' / 'score.py'
 ROWS = [
-  {'prompt': '6 x 7?', 'completion': 'It is #### 42', 'reward_model': {'style': 'rule', 'ground_truth': '42'}},
-  {'prompt': '6 x 8?', 'completion': 'It is #### 42', 'reward_model': {'style': 'rule', 'ground_truth': '48'}},
+  {
+    'prompt': '6 x 7?',
+    'completion': 'It is #### 42',
+    'reward_model': {'style': 'rule', 'ground_truth': '42'},
+  },
+  {
+    'prompt': '6 x 8?',
+    'completion': 'It is #### 42',
+    'reward_model': {'style': 'rule', 'ground_truth': '48'},
+  },
   {'prompt': '6 x 9?', 'completion': 'It is #### 42'},
 ]
 OWN = """
@@ -88,7 +96,10 @@ def test_rows_of_a_file_to_scores_of_a_file(folder):
 
 def test_without_options_the_mode_is_chosen_and_a_file_without_a_pass_is_warned_of(folder):
   out, err = call(folder, '--scorer=answer')
-  assert 'mode latex; extraction boxed, tags, hashes, phrase, bold, whole (all of 2 different truths are' in out
+  assert (
+    'mode latex; extraction boxed, tags, hashes, phrase, bold, whole (all of 2 different truths are'
+    in out
+  )
   assert [score['value'] for score in scores(folder)] == [1.0, 0.0, None] and 'warning' not in err
   out, err = call(folder, '--scorer=answer', '--options.extraction=boxed')
   assert 'no answer: 2' in out and '--options.extraction=hashes' in err.splitlines()[-1]
@@ -98,8 +109,14 @@ def test_without_options_the_mode_is_chosen_and_a_file_without_a_pass_is_warned_
   ('flags', 'values'),
   [
     (('--scorer=own_rewards:make', '--options.share=0.5'), [6.5, 6.5, 6.5]),
-    (('--scorer=verl', f'--options.function={FIXTURES}/verl_reward.py:compute_score'), [1.0, 0.1, 0.1]),
-    (('--scorer=trl', f'--options.function={FIXTURES}/trl_reward.py:best_of_batch'), [1.0, 1.0, 1.0]),
+    (
+      ('--scorer=verl', f'--options.function={FIXTURES}/verl_reward.py:compute_score'),
+      [1.0, 0.1, 0.1],
+    ),
+    (
+      ('--scorer=trl', f'--options.function={FIXTURES}/trl_reward.py:best_of_batch'),
+      [1.0, 1.0, 1.0],
+    ),
   ],
 )
 def test_a_users_own_scorers_and_functions(folder, flags, values):
@@ -121,10 +138,18 @@ def test_a_scorer_that_dies_is_in_the_counts(folder):
     (('--scorer=answer', '--options.mod=latex'), {}, "has no field 'mod'; did you mean 'mode'?"),
     (('--scorer=answer', '--options={'), {}, '--options={: not JSON'),
     (('--scorer=answer', '--options.mode'), {}, '--options.mode: no value given'),
-    (('--scorer=answer', '--deadline=3'), {}, '--deadline: unknown flag; did you mean --deadline_s?'),
+    (
+      ('--scorer=answer', '--deadline=3'),
+      {},
+      '--deadline: unknown flag; did you mean --deadline_s?',
+    ),
     (('--scorer=answer', '--deadline_s=0'), {}, 'deadline_s is 0.0'),
     ((), {}, '--scorer is missing; usage: '),
-    (('--scorer=answer',), {'rows': 'row.jsonl'}, 'row.jsonl: no such file; did you mean rows.jsonl?'),
+    (
+      ('--scorer=answer',),
+      {'rows': 'row.jsonl'},
+      'row.jsonl: no such file; did you mean rows.jsonl?',
+    ),
     (('--scorer=answer',), {'rows': 'own_rewards.py'}, 'has an unknown form'),
     (('--scorer=answer',), {'out': 'no/out.jsonl'}, 'no is not a writable directory'),
     (('--scorer=answer',), {'out': 'rows.jsonl'}, 'is the file of the rows'),
@@ -144,9 +169,13 @@ def test_services_score_rows_too(folder):
   def answer(body):
     if 'messages' not in body:
       return {'value': float(body['ground_truth'] or 0)}
-    return chat('{"winner": "tie"}' if '"winner"' in body['messages'][0]['content'] else '{"score": 0.5}')
+    return chat(
+      '{"winner": "tie"}' if '"winner"' in body['messages'][0]['content'] else '{"score": 0.5}'
+    )
 
-  (folder / 'rows.jsonl').write_text(''.join(json.dumps({**row, 'prompt': 'same'}) + '\n' for row in ROWS))
+  (folder / 'rows.jsonl').write_text(
+    ''.join(json.dumps({**row, 'prompt': 'same'}) + '\n' for row in ROWS)
+  )
   with (service := Service(answer)).in_thread():
     said = []
     at = f'--options.addresses=["{service.address}"]'
@@ -159,16 +188,24 @@ def test_services_score_rows_too(folder):
 
 def test_a_run_is_scored_by_a_users_function_and_a_judge(tmp_path):
   scorers = [
-    {'name': 'mine', 'kind': 'verl', 'options': {'function': 'tests/support/fixtures/verl_reward.py:compute_score'}},
+    {
+      'name': 'mine',
+      'kind': 'verl',
+      'options': {'function': 'tests/support/fixtures/verl_reward.py:compute_score'},
+    },
     {'name': 'judge', 'weight': 0.5, 'deadline_s': 60.0, 'options': {'model': 'm'}},
   ]
-  service = Service(lambda body: chat(json.dumps({'score': len(body['messages'][0]['content']) % 5 / 4})))
+  service = Service(
+    lambda body: chat(json.dumps({'score': len(body['messages'][0]['content']) % 5 / 4}))
+  )
   with service.in_thread():
     scorers[1]['options']['addresses'] = [service.address]
     config = [flag for flag in job.QUICK if 'rewards.scorers.0' not in flag]
     flags = (f'--config.rewards.scorers={json.dumps(scorers)}', '--config.stages.grpo.steps=2')
     job.train(tmp_path / 'run', *flags, config=tuple(config))
-  judged = [row['rewards/judge/mean'] for row in job.rows(tmp_path / 'run') if 'rewards/judge/mean' in row]
+  judged = [
+    row['rewards/judge/mean'] for row in job.rows(tmp_path / 'run') if 'rewards/judge/mean' in row
+  ]
   assert service.seen and len(judged) == 2 and all(0 < mean < 1 for mean in judged)
 
 
@@ -179,7 +216,10 @@ def test_a_run_is_scored_by_a_users_function_and_a_judge(tmp_path):
 def test_ctrl_c_leaves_no_file_and_no_process(folder, number, to_all, code):
   """To the process alone, and, as a terminal does it, to its whole group."""
   process = subprocess.Popen(
-    [sys.executable, *arguments('--scorer=own_rewards:make_slow', '--workers=2', '--deadline_s=1000')],
+    [
+      sys.executable,
+      *arguments('--scorer=own_rewards:make_slow', '--workers=2', '--deadline_s=1000'),
+    ],
     cwd=folder,
     env=job.environment(),
     stdout=subprocess.PIPE,
@@ -190,7 +230,8 @@ def test_ctrl_c_leaves_no_file_and_no_process(folder, number, to_all, code):
   while len(list(folder.glob('started-*'))) < 2 and process.poll() is None:
     time.sleep(0.05)
   children = descendants(process.pid)
-  assert len(children) >= 3 and list(folder.glob('out.jsonl*'))  # A fork server and two workers at least.
+  # A fork server and two workers at least.
+  assert len(children) >= 3 and list(folder.glob('out.jsonl*'))
   (os.killpg if to_all else os.kill)(process.pid, number)
   out, err = process.communicate(timeout=60)
   assert (process.returncode, out, err) == (code, '', 'stopped: nothing was written\n')

@@ -1,7 +1,8 @@
-"""Stopped processes and black-holed sockets: each ends in its line, or in its recovery, within its bound.
+"""Stopped processes and black-holed sockets: each ends in its line, or in its recovery, within its
+bound.
 
-Explorers are in `rollout_crew_test`, a trainer's second process in `parallel_coordinator_test`, processes that send
-weights in `rollout_transfer_test`, whole runs in `stopped_job_test`.
+Explorers are in `rollout_crew_test`, a trainer's second process in `parallel_coordinator_test`,
+processes that send weights in `rollout_transfer_test`, whole runs in `stopped_job_test`.
 """
 
 import asyncio
@@ -62,7 +63,9 @@ def test_a_peer_that_falls_silent_is_one_line_to_every_client(said, monkeypatch)
   monkeypatch.setattr(exploring, '_SILENCE_S', 0.2)
 
   async def to_a_scorer(address):
-    options = RemoteOptions(addresses=(address,), request_deadline_s=0.2, retries=1, first_wait_s=0.01)
+    options = RemoteOptions(
+      addresses=(address,), request_deadline_s=0.2, retries=1, first_wait_s=0.01
+    )
     async with ServiceClient(options, 'scorer') as remote:
       with pytest.raises(RemoteError, match=r'^2 tries: http://\S+: no answer within 0\.2 s$'):
         await remote.post({})
@@ -97,7 +100,9 @@ def test_a_guard_that_is_stopped_is_killed_with_what_it_guards(tmp_path, monkeyp
   try:
     (guarded,) = children_of(guard.pid)
     guard.suspend()
-    with pytest.raises(WaitExpired, match=r'^wait guarded_stop: the fleet waited 0\.2 s for the guard of engine a'):
+    with pytest.raises(
+      WaitExpired, match=r'^wait guarded_stop: the fleet waited 0\.2 s for the guard of engine a'
+    ):
       asyncio.run(engine.stop(owner='the fleet'))
     guard.wait(PATIENCE_S)
     guarded.wait(PATIENCE_S)
@@ -114,7 +119,9 @@ def test_a_scorer_worker_that_is_stopped_in_a_call_is_replaced():
   }
 
   async def use(scoring):
-    ((stopped,), (following,)) = [await scoring.score(attempt('12345', domain=name)) for name in scorers]
+    ((stopped,), (following,)) = [
+      await scoring.score(attempt('12345', domain=name)) for name in scorers
+    ]
     assert (stopped.status, following.status, following.value) == (Status.TIMEOUT, Status.OK, 5.0)
 
   using(pool(scorers, workers=1), use)
@@ -128,7 +135,9 @@ def test_a_scorer_worker_that_is_stopped_while_it_is_free_ends_the_run_with_a_li
     (score,) = await scoring.score(attempt('1', domain='length'))
     os.kill(score.evidence['pid'], signal.SIGSTOP)
     monkeypatch.setattr(processes, 'START_DEADLINE_S', 0.2)
-    with pytest.raises(WaitExpired, match=r'^wait score: sample u waited 10\.2 s for scorer length;'):
+    with pytest.raises(
+      WaitExpired, match=r'^wait score: sample u waited 10\.2 s for scorer length;'
+    ):
       await scoring.score(attempt('1', domain='length'))
     monkeypatch.setattr(processes, 'START_DEADLINE_S', 30.0)
     return score.evidence['pid']
@@ -138,13 +147,17 @@ def test_a_scorer_worker_that_is_stopped_while_it_is_free_ends_the_run_with_a_li
 
 
 @pytest.mark.full
-def test_a_fork_server_that_is_stopped_fails_the_change_of_the_number_of_workers_and_the_others_go_on(monkeypatch):
+def test_a_fork_server_that_is_stopped_fails_the_change_of_the_number_of_workers_and_the_others_go_on(
+  monkeypatch,
+):
   async def use(scoring):
     await scoring.score(attempt('1', domain='length'))
     os.kill(forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
     try:
       monkeypatch.setattr(processes, 'START_DEADLINE_S', 0.5)
-      with pytest.raises(WaitExpired, match=r'^wait scorers_start: scorer pool waited 0\.5 s for scorer workers'):
+      with pytest.raises(
+        WaitExpired, match=r'^wait scorers_start: scorer pool waited 0\.5 s for scorer workers'
+      ):
         async with asyncio.timeout(PATIENCE_S):
           await scoring.resize(2)
       assert scoring.workers == 1
@@ -163,16 +176,22 @@ def test_a_process_that_forks_sandboxes_and_is_stopped_is_replaced(monkeypatch):
     monkeypatch.setattr(isolation, 'START_S', 1.0)
     sandboxes._starter._process.send_signal(signal.SIGSTOP)
     for _ in range(3):  # The first have been forked already.
-      assert sandboxes.run_tests('def f(x): return x + 1', ['assert f(1) == 2']).ended == Ending.PASSED
+      assert (
+        sandboxes.run_tests('def f(x): return x + 1', ['assert f(1) == 2']).ended == Ending.PASSED
+      )
 
 
 @pytest.mark.full
 def test_a_process_that_renders_templates_and_is_stopped_is_a_line_and_the_next_one_renders():
   template = TemplateProcess('{{ messages[0].content }}', RenderingLimits(wall_s=5.0))
-  render = lambda: template.render([{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={})
+  render = lambda: template.render(
+    [{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={}
+  )
   assert render() == 'hi'
   (process,) = [
-    child for child in psutil.Process().children() if any('render_process' in word for word in child.cmdline())
+    child
+    for child in psutil.Process().children()
+    if any('render_process' in word for word in child.cmdline())
   ]
   process.suspend()
   template._limits = RenderingLimits(wall_s=0.2)

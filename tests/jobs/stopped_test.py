@@ -1,4 +1,6 @@
-"""Whole runs of which one process is stopped: they recover, or end in time with a line; the same command goes on."""
+"""Whole runs of which one process is stopped: they recover, or end in time with a line; the same
+command goes on.
+"""
 
 import contextlib
 import signal
@@ -15,7 +17,12 @@ from jaxrl_llm.replay.audit import audit
 
 pytestmark = pytest.mark.acceptance
 EXPLORERS = '--config.rollout.explorers={"processes":2,"groups":3,"silent_s":10}'
-LIMITS = {'latency_s': 10, 'min_tokens_per_s': 20, 'start_deadline_s': 15, 'transfer_deadline_s': 15}
+LIMITS = {
+  'latency_s': 10,
+  'min_tokens_per_s': 20,
+  'start_deadline_s': 15,
+  'transfer_deadline_s': 15,
+}
 SERVERS = tuple(f'--config.rollout.vllm.{name}={value}' for name, value in LIMITS.items())
 
 
@@ -29,7 +36,9 @@ def words(process: psutil.Process) -> str:
 VICTIMS = {
   'explorer': lambda p: 'jaxrl_llm.app.serve.explorer' in words(p) and 'guard.py' not in words(p),
   'guard': lambda p: 'guard.py' in words(p),
-  'fork server': lambda p: 'multiprocessing.forkserver' in words(p) and 'forkserver' not in words(p.parent()),
+  'fork server': lambda p: (
+    'multiprocessing.forkserver' in words(p) and 'forkserver' not in words(p.parent())
+  ),
   'scorer worker': lambda p: 'forkserver' in words(p) and 'forkserver' in words(p.parent()),
 }
 
@@ -42,7 +51,9 @@ def stop_one(process, is_victim, among=()) -> psutil.Process:
 
 
 def end(process, victim) -> tuple[int, str]:
-  """Exit code and last line. The victim goes on after the end, for it holds the run's output open."""
+  """Exit code and last line. The victim goes on after the end, for it holds the run's output
+  open.
+  """
   main = psutil.Process(process.pid)
 
   def release() -> None:
@@ -96,8 +107,12 @@ def test_a_job_whose_first_process_is_stopped_is_ended_by_its_supervisor(tmp_pat
   assert isinstance(process, subprocess.Popen)
   job.wait_for_rows(run, 12 + 2, process)
   tree = psutil.Process(process.pid).children(recursive=True)
-  victim = stop_one(process, lambda p: 'launch/train.py' in words(p) and p.environ().get('JAX_PROCESS_ID') == '0')
+  victim = stop_one(
+    process, lambda p: 'launch/train.py' in words(p) and p.environ().get('JAX_PROCESS_ID') == '0'
+  )
   code, last = end(process, victim)
-  assert code == 128 + signal.SIGABRT and last == 'local: culprit: process 1, ended by signal SIGABRT', last
+  assert (
+    code == 128 + signal.SIGABRT and last == 'local: culprit: process 1, ended by signal SIGABRT'
+  ), last
   assert psutil.wait_procs(tree, timeout=60)[1] == [], 'no process is left'
   check(run, *flags, processes=2)

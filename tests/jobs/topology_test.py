@@ -1,4 +1,6 @@
-"""The real training programs, compiled for devices that are not here, by the command that a user types."""
+"""The real training programs, compiled for devices that are not here, by the command that a user
+types.
+"""
 
 import json
 import re
@@ -14,7 +16,8 @@ from jaxrl_llm.app.commands.train import AOT_ENVIRONMENT
 pytestmark = [
   pytest.mark.full,
   pytest.mark.skipif(
-    not (job.ROOT / AOT_ENVIRONMENT).exists(), reason='wants the compilers: jaxrl install --environment=aot'
+    not (job.ROOT / AOT_ENVIRONMENT).exists(),
+    reason='wants the compilers: jaxrl install --environment=aot',
   ),
 ]
 # A small model and short rows: compile time grows with both.
@@ -41,7 +44,13 @@ def rows_of(prompt, response):
 def dry_run(topology, *flags, config='sizes.py:0.5b', model=MODEL, rows=(64, 192), expect=0):
   """Standard output, or the error where one is expected."""
   model_flag = f'--config.policy.model={json.dumps(model)}'
-  command = [sys.executable, 'launch/train.py', f'--config=configs/{config}', '--dry_run', f'--topology={topology}']
+  command = [
+    sys.executable,
+    'launch/train.py',
+    f'--config=configs/{config}',
+    '--dry_run',
+    f'--topology={topology}',
+  ]
   command += [model_flag, *rows_of(*rows), *flags]
   env = job.environment(XLA_FLAGS='')
   done = subprocess.run(command, cwd=job.ROOT, env=env, capture_output=True, text=True, timeout=900)
@@ -60,7 +69,10 @@ def megabytes(what, line):
 
 def held_by(role, text):
   """Memory that a role keeps: (MB in all, MB on each device)."""
-  return tuple(float(n.replace(',', '')) for n in re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │', text).groups())
+  return tuple(
+    float(n.replace(',', ''))
+    for n in re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │', text).groups()
+  )
 
 
 class Sharded(NamedTuple):
@@ -72,13 +84,17 @@ class Sharded(NamedTuple):
   """Positions whose logits are there at a time, of those of a row: '128 of 256'."""
 
 
-@pytest.fixture(scope='module', params=['small', pytest.param('larger', marks=pytest.mark.acceptance)])
+@pytest.fixture(
+  scope='module', params=['small', pytest.param('larger', marks=pytest.mark.acceptance)]
+)
 def sharded(request):
   model, rows, budget, logits = {
     'small': (MODEL, (64, 192), 1 << 20, '128 of 256'),
     'larger': (LARGER, (512, 1536), 32 << 20, '512 of 2048'),
   }[request.param]
-  text = dry_run('v5e:2x4', *CUT, f'--config.learner.logits_budget_bytes={budget}', model=model, rows=rows)
+  text = dry_run(
+    'v5e:2x4', *CUT, f'--config.learner.logits_budget_bytes={budget}', model=model, rows=rows
+  )
   return Sharded(text, model['vocab_size'], logits)
 
 
@@ -93,7 +109,9 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
 
 
 def test_a_cut_vocabulary_is_never_gathered(sharded):
-  """The largest gathers are of kernels, of the vocabulary's half: neither logits nor a whole kernel."""
+  """The largest gathers are of kernels, of the vocabulary's half: neither logits nor a whole
+  kernel.
+  """
   assert f'logits for {sharded.logits} tokens at a time' in sharded.text
   for program in ('update', 'logprobs'):
     line = line_of(program, sharded.text)
@@ -104,7 +122,8 @@ def test_a_cut_vocabulary_is_never_gathered(sharded):
 def test_each_device_holds_its_part_of_what_a_role_keeps(sharded):
   for role in ('policy', 'optimizer'):
     whole, part = held_by(role, sharded.text)
-    assert part == pytest.approx(whole / 8, rel=0.02, abs=0.06), role  # Printed are tenths of a megabyte.
+    # Printed are tenths of a megabyte.
+    assert part == pytest.approx(whole / 8, rel=0.02, abs=0.06), role
 
 
 def test_moments_in_host_memory_leave_the_devices():
@@ -113,10 +132,14 @@ def test_moments_in_host_memory_leave_the_devices():
     model=WIDE | dict(vocab_size=1024), rows=(32, 96),
   )  # fmt: skip
   update = line_of('update', text)
-  parameters, gradients, moments = (held_by(role, text)[1] for role in ('policy', 'gradients', 'optimizer'))
+  parameters, gradients, moments = (
+    held_by(role, text)[1] for role in ('policy', 'gradients', 'optimizer')
+  )
   assert megabytes('in host memory', update) == pytest.approx(moments, rel=0.01) and moments > 10
   # An argument is a parameter or a part of the batch, as in the pass that knows no optimizer.
-  assert megabytes('arguments', update) == pytest.approx(megabytes('arguments', line_of('logprobs', text)), rel=0.05)
+  assert megabytes('arguments', update) == pytest.approx(
+    megabytes('arguments', line_of('logprobs', text)), rel=0.05
+  )
   # Not only between updates: those of one parameter at a time are there while an update is applied.
   assert megabytes('update of grpo:', update) < parameters + gradients + moments
 
@@ -124,14 +147,21 @@ def test_moments_in_host_memory_leave_the_devices():
 @pytest.mark.acceptance
 def test_without_their_moments_devices_hold_less_by_just_so_much():
   compiled = lambda *flags: line_of(
-    'update', dry_run('v5e:2x4', *CUT, '--config.policy.scan_layers=false', *flags, model=WIDE, rows=(512, 1536))
+    'update',
+    dry_run(
+      'v5e:2x4', *CUT, '--config.policy.scan_layers=false', *flags, model=WIDE, rows=(512, 1536)
+    ),
   )
   own, offloaded = compiled(), compiled('--config.stages.0.optimizer.offload=true')
   moments = megabytes('in host memory', offloaded)
   assert 'in host memory' not in own and moments > 10
-  assert megabytes('arguments', own) - megabytes('arguments', offloaded) == pytest.approx(moments, rel=0.01)
+  assert megabytes('arguments', own) - megabytes('arguments', offloaded) == pytest.approx(
+    moments, rel=0.01
+  )
   # Not only between updates: those of one parameter at a time are there while an update is applied.
-  assert megabytes('update of grpo:', own) - megabytes('update of grpo:', offloaded) >= 0.5 * moments
+  assert (
+    megabytes('update of grpo:', own) - megabytes('update of grpo:', offloaded) >= 0.5 * moments
+  )
 
 
 def test_the_training_step_compiles_for_a_gpu():
@@ -144,7 +174,9 @@ def test_the_training_step_compiles_for_a_gpu():
 def test_what_does_not_fit_is_refused_and_says_by_how_much():
   huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
   error = dry_run('v5e:1x1', model=huge, expect=2)
-  assert re.search(r'^error: topology v5e:1x1: update of grpo[^\n]*more memory than a device has', error, re.M)
+  assert re.search(
+    r'^error: topology v5e:1x1: update of grpo[^\n]*more memory than a device has', error, re.M
+  )
 
 
 def test_a_shape_that_the_compiler_does_not_know_is_one_line():
@@ -153,7 +185,14 @@ def test_a_shape_that_the_compiler_does_not_know_is_one_line():
 
 
 def test_training_for_devices_that_are_not_here_is_refused():
-  command = [sys.executable, 'launch/train.py', '--config=configs/quickstart.py', '--topology=v5e:2x4']
-  done = subprocess.run(command, cwd=job.ROOT, env=job.environment(XLA_FLAGS=''), capture_output=True, text=True)
+  command = [
+    sys.executable,
+    'launch/train.py',
+    '--config=configs/quickstart.py',
+    '--topology=v5e:2x4',
+  ]
+  done = subprocess.run(
+    command, cwd=job.ROOT, env=job.environment(XLA_FLAGS=''), capture_output=True, text=True
+  )
   assert done.returncode == 2
   assert done.stderr.splitlines()[-1].startswith('error: --topology: compiles and trains nothing')

@@ -1,4 +1,6 @@
-"""Runs from Python: `train` of a configuration value, in a script and where an event loop is running."""
+"""Runs from Python: `train` of a configuration value, in a script and where an event loop is
+running.
+"""
 
 import json
 import subprocess
@@ -65,7 +67,13 @@ def run(tmp_path, program, overrides=None):
   (tmp_path / 'program.py').write_text(program)
   overrides = {**flags, 'compilation_cache': str(tmp_path / 'programs'), **(overrides or {})}
   done = subprocess.run(
-    [sys.executable, tmp_path / 'program.py', 'quickstart', tmp_path / 'run', json.dumps(overrides)],
+    [
+      sys.executable,
+      tmp_path / 'program.py',
+      'quickstart',
+      tmp_path / 'run',
+      json.dumps(overrides),
+    ],
     env=job.environment(),
     cwd=tmp_path,
     capture_output=True,
@@ -77,7 +85,9 @@ def run(tmp_path, program, overrides=None):
 
 
 def test_a_run_in_a_notebook_is_that_of_the_command_line(tmp_path):
-  """Bit for bit, and its programs are kept; another seed is refused; started again, it returns the same."""
+  """Bit for bit, and its programs are kept; another seed is refused; started again, it returns the
+  same.
+  """
   *lines, last_row = run(tmp_path, IN_A_NOTEBOOK)
   assert json.loads(last_row) == job.rows(tmp_path / 'run')[-1]
   assert any('seed' in line for line in lines), '|'.join(lines)[-900:]
@@ -94,9 +104,21 @@ def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
 @pytest.mark.parametrize(
   ('variables', 'program', 'line'),
   [
-    ({'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1'}, '', 'train: JAX_COORDINATOR_ADDRESS is set; start a job of several'),
-    ({}, 'import multiprocessing\nmultiprocessing.parent_process = lambda: 1\n', 'train: called while a scorer'),
-    ({}, 'import pathlib\nkey = pathlib.Path("x")\nload_config("quickstart", {"seed": key})\n', 'override seed: '),
+    (
+      {'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1'},
+      '',
+      'train: JAX_COORDINATOR_ADDRESS is set; start a job of several',
+    ),
+    (
+      {},
+      'import multiprocessing\nmultiprocessing.parent_process = lambda: 1\n',
+      'train: called while a scorer',
+    ),
+    (
+      {},
+      'import pathlib\nkey = pathlib.Path("x")\nload_config("quickstart", {"seed": key})\n',
+      'override seed: ',
+    ),
   ],
 )
 def test_what_cannot_work_is_one_clear_line(tmp_path, variables, program, line):

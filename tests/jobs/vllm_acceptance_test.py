@@ -1,4 +1,6 @@
-"""Real vLLM servers, by hand: every family, several runs, many kills, the quickstart's whole job."""
+"""Real vLLM servers, by hand: every family, several runs, many kills, the quickstart's whole
+job.
+"""
 
 import asyncio
 import json
@@ -99,13 +101,18 @@ async def agree(pair, fresh):
   for server in pair:
     for number in range(4):
       tokens = serving.long_prompt(number)
-      found, wanted = await serving.prompt_logprobs(server, tokens), await serving.prompt_logprobs(fresh, tokens)
+      found, wanted = (
+        await serving.prompt_logprobs(server, tokens),
+        await serving.prompt_logprobs(fresh, tokens),
+      )
       np.testing.assert_allclose(found, wanted, atol=1e-5)
       params = {'max_tokens': 64, 'temperature': 0.0, 'ignore_eos': True, 'detokenize': False}
       answers = []
       for one in (server, fresh):
         client = VllmClient(one.address)
-        answer = await client.call('POST', '/inference/v1/generate', {'token_ids': tokens, 'sampling_params': params})
+        answer = await client.call(
+          'POST', '/inference/v1/generate', {'token_ids': tokens, 'sampling_params': params}
+        )
         answers.append(answer['choices'][0]['token_ids'])
         await client.close()
       assert answers[0] == answers[1]
@@ -113,14 +120,18 @@ async def agree(pair, fresh):
 
 def test_many_kills_of_any_process_of_any_server_lose_nothing(tmp_path):
   run, rng, kills = tmp_path / 'run', random.Random(0), 0
-  process = job.start(run, *OWNED, '--config.stages.grpo.steps=3000', '--config.rollout.vllm.max_restarts=20')
+  process = job.start(
+    run, *OWNED, '--config.stages.grpo.steps=3000', '--config.rollout.vllm.max_restarts=20'
+  )
   try:
     job.wait_for_rows(run, 14, process, timeout_s=600)
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline and kills < 8:
       # Only what serves: one that is starting is killed soon enough.
       tree = [
-        p for p, line in serving.descendants(process.pid).items() if 'guard.py' not in line and 'vllm' in line.lower()
+        p
+        for p, line in serving.descendants(process.pid).items()
+        if 'guard.py' not in line and 'vllm' in line.lower()
       ]
       serving.kill(rng.choice(tree))
       kills += 1
@@ -134,14 +145,26 @@ def test_many_kills_of_any_process_of_any_server_lose_nothing(tmp_path):
   assert report.ok, report.lines
   rows = [row for row in job.rows(run) if 'actor/pg_loss' in row]
   assert kills >= 4 and max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
-  print(json.dumps({'kills': kills, 'steps': len(rows), 'restarts': sum(row['run/engine_restarts'] for row in rows)}))
+  print(
+    json.dumps(
+      {
+        'kills': kills,
+        'steps': len(rows),
+        'restarts': sum(row['run/engine_restarts'] for row in rows),
+      }
+    )
+  )
 
 
 def test_bfloat16_servers_stay_within_the_budget(tmp_path):
   run = tmp_path / 'run'
   job.train(run, *OWNED, '--config.rollout.vllm.dtype=bfloat16', '--config.stages.grpo.steps=30')
   rows = [row for row in job.rows(run) if 'rollout_corr/k3_kl' in row]
-  keys = ('rollout_corr/k3_kl', 'rollout_corr/rollout_is_eff_sample_size', 'sampling/sampling_logp_difference/mean')
+  keys = (
+    'rollout_corr/k3_kl',
+    'rollout_corr/rollout_is_eff_sample_size',
+    'sampling/sampling_logp_difference/mean',
+  )
   print(json.dumps({key: float(np.mean([row[key] for row in rows])) for key in keys}))
   assert 1e-9 < np.mean([row['rollout_corr/k3_kl'] for row in rows]) < 1e-2
   assert max(row['run/mismatch_over_budget'] for row in rows) == 0
@@ -155,9 +178,16 @@ def test_the_quickstarts_job_learns_on_two_servers(tmp_path, seed):
   assert accuracies['sft', 500] <= 0.5
   assert accuracies['grpo', 780] >= 0.9
   rows = [row for row in job.rows(run) if 'perf/publish_pause_s' in row and 'actor/pg_loss' in row]
-  keys = ('perf/rollout_throughput', 'timing_s/update_weights', 'perf/publish_pause_s', 'timing_s/step', 'timing_s/gen')
+  keys = (
+    'perf/rollout_throughput',
+    'timing_s/update_weights',
+    'perf/publish_pause_s',
+    'timing_s/step',
+    'timing_s/gen',
+  )
   print(
     json.dumps(
-      {'seed': seed, 'accuracy': accuracies['grpo', 780]} | {k: float(np.median([r[k] for r in rows])) for k in keys}
+      {'seed': seed, 'accuracy': accuracies['grpo', 780]}
+      | {k: float(np.median([r[k] for r in rows])) for k in keys}
     )
   )

@@ -31,7 +31,9 @@ def adapted(step):
   tree = ADAPTED.init(jax.random.key(1))
   trained, base = lora.split(tree, ADAPTED.spec, ADAPTED.options)
   rng = np.random.default_rng(step)
-  return lora.join(jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), trained), base)
+  return lora.join(
+    jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), trained), base
+  )
 
 
 def adapter_weights(step, *, probed=None):
@@ -43,7 +45,9 @@ def adapter_weights(step, *, probed=None):
   version, tree = Version(0, step), adapted(step)
   sent = tree if step == 0 else lora.split(tree, ADAPTED.spec, ADAPTED.options)[0]
   merged = lora.merge(adapted(step if probed is None else probed), LORA)
-  return dataclasses.replace(serving.weights_of(TIED, merged, version), leaves=Weights.of(sent, version).leaves)
+  return dataclasses.replace(
+    serving.weights_of(TIED, merged, version), leaves=Weights.of(sent, version).leaves
+  )
 
 
 def test_adapters_are_published_under_versioned_names_and_are_the_merged_model(tmp_path):
@@ -89,7 +93,9 @@ JOB = (
 
 @contextlib.contextmanager
 def training(run, rows, *flags):
-  """A job that has so many rows: (its process, the servers' processes, the files they share). A failure kills it."""
+  """A job that has so many rows: (its process, the servers' processes, the files they share). A
+  failure kills it.
+  """
   process = job.start(run, *JOB, *flags)
   try:
     job.wait_for_rows(run, rows, process, timeout_s=500)
@@ -101,7 +107,9 @@ def training(run, rows, *flags):
 
 
 def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
-  """One API server, then the other's engine process alone, killed in mid-run; both are started again."""
+  """One API server, then the other's engine process alone, killed in mid-run; both are started
+  again.
+  """
   run = tmp_path / 'run'
   flags = ('--config.stages.grpo.steps=24', '--config.stages.grpo.source.group_size=16')
   with training(run, 12 + 4, *flags) as (process, tree, files):
@@ -113,7 +121,9 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   assert process.returncode == 0, err[-3000:]
   steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'actor/pg_loss' in row]
   assert len(steps) == 24
-  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4, 'float32 on both sides'
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4, (
+    'float32 on both sides'
+  )
   assert {row['staleness/max'] for row in steps} == {0}
   assert min(row['run/engines_serving'] for row in steps) < 2
   assert sum(row['run/engine_restarts'] for row in steps) >= 1
@@ -127,14 +137,23 @@ def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
   run = tmp_path / 'run'
   flags = ('--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
   with training(run, 12 + 2, *flags) as (process, tree, files):
-    assert any('EngineCore' in line for line in tree.values()) and len(files) > 1 and serving.published(run).exists()
+    assert (
+      any('EngineCore' in line for line in tree.values())
+      and len(files) > 1
+      and serving.published(run).exists()
+    )
     process.kill()
     process.communicate()
   serving.wait_until_gone(tree, files)
 
 
 def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
-  result = job.train(tmp_path / 'run', *JOB, '--config.rollout.vllm.args={"no_such_option": 7}', expect=1)
+  result = job.train(
+    tmp_path / 'run', *JOB, '--config.rollout.vllm.args={"no_such_option": 7}', expect=1
+  )
   (line,) = [line for line in result.stderr.splitlines() if line.startswith('run stopped:')]
-  assert 'vLLM ended at start with exit code 2' in line and 'unrecognized arguments: --no-such-option' in line
+  assert (
+    'vLLM ended at start with exit code 2' in line
+    and 'unrecognized arguments: --no-such-option' in line
+  )
   assert 'Traceback' not in result.stderr

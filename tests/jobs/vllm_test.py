@@ -1,7 +1,7 @@
 """Real vLLM servers: what they sample is what the trainer published, or it is not taken.
 
-One attached pair serves all tests; one server besides is started from an exported checkpoint, with speculation. Those
-that start and kill servers of their own are in tests/jobs/vllm_owned_test.py.
+One attached pair serves all tests; one server besides is started from an exported checkpoint, with
+speculation. Those that start and kill servers of their own are in tests/jobs/vllm_owned_test.py.
 """
 
 import asyncio
@@ -35,9 +35,13 @@ A, B, C = Version(0, 0), Version(0, 1), Version(0, 2)
 
 @pytest.fixture(scope='module')
 def pair(tmp_path_factory):
-  """Two servers of the tied model, as launch/serve.py keeps them up, whose worker can be made to fail."""
+  """Two servers of the tied model, as launch/serve.py keeps them up, whose worker can be made to
+  fail.
+  """
   folder = tmp_path_factory.mktemp('pair')
-  process = serving.serve(TIED, folder, '--servers=2', f'--worker_file={serving.FAULTY["faulty_worker"]}')
+  process = serving.serve(
+    TIED, folder, '--servers=2', f'--worker_file={serving.FAULTY["faulty_worker"]}'
+  )
   try:
     yield [serving.Address(address) for address in serving.wait_for_addresses(folder, process)]
   finally:
@@ -52,7 +56,9 @@ def params():
   return {seed: TIED.init(jax.random.key(seed)) for seed in (1, 2, 3)}
 
 
-def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(pair, params, tmp_path):
+def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(
+  pair, params, tmp_path
+):
   async def main():
     async with serving.attached(TIED, pair, tmp_path, dispatch='uniform') as fleet:
       for step, seed in enumerate((1, 2, 1)):
@@ -61,25 +67,35 @@ def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(
         for server in pair:
           tokens = serving.long_prompt(step)
           found = await serving.prompt_logprobs(server, tokens)
-          np.testing.assert_allclose(found, forward(TIED, params[seed], tokens), atol=1e-5, rtol=1e-5)
+          np.testing.assert_allclose(
+            found, forward(TIED, params[seed], tokens), atol=1e-5, rtol=1e-5
+          )
         for temperature in (0.0, 0.7, 1.0):
           samples = 1 if temperature == 0 else 6
-          asked = request(step, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=(1,))
+          asked = request(
+            step, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=(1,)
+          )
           engines = set()
           for completion in await ask(fleet, asked):
             assert {s.version for s in completion.segments} == {version}
             engines |= {s.engine for s in completion.segments}
             tokens = [*asked.prompt, *completion.tokens]
-            wanted = forward(TIED, params[seed], tokens, temperature=temperature or 1.0)[len(asked.prompt) :]
+            wanted = forward(TIED, params[seed], tokens, temperature=temperature or 1.0)[
+              len(asked.prompt) :
+            ]
             np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
-          assert temperature == 0 or engines == {'vllm-0', 'vllm-1'}, 'a group is spread over the servers'
+          assert temperature == 0 or engines == {'vllm-0', 'vllm-1'}, (
+            'a group is spread over the servers'
+          )
       assert abs(fleet.replicas[0].assigned - fleet.replicas[1].assigned) <= 1
 
   asyncio.run(main())
 
 
 def test_a_forgotten_cache_is_not_read_by_the_next_version(pair, params, tmp_path):
-  """Greedy tokens after a publish are those of the new weights, for a prompt whose blocks the old ones had cached."""
+  """Greedy tokens after a publish are those of the new weights, for a prompt whose blocks the old
+  ones had cached.
+  """
 
   async def main():
     async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
@@ -130,7 +146,9 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
         with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 stays'):
           await fleet.load(weights(TIED, 2, B))
         fleet._folder.write = write
-        assert [await serving.loaded(server) for server in pair] == before, f'{kind}: nothing half-written'
+        assert [await serving.loaded(server) for server in pair] == before, (
+          f'{kind}: nothing half-written'
+        )
         assert fleet.version == A
         (completion,) = await ask(fleet, asked)
         assert [s.version for s in completion.segments] == [A]
@@ -142,7 +160,9 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
   asyncio.run(main())
 
 
-def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_loaded(pair, params, tmp_path):
+def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_loaded(
+  pair, params, tmp_path
+):
   """The weights move by 1e-6: no logprob can tell, and vLLM says nothing."""
   moved = jax.tree.map(lambda x: x + 1e-6, params[1])
 
@@ -168,14 +188,18 @@ def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_l
 
 
 def test_weights_that_are_not_the_trainers_fail_the_probe(pair, tmp_path):
-  """What no digest can show: files that are faithfully those of another model than the trainer computes with."""
+  """What no digest can show: files that are faithfully those of another model than the trainer
+  computes with.
+  """
 
   async def main():
     async with serving.attached(TIED, pair, tmp_path, max_restarts=0) as fleet:
       await fleet.load(weights(TIED, 1, A))
       other = weights(TIED, 2, B)
       with pytest.raises(RunError, match='probe'):
-        await fleet.load(type(other)(version=B, leaves=weights(TIED, 3, B).leaves, probe=other.probe))
+        await fleet.load(
+          type(other)(version=B, leaves=weights(TIED, 3, B).leaves, probe=other.probe)
+        )
 
   asyncio.run(main())
 
@@ -185,7 +209,8 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
     async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
       await fleet.load(weights(TIED, 1, A))
       asked = request(5, max_tokens=380)
-      await fault(pair[0].address, 'slow', 0.2)  # A minute and more, were it not lifted: it is under way when B comes.
+      # A minute and more, were it not lifted: it is under way when B comes.
+      await fault(pair[0].address, 'slow', 0.2)
       task = asyncio.create_task(ask(fleet, asked))
       await generating(pair[0])
       await fleet.load(weights(TIED, 2, B))
@@ -209,8 +234,12 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
   asyncio.run(main())
 
 
-def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculation_agrees(pair, tmp_path):
-  """The servers that a run published to, against a fresh one that loaded the run's export and speculates."""
+def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculation_agrees(
+  pair, tmp_path
+):
+  """The servers that a run published to, against a fresh one that loaded the run's export and
+  speculates.
+  """
   run = tmp_path / 'run'
   job.train(run, *serving.attached_job(pair))
   assert sum(row.get('run/engine_void', 0) for row in job.rows(run)) == 0
@@ -218,21 +247,36 @@ def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculat
   assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
   assert max(row['rollout_corr/k3_kl'] for row in steps) < 1e-8
   assert {row['perf/compilations'] for row in steps[2:]} == {0}
-  speculation = {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4, 'prompt_lookup_min': 2}
-  (fresh,) = serving.servers_of(TIED, run / 'hf', count=1, load='auto', speculative_config=speculation)
+  speculation = {
+    'method': 'ngram',
+    'num_speculative_tokens': 4,
+    'prompt_lookup_max': 4,
+    'prompt_lookup_min': 2,
+  }
+  (fresh,) = serving.servers_of(
+    TIED, run / 'hf', count=1, load='auto', speculative_config=speculation
+  )
 
   async def main():
     await serving.started([fresh])
-    assert await serving.loaded(pair[0]) == await serving.loaded(pair[1]) == await serving.loaded(fresh)
+    assert (
+      await serving.loaded(pair[0]) == await serving.loaded(pair[1]) == await serving.loaded(fresh)
+    )
     for number in range(3):
       tokens = serving.long_prompt(number)
-      found, wanted = await serving.prompt_logprobs(pair[0], tokens), await serving.prompt_logprobs(fresh, tokens)
+      found, wanted = (
+        await serving.prompt_logprobs(pair[0], tokens),
+        await serving.prompt_logprobs(fresh, tokens),
+      )
       np.testing.assert_allclose(found, wanted, atol=1e-5)
     plain, drafting = VllmClient(pair[0].address), VllmClient(fresh.address)
     before = await drafts(drafting)
     for number in range(4):
       asked = request(number, length=200, max_tokens=150, sampling=Sampling(temperature=0.0))
-      one, other = [await client.call('POST', '/inference/v1/generate', greedy(asked)) for client in (plain, drafting)]
+      one, other = [
+        await client.call('POST', '/inference/v1/generate', greedy(asked))
+        for client in (plain, drafting)
+      ]
       assert one['choices'][0]['token_ids'] == other['choices'][0]['token_ids']
     assert await drafts(drafting) > before + 20, 'drafts were accepted'
     await plain.close()
@@ -245,11 +289,18 @@ def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculat
     asyncio.run(fresh.stop())
 
 
-@pytest.mark.parametrize('kills', [1, *(pytest.param(n, marks=pytest.mark.acceptance) for n in (3, 20))])
+@pytest.mark.parametrize(
+  'kills', [1, *(pytest.param(n, marks=pytest.mark.acceptance) for n in (3, 20))]
+)
 def test_after_each_kill_of_the_trainer_every_sample_is_accounted_for(pair, tmp_path, kills):
   """Attached servers, two updates of staleness, filters and replay; killed at random moments."""
   run, steps = tmp_path / 'run', 5 * kills
-  flags = (*serving.attached_job(pair), *job.ASYNCHRONOUS, *job.PROCESSED, f'--config.stages.grpo.steps={steps}')
+  flags = (
+    *serving.attached_job(pair),
+    *job.ASYNCHRONOUS,
+    *job.PROCESSED,
+    f'--config.stages.grpo.steps={steps}',
+  )
   job.kill_at_random(run, *flags, kills=kills, seed=kills, after=15 if kills == 1 else 0)
   job.check_accounts(run, steps=steps, processed=True)
 
@@ -263,10 +314,17 @@ def test_after_twenty_kills_without_filters_every_task_was_trained_once(pair, tm
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize(('flag', 'lag'), [('bound=1', 1), ('bound=4', 4), ('rollout_only=true', 0)])
+@pytest.mark.parametrize(
+  ('flag', 'lag'), [('bound=1', 1), ('bound=4', 4), ('rollout_only=true', 0)]
+)
 def test_each_mode_runs_on_real_servers(pair, tmp_path, flag, lag):
   run = tmp_path / 'run'
-  job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.source.{flag}', '--config.stages.grpo.steps=6')
+  job.train(
+    run,
+    *serving.attached_job(pair),
+    f'--config.stages.grpo.source.{flag}',
+    '--config.stages.grpo.steps=6',
+  )
   steps = [row for row in job.rows(run) if 'staleness/max' in row]
   assert len(steps) == 6 and max(row['staleness/max'] for row in steps) <= lag
   report = audit(run / 'replay')
@@ -286,7 +344,13 @@ async def generating(server):
 
 
 def greedy(asked):
-  params = {'max_tokens': asked.max_tokens, 'temperature': 0.0, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
+  params = {
+    'max_tokens': asked.max_tokens,
+    'temperature': 0.0,
+    'logprobs': 0,
+    'ignore_eos': True,
+    'detokenize': False,
+  }
   return {'token_ids': list(asked.prompt), 'sampling_params': params}
 
 
@@ -302,7 +366,9 @@ async def drafts(client):
 
 
 async def sampled_with_drafts_is_off(server, params):
-  """Why speculation is refused above temperature 0: when this fails, vLLM has mended it, and the refusal can go."""
+  """Why speculation is refused above temperature 0: when this fails, vLLM has mended it, and the
+  refusal can go.
+  """
   client = VllmClient(server.address)
   before, worst = await drafts(client), 0.0
   for seed in range(16):
@@ -338,10 +404,15 @@ def test_servers_of_another_model_or_too_short_are_refused(pair, tmp_path):
 
   asyncio.run(
     main(
-      serving.model_of('qwen2', tied=True, vocab=VOCAB - 1), r'embed_tokens.weight is \(29, 64\).*another vocabulary'
+      serving.model_of('qwen2', tied=True, vocab=VOCAB - 1),
+      r'embed_tokens.weight is \(29, 64\).*another vocabulary',
     )
   )
-  asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves a model other than the policy.*lm_head.weight'))
+  asyncio.run(
+    main(
+      serving.model_of('qwen2', tied=False), 'serves a model other than the policy.*lm_head.weight'
+    )
+  )
   asyncio.run(main(TIED, 'float32, published as bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
 
 
@@ -381,17 +452,28 @@ def call_from_namespace(address, token):
 
 
 def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tmp_path):
-  """A real server behind a front, called from another network namespace: on every path, the unguarded ones too."""
+  """A real server behind a front, called from another network namespace: on every path, the
+  unguarded ones too.
+  """
   (tmp_path / 'token').write_text('a-token-of-this-test\n')
   (tmp_path / 'token').chmod(0o600)
-  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': cabled.environment()}
-  front = subprocess.Popen(cabled.run(0, __name__, 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes)
+  pipes = {
+    'stdin': subprocess.PIPE,
+    'stdout': subprocess.PIPE,
+    'text': True,
+    'env': cabled.environment(),
+  }
+  front = subprocess.Popen(
+    cabled.run(0, __name__, 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes
+  )
   try:
     address = front.stdout.readline().strip()
 
     def call(token):
       command = cabled.run(1, __name__, 'call_from_namespace', address, token)
-      out = subprocess.run(command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120).stdout
+      out = subprocess.run(
+        command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120
+      ).stdout
       return dict(line.split() for line in out.splitlines())
 
     for token in ('', 'another-token-than-its'):

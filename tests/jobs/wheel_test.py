@@ -14,11 +14,24 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
   source, env = tmp_path / 'source', tmp_path / 'env'
   # A wheel has what is committed, and building writes into the tree.
   subprocess.run(['git', 'clone', '--quiet', job.ROOT, source], check=True)
-  subprocess.run([*uv, 'build', '--quiet', '--wheel', '--out-dir', tmp_path / 'dist', source], check=True)
+  subprocess.run(
+    [*uv, 'build', '--quiet', '--wheel', '--out-dir', tmp_path / 'dist', source], check=True
+  )
   subprocess.run([sys.executable, '-m', 'venv', env], check=True)
   (wheel,) = (tmp_path / 'dist').glob('*.whl')
-  constraints = ['--constraint', job.ROOT / 'constraints' / 'py311.txt'] if sys.version_info < (3, 12) else []
-  install = [*uv, 'pip', 'install', '--quiet', '--python', env / 'bin' / 'python', wheel, *constraints]
+  constraints = (
+    ['--constraint', job.ROOT / 'constraints' / 'py311.txt'] if sys.version_info < (3, 12) else []
+  )
+  install = [
+    *uv,
+    'pip',
+    'install',
+    '--quiet',
+    '--python',
+    env / 'bin' / 'python',
+    wheel,
+    *constraints,
+  ]
   subprocess.run(install, check=True)
   place = tmp_path / 'elsewhere'
   place.mkdir()
@@ -26,7 +39,9 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
 
   def jaxrl(*arguments: str, code: int = 0) -> str:
     command = [env / 'bin' / 'jaxrl', *arguments]
-    done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+      command, cwd=place, env=variables, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -39,6 +54,8 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
   assert jaxrl('report', '--workdir=run').startswith('run/report.html')
   assert 'bfloat16' in jaxrl('convert', '--source=run/hf', '--target=converted', '--dtype=bfloat16')
   assert 'audit ok' in jaxrl('buffer', '--workdir=run', '--audit')
-  assert 'jaxrl install --environment=aot' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2', code=2)
+  assert 'jaxrl install --environment=aot' in jaxrl(
+    *train, '--dry_run', '--topology=v5e:2x2', code=2
+  )
   assert 'libtpu' in jaxrl('install', '--environment=aot')
   assert 'compiled in' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2')

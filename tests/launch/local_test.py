@@ -1,4 +1,6 @@
-"""The local supervisor, with real child processes: who is named, which code comes out, and that nobody is left."""
+"""The local supervisor, with real child processes: who is named, which code comes out, and that
+nobody is left.
+"""
 
 import os
 import pathlib
@@ -25,9 +27,21 @@ def wait_for_end_of(other):
 
 
 def start(directory, child: str, *flags: str, processes: int = 2) -> subprocess.Popen:
-  command = [sys.executable, str(SUPERVISOR), f'--processes={processes}', *flags, '--', sys.executable, '-c']
+  command = [
+    sys.executable,
+    str(SUPERVISOR),
+    f'--processes={processes}',
+    *flags,
+    '--',
+    sys.executable,
+    '-c',
+  ]
   return subprocess.Popen(
-    [*command, PREAMBLE + child], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    [*command, PREAMBLE + child],
+    cwd=directory,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
   )
 
 
@@ -98,14 +112,20 @@ def test_a_killed_process_is_named_with_its_signal(tmp_path, victim):
   os.kill(pids(tmp_path)[victim], signal.SIGKILL)
   code, _, err = finish(job)
   assert code == 137  # 128 + 9
-  assert err[0] == f'local: process {victim} ended first, by signal SIGKILL; stopping the other 1 within 10 s'
+  assert (
+    err[0]
+    == f'local: process {victim} ended first, by signal SIGKILL; stopping the other 1 within 10 s'
+  )
   assert err[-1] == f'local: culprit: process {victim}, ended by signal SIGKILL'
 
 
 @pytest.mark.parametrize('consequence', ['os.abort()', 'os._exit(75)'])
 def test_a_consequence_is_not_the_culprit(tmp_path, consequence):
-  # Process 1 ends first, as one that lost its peer; process 0, the cause, is seen to end just after it.
-  child = f'{consequence} if me == 1 else (wait_for_end_of(1), os.kill(os.getpid(), signal.SIGKILL))'
+  # Process 1 ends first, as one that lost its peer; process 0, the cause, is seen to end just after
+  # it.
+  child = (
+    f'{consequence} if me == 1 else (wait_for_end_of(1), os.kill(os.getpid(), signal.SIGKILL))'
+  )
   code, _, err = finish(start(tmp_path, child))
   assert (code, err[-1]) == (137, 'local: culprit: process 0, ended by signal SIGKILL')
 
@@ -133,7 +153,9 @@ sys.exit(5)
 
 
 def test_after_a_good_end_the_others_have_time_but_not_forever(tmp_path):
-  code, out, _ = finish(start(tmp_path, 'me or (wait_for_end_of(1), time.sleep(0.1), print("late"))'))
+  code, out, _ = finish(
+    start(tmp_path, 'me or (wait_for_end_of(1), time.sleep(0.1), print("late"))')
+  )
   assert (code, out) == (0, ['[0] late'])
   other = tmp_path / 'other'
   other.mkdir()
@@ -189,13 +211,24 @@ if me == 0:
 @pytest.mark.parametrize(
   ('arguments', 'line'),
   [
-    (['--processes=2', '--'], 'local: no command given; wanted local.py --processes=N -- COMMAND [ARGUMENT ...]'),
-    (['--proceses=2', '--', 'true'], "local: Unknown command line flag 'proceses'. Did you mean: processes ?"),
-    (['--processes=1', '--', './nowhere'], 'local: ./nowhere: cannot be started: No such file or directory'),
+    (
+      ['--processes=2', '--'],
+      'local: no command given; wanted local.py --processes=N -- COMMAND [ARGUMENT ...]',
+    ),
+    (
+      ['--proceses=2', '--', 'true'],
+      "local: Unknown command line flag 'proceses'. Did you mean: processes ?",
+    ),
+    (
+      ['--processes=1', '--', './nowhere'],
+      'local: ./nowhere: cannot be started: No such file or directory',
+    ),
   ],
 )
 def test_a_bad_command_line_is_one_line(arguments, line):
-  done = subprocess.run([sys.executable, str(SUPERVISOR), *arguments], capture_output=True, text=True, timeout=60)
+  done = subprocess.run(
+    [sys.executable, str(SUPERVISOR), *arguments], capture_output=True, text=True, timeout=60
+  )
   assert (done.returncode, done.stdout, done.stderr) == (2, '', f'{line}\n')
 
 
@@ -218,7 +251,8 @@ def one_device(monkeypatch) -> None:
 @pytest.mark.full
 def test_two_jax_processes_find_each_other(tmp_path, monkeypatch):
   one_device(monkeypatch)
-  # With recoverability on, shutdown waits for nobody, and the coordinator's leaving aborts who is still there.
+  # With recoverability on, shutdown waits for nobody, and the coordinator's leaving aborts who is
+  # still there.
   child = f"""{PSUM}
 print(float(total(rows)), jax.process_count())
 while me == 0 and not os.path.exists('left.1'): time.sleep(0.01)

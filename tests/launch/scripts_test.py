@@ -1,4 +1,6 @@
-"""quickstart.sh, test.sh and .ci/run, run for real in a small copy of the repository that needs no network."""
+"""quickstart.sh, test.sh and .ci/run, run for real in a small copy of the repository that needs no
+network.
+"""
 
 import fcntl
 import json
@@ -112,7 +114,9 @@ def fake_python(tmp_path: pathlib.Path, version: str) -> pathlib.Path:
 
 def test_quickstart_installs_once_and_hands_its_arguments_to_the_trainer(tree):
   add_environment(tree)
-  (tree / 'constraints' / f'py{sys.version_info.major}{sys.version_info.minor}.txt').write_text('other==1.0\n')
+  (tree / 'constraints' / f'py{sys.version_info.major}{sys.version_info.minor}.txt').write_text(
+    'other==1.0\n'
+  )
   script = tree / 'launch' / 'quickstart.sh'
   first = run(script, '--workdir=w', '--config.a=b c', NPROC='3', PYTHON=sys.executable)
   wanted = [
@@ -125,7 +129,10 @@ def test_quickstart_installs_once_and_hands_its_arguments_to_the_trainer(tree):
   assert first.returncode == 7, first  # The trainer's own.
   assert first.stdout.splitlines()[-1] == f'3 {wanted}'
   version = f'{sys.version_info.major}{sys.version_info.minor}'
-  assert f'quickstart: installing packages into .venv (versions of constraints/py{version}.txt)' in first.stdout
+  assert (
+    f'quickstart: installing packages into .venv (versions of constraints/py{version}.txt)'
+    in first.stdout
+  )
   second = run(script, PYTHON=sys.executable)
   assert second.returncode == 7
   assert second.stdout.splitlines()[0] == 'quickstart: .venv is up to date'
@@ -155,7 +162,10 @@ def test_an_install_that_failed_is_one_line_and_tried_again(tree):
   script = tree / 'launch' / 'quickstart.sh'
   failed = run(script, PYTHON=sys.executable)
   assert failed.returncode == 2
-  assert failed.stderr.splitlines()[-1] == 'quickstart: pip could not install the packages (its own words are above)'
+  assert (
+    failed.stderr.splitlines()[-1]
+    == 'quickstart: pip could not install the packages (its own words are above)'
+  )
   (tree / 'backend.py').write_text(BACKEND)
   assert run(script, PYTHON=sys.executable).returncode == 7
 
@@ -197,7 +207,8 @@ def test_which_versions_are_new_enough(tmp_path, version, accepted):
     (
       '--teir=fast',
       'test: --teir=fast: unknown argument; '
-      'wanted [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]',
+      'wanted [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST '
+      'ARGUMENTS]',
     ),
     ('--workers=0', 'test: --workers=0: wanted --workers=N, a number from 1 to 99'),
     ('--workers=two', 'test: --workers=two: wanted --workers=N, a number from 1 to 99'),
@@ -238,17 +249,28 @@ def test_the_fast_tier_leaves_out_the_slow_and_reports_each_part(tree):
   failed = run(tree / 'launch' / 'test.sh', '--tier=fast', NPROC='1', PYTHON=sys.executable)
   assert failed.returncode == 1
   ruff, tests_line = failed.stdout.splitlines()[-2:]
-  assert ruff.startswith('  ruff: FAILED (exit code 1): ')  # An unused import; the tests run all the same.
+  # An unused import; the tests run all the same.
+  assert ruff.startswith('  ruff: FAILED (exit code 1): ')
   assert 'FAILED (exit code 1): ' in tests_line
   assert '1 failed' in tests_line
 
-  chosen = run(tree / 'launch' / 'test.sh', '--tier=fast', '--', '-k', 'nothing', NPROC='1', PYTHON=sys.executable)
+  chosen = run(
+    tree / 'launch' / 'test.sh',
+    '--tier=fast',
+    '--',
+    '-k',
+    'nothing',
+    NPROC='1',
+    PYTHON=sys.executable,
+  )
   assert chosen.returncode == 1  # A run that found no test is no success.
 
 
 @pytest.fixture
 def full_tree(tree):
-  """A tree whose full tier has nothing to install: its commands exist, its environments are fake, no Python is 3.12."""
+  """A tree whose full tier has nothing to install: its commands exist, its environments are fake,
+  no Python is 3.12.
+  """
   add_environment(tree)
   with (tree / 'launch' / 'environment.sh').open('a') as script:
     script.write('\nensure_environment() { say "$1 is up to date"; }\n')
@@ -284,7 +306,9 @@ def test_environments_are_made_side_by_side_and_one_that_fails_stops_no_other_pa
     "  peers' environment: passed: peers are made",
     '  compilers for other devices: passed: aot is made',
   ]
-  assert lines[4].startswith(f'  pytest, tier full, {version}: passed: ') and ' 1 passed in ' in lines[4]
+  assert (
+    lines[4].startswith(f'  pytest, tier full, {version}: passed: ') and ' 1 passed in ' in lines[4]
+  )
   assert lines[5:] == ['  pytest, tier fast, Python 3.12: skipped: there is no python3.12 here']
   logs = full_tree / 'runs' / 'tests'
   assert (logs / 'peers.log').read_text() == 'peers are made\n'
@@ -341,12 +365,22 @@ def is_running(process: int) -> bool:
 
 @pytest.mark.full
 def test_only_what_a_change_affects_is_run_and_nothing_is_no_failure(full_tree):
-  shutil.copy(ROOT / 'tests' / 'tools' / 'affected.py', full_tree / 'tests' / 'tools' / 'affected.py')
+  shutil.copy(
+    ROOT / 'tests' / 'tools' / 'affected.py', full_tree / 'tests' / 'tools' / 'affected.py'
+  )
   (full_tree / 'tests' / 'b_test.py').write_text(
     'import pytest\n\n\n@pytest.mark.full\ndef test_b():\n    assert True\n'
   )
   (full_tree / '.gitignore').write_text('*\n!tests/\n!tests/**/\n!tests/**/*.py\n')
-  git = ['git', '-c', 'user.name=test', '-c', 'user.email=test@localhost', '-c', 'commit.gpgsign=false']
+  git = [
+    'git',
+    '-c',
+    'user.name=test',
+    '-c',
+    'user.email=test@localhost',
+    '-c',
+    'commit.gpgsign=false',
+  ]
   for arguments in (['init', '--initial-branch=main'], ['add', 'tests'], ['commit', '--message=1']):
     subprocess.run([*git, *arguments], cwd=full_tree, check=True, capture_output=True)
 
@@ -358,7 +392,10 @@ def test_only_what_a_change_affects_is_run_and_nothing_is_no_failure(full_tree):
   name = f'pytest, tier fast, Python 3.{sys.version_info.minor}'
   assert last_line('--tier=fast') == f'  {name}: the change affects no test'
   (full_tree / 'tests' / 'b_test.py').open('a').write('# changed\n')
-  assert last_line('--tier=fast') == f'  {name}: no test of this tier in the files that the change affects'
+  assert (
+    last_line('--tier=fast')
+    == f'  {name}: no test of this tier in the files that the change affects'
+  )
   (full_tree / 'tests' / 'a_test.py').open('a').write('# changed\n')
   line = last_line('--tier=fast')
   assert line.startswith(f'  {name}: passed: ') and ' 1 passed' in line
@@ -366,7 +403,9 @@ def test_only_what_a_change_affects_is_run_and_nothing_is_no_failure(full_tree):
 
 def test_the_files_of_the_second_pass_are_there_each_with_its_reason():
   lines = [
-    line for line in (ROOT / 'tests' / 'tools' / 'newest.txt').read_text().splitlines() if not line.startswith('#')
+    line
+    for line in (ROOT / 'tests' / 'tools' / 'newest.txt').read_text().splitlines()
+    if not line.startswith('#')
   ]
   assert lines == list(dict.fromkeys(lines))
   for line in lines:
@@ -388,21 +427,45 @@ def test_pips_settings_are_uvs_too_where_uv_has_none(tmp_path):
   def settings(**variables: str) -> list[str]:
     check = f'source "{ROOT}/launch/environment.sh"; adopt_pip_settings "{tmp_path}/venv"; '
     check += f'for name in {words}; do echo "${{!name:-}}"; done'
-    environment = {'PATH': os.environ['PATH'], 'HOME': str(tmp_path), 'PIP_CONFIG_FILE': str(tmp_path / 'pip.conf')}
-    ran = subprocess.run(['bash', '-c', check], env={**environment, **variables}, capture_output=True, text=True)
+    environment = {
+      'PATH': os.environ['PATH'],
+      'HOME': str(tmp_path),
+      'PIP_CONFIG_FILE': str(tmp_path / 'pip.conf'),
+    }
+    ran = subprocess.run(
+      ['bash', '-c', check], env={**environment, **variables}, capture_output=True, text=True
+    )
     assert (ran.returncode, ran.stderr) == (0, '')
     return ran.stdout.splitlines()
 
   both = 'https://a.test/simple https://b.test/simple'
   values = settings(PIP_CERT='/certificates.pem')
-  assert values == [str(tmp_path), both, 'https://index.test/simple', '/certificates.pem', 'unsafe-best-match']
-  values = settings(PIP_INDEX_URL='https://c.test/simple', UV_INDEX='https://d.test/simple', SSL_CERT_FILE='/own.pem')
-  assert values == [str(tmp_path), 'https://d.test/simple', 'https://c.test/simple', '/own.pem', 'unsafe-best-match']
+  assert values == [
+    str(tmp_path),
+    both,
+    'https://index.test/simple',
+    '/certificates.pem',
+    'unsafe-best-match',
+  ]
+  values = settings(
+    PIP_INDEX_URL='https://c.test/simple',
+    UV_INDEX='https://d.test/simple',
+    SSL_CERT_FILE='/own.pem',
+  )
+  assert values == [
+    str(tmp_path),
+    'https://d.test/simple',
+    'https://c.test/simple',
+    '/own.pem',
+    'unsafe-best-match',
+  ]
 
 
 @pytest.mark.full
 def test_without_uv_pip_installs_and_says_so(tree):
-  ran = run(tree / 'launch' / 'quickstart.sh', PYTHON=sys.executable, PIP_NO_INDEX='1', PIP_FIND_LINKS='')
+  ran = run(
+    tree / 'launch' / 'quickstart.sh', PYTHON=sys.executable, PIP_NO_INDEX='1', PIP_FIND_LINKS=''
+  )
   assert (ran.returncode, ran.stderr) == (7, '')
   said = 'quickstart: no uv could be had for .venv (ERROR: No matching distribution found for uv); installing with pip'
   assert ran.stdout.splitlines()[2] == said
@@ -411,7 +474,9 @@ def test_without_uv_pip_installs_and_says_so(tree):
 
 @pytest.mark.full
 def test_environments_have_locks_of_their_own(tree):
-  """A script waits for one that sets up the same environment, and not for one that sets up another."""
+  """A script waits for one that sets up the same environment, and not for one that sets up
+  another.
+  """
   add_environment(tree)
   for name in ('.venv-other.lock', '.venv.lock'):
     with (tree / name).open('w') as held:
@@ -430,7 +495,9 @@ def test_environments_have_locks_of_their_own(tree):
 
 
 def test_ci_runs_the_full_tier():
-  assert (ROOT / '.ci' / 'run').read_text().splitlines()[-1] == 'exec bash launch/test.sh --tier=full'
+  assert (ROOT / '.ci' / 'run').read_text().splitlines()[
+    -1
+  ] == 'exec bash launch/test.sh --tier=full'
   assert os.access(ROOT / '.ci' / 'run', os.X_OK)
 
 
@@ -439,11 +506,18 @@ def test_constraints_are_plain_versions_that_agree_with_the_project():
   groups = project['dependency-groups']['test-without-torch']
   wanted = [Requirement(text) for text in [*project['project']['dependencies'], *groups]]
   for name in ('py311.txt', 'py312.txt'):
-    lines = [line for line in (ROOT / 'constraints' / name).read_text().splitlines() if not line.startswith('#')]
+    lines = [
+      line
+      for line in (ROOT / 'constraints' / name).read_text().splitlines()
+      if not line.startswith('#')
+    ]
     pinned = {}
     for line in lines:
       package, separator, version = line.partition('==')
       assert separator and ' ' not in version and '+' not in version and '/' not in line, line
       pinned[canonicalize_name(package)] = version
     for requirement in wanted:
-      assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, (name, str(requirement))
+      assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, (
+        name,
+        str(requirement),
+      )

@@ -61,7 +61,9 @@ def annotated(algorithm, rows, *, step=0, state=None, **tokens):
 def lost(config: PolicyGradientConfig, outputs, chunks):
   """Terms and statistics, with the constants of an annotation."""
   algorithm = grpo(config)
-  return algorithm.loss(outputs, chunks, annotated(algorithm, [row(0, 'a', 1.0)], **tokens_of(algorithm)).constants)
+  return algorithm.loss(
+    outputs, chunks, annotated(algorithm, [row(0, 'a', 1.0)], **tokens_of(algorithm)).constants
+  )
 
 
 def tokens_of(algorithm, count: int = 1, length: int = 4):
@@ -71,15 +73,20 @@ def tokens_of(algorithm, count: int = 1, length: int = 4):
   return {name: [values(name)] * count for name in algorithm.on_host}
 
 
-# Two groups: (2, 0) and (3, 1, unscorable). Means 1 and 2, deviations ±1, population std 1: advantages ±1 and ±1.
+# Two groups: (2, 0) and (3, 1, unscorable). Means 1 and 2, deviations ±1, population std 1:
+# advantages ±1 and ±1.
 ROWS = [row(0, 'a', 2.0), row(1, 'a', 0.0), row(2, 'b', 3.0), row(3, 'b', 1.0), row(4, 'b', None)]
 CONFIG = GrpoConfig(adv_ddof=0, adv_eps=0.0)
 # Importance ratios of the completions' tokens; each sequence has a prompt of one token before them.
 RATIOS = [[1.5, 0.5], [0.5, 4.0, 1.0], [1.0], [1.1], [7.0, 7.0]]
 
 
-def batch(rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields) -> tuple[TokenLogprobs, Chunks]:
-  """One chunk that holds the sequences one after the other and four places of padding, junk where nothing counts."""
+def batch(
+  rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields
+) -> tuple[TokenLogprobs, Chunks]:
+  """One chunk that holds the sequences one after the other and four places of padding, junk where
+  nothing counts.
+  """
   annotation = annotated(grpo(config), rows)
   segments, mask, advantages, logprobs = [], [], [], []
   for i, own in enumerate(ratios):
@@ -162,7 +169,8 @@ def test_without_dual_clip_the_bad_token_counts_in_full():
 
 
 def test_clip_range_is_asymmetric():
-  # high 0.6 lets s1's 1.5 through (-1.5, not -1.2); low 0.6 lets s2's 0.5 through (0.5, not 0.8): 3.2 - 0.3 - 0.3.
+  # high 0.6 lets s1's 1.5 through (-1.5, not -1.2); low 0.6 lets s2's 0.5 through (0.5, not 0.8):
+  # 3.2 - 0.3 - 0.3.
   config = dataclasses.replace(CONFIG, clip_ratio_low=0.6, clip_ratio_high=0.6)
   assert total(lost(config, *batch())[0]) == pytest.approx(2.6 / 7, rel=1e-5)
   # Only one of them: 2.9.
@@ -171,11 +179,14 @@ def test_clip_range_is_asymmetric():
 
 
 def test_gradient_flows_only_through_unclipped_tokens_of_scored_rows():
-  """d loss / d logprob = -r A where no clip is in force, else 0: over 7 tokens, in the order of RATIOS."""
+  """d loss / d logprob = -r A where no clip is in force, else 0: over 7 tokens, in the order of
+  RATIOS.
+  """
   outputs, chunks = batch()
   loss = lambda logprobs: sum_of(lost(CONFIG, outputs._replace(logprobs=logprobs), chunks)[0])
   found = jax.grad(loss)(outputs.logprobs)[0] * 7
-  # s1: 1.5 clipped, 0.5 not; s2: 0.5 clipped, 4 held by the dual clip, 1 not; s3; s4; s5 unscorable.
+  # s1: 1.5 clipped, 0.5 not; s2: 0.5 clipped, 4 held by the dual clip, 1 not; s3; s4; s5
+  # unscorable.
   expected = [0, 0, -0.5, 0, 0, 0, 1.0, 0, -1.0, 0, 1.1, 0, 0, 0, 0, 0, 0, 0]
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -185,10 +196,15 @@ def test_annotation_of_two_groups():
   np.testing.assert_array_equal(found.advantages, [1, -1, 1, -1, 0])
   np.testing.assert_array_equal(found.in_loss, [True, True, True, True, False])
   assert found.metrics == {'frac_reward_zero_std': (0.0, 2.0), 'num_unscorable': (1.0, 1.0)}
-  # Sample std of (2, 0) is sqrt 2; without std only the mean goes: ±1 again, and 2.0 scales it for rewards (4, 0).
+  # Sample std of (2, 0) is sqrt 2; without std only the mean goes: ±1 again, and 2.0 scales it for
+  # rewards (4, 0).
   two = [row(0, 'a', 4.0), row(1, 'a', 0.0)]
-  np.testing.assert_allclose(annotated(grpo(GrpoConfig(adv_eps=0.0)), two).advantages, [0.5**0.5, -(0.5**0.5)])
-  np.testing.assert_array_equal(annotated(grpo(GrpoConfig(norm_adv_by_std=False)), two).advantages, [2.0, -2.0])
+  np.testing.assert_allclose(
+    annotated(grpo(GrpoConfig(adv_eps=0.0)), two).advantages, [0.5**0.5, -(0.5**0.5)]
+  )
+  np.testing.assert_array_equal(
+    annotated(grpo(GrpoConfig(norm_adv_by_std=False)), two).advantages, [2.0, -2.0]
+  )
 
 
 def test_nothing_scorable_divides_by_nothing():
@@ -235,7 +251,9 @@ def test_hand_worked_kl_term_and_its_gradient(kind, unbiased, value, slope):
   assert terms['actor/kl_loss'].weight == 0.1
   assert total(terms) == pytest.approx(0.1 * value, rel=1e-4)
   # The metric is the estimate itself, whatever the gradient needs.
-  assert mean(stats['actor/kl']) == pytest.approx(LN2 - 0.5 if kind == 'k3' else LN2**2 / 2, rel=1e-4)
+  assert mean(stats['actor/kl']) == pytest.approx(
+    LN2 - 0.5 if kind == 'k3' else LN2**2 / 2, rel=1e-4
+  )
   loss = lambda logprobs: sum_of(lost(config, outputs._replace(logprobs=logprobs), chunks)[0])
   assert float(jax.grad(loss)(outputs.logprobs)[0, 1]) == pytest.approx(0.1 * slope, rel=1e-4)
 
@@ -252,7 +270,9 @@ def test_hand_worked_sft_loss():
   annotation = annotated(sft(SftConfig(), SETTING), rows)
   assert annotation.in_loss.all()  # a demonstration needs no reward
   outputs, chunks = batch([row(0, 'a', 1.0), row(1, 'b', 1.0)], [[1.0, 1.0], [1.0]])
-  outputs = outputs._replace(logprobs=outputs.logprobs.at[0, jnp.array([1, 2, 4])].set(jnp.array([-1.0, -3.0, -2.0])))
+  outputs = outputs._replace(
+    logprobs=outputs.logprobs.at[0, jnp.array([1, 2, 4])].set(jnp.array([-1.0, -3.0, -2.0]))
+  )
   for mode, loss in {
     'token-mean': 6 / 3,
     'seq-mean-token-mean': (2 + 2) / 2,
@@ -266,10 +286,19 @@ def test_hand_worked_sft_loss():
 def test_denominators_depend_on_the_data_alone(name):
   """Of every algorithm with all its terms: the update computes them from outputs that are 0."""
   config, make = ALGORITHMS[name]
-  everything = {'kl_loss_coef': 0.1, 'entropy_coeff': 0.1, 'sft_loss_coef': 0.1, 'center_rewards_coefficient': 0.1}
+  everything = {
+    'kl_loss_coef': 0.1,
+    'entropy_coeff': 0.1,
+    'sft_loss_coef': 0.1,
+    'center_rewards_coefficient': 0.1,
+  }
   known = {field.name for field in dataclasses.fields(config)}
-  algorithm = make(config(**{key: value for key, value in everything.items() if key in known}), SETTING)
-  outputs, chunks = batch(reference=-1.0, pair=[[1, 1, 2, 2, 0]], label=[[1, -1, -1, 1, 0]], values=0.5)
+  algorithm = make(
+    config(**{key: value for key, value in everything.items() if key in known}), SETTING
+  )
+  outputs, chunks = batch(
+    reference=-1.0, pair=[[1, 1, 2, 2, 0]], label=[[1, -1, -1, 1, 0]], values=0.5
+  )
   chunks = chunks.replace(is_expert=chunks.segment_ids == 2)
   constants = {'kl_coef': 0.1, 'mu': 0.3}
   of = {'lm': outputs, 'scalar': SequenceScores(jnp.arange(5.0)[None])}[algorithm.head]
@@ -279,7 +308,9 @@ def test_denominators_depend_on_the_data_alone(name):
   for loss, given in checked:
     blank = jax.tree.map(jnp.zeros_like, given)
     one, other = (loss(o, chunks, constants)[0] for o in (given, blank))
-    assert {n: float(t.denominator) for n, t in one.items()} == {n: float(t.denominator) for n, t in other.items()}
+    assert {n: float(t.denominator) for n, t in one.items()} == {
+      n: float(t.denominator) for n, t in other.items()
+    }
     assert all(float(t.denominator) > 0 for t in one.values())
 
 
@@ -320,33 +351,66 @@ def test_settings_that_contradict_each_other_are_one_line(config, said):
     (lambda: grpo(PpoConfig(cliprange_value=0.0)), 'ppo.cliprange_value: 0.0, wanted above 0'),
     (lambda: grpo(GrpoConfig(kl_loss_coef=-0.1)), 'grpo.kl_loss_coef: -0.1'),
     (lambda: grpo(GrpoConfig(kl_loss_coef=math.inf)), 'grpo.kl_loss_coef: inf'),
-    (lambda: grpo(ReinforcePlusPlusConfig(kl_reward_coef=-0.1)), 'reinforce_plus_plus.kl_reward_coef: -0.1'),
+    (
+      lambda: grpo(ReinforcePlusPlusConfig(kl_reward_coef=-0.1)),
+      'reinforce_plus_plus.kl_reward_coef: -0.1',
+    ),
     (lambda: grpo(GrpoConfig(clip_ratio_low=-0.2)), 'grpo.clip_ratio_low: -0.2'),
-    (lambda: grpo(GrpoConfig(clip_ratio_low=1.2)), 'grpo.clip_ratio_low: 1.2, wanted at least 0 and at most 1'),
+    (
+      lambda: grpo(GrpoConfig(clip_ratio_low=1.2)),
+      'grpo.clip_ratio_low: 1.2, wanted at least 0 and at most 1',
+    ),
     (lambda: grpo(DapoConfig(clip_ratio_high=-0.28)), 'dapo.clip_ratio_high: -0.28'),
-    (lambda: grpo(CispoConfig(clip_ratio_high=-1.0)), 'cispo.clip_ratio_high: -1.0, wanted above -1'),
+    (
+      lambda: grpo(CispoConfig(clip_ratio_high=-1.0)),
+      'cispo.clip_ratio_high: -1.0, wanted above -1',
+    ),
     (lambda: grpo(GrpoConfig(clip_ratio_high=math.nan)), 'grpo.clip_ratio_high: nan'),
     (lambda: grpo(GrpoConfig(clip_ratio_c=1.0)), 'grpo.clip_ratio_c: 1.0, wanted above 1'),
-    (lambda: grpo(GrpoConfig(loss_scale_factor=-5.0)), 'grpo.loss_scale_factor: -5.0, wanted above 0'),
-    (lambda: mix(MixConfig(loss_scale_factor=0.0), SETTING), 'mix.loss_scale_factor: 0.0, wanted above 0'),
-    (lambda: grpo(GrpoConfig(entropy_coeff=math.nan)), 'grpo.entropy_coeff: nan, wanted a finite number'),
-    (lambda: grpo(GrpoConfig(rollout_is_threshold=0.0)), 'grpo.rollout_is_threshold: 0.0, wanted above 0'),
-    (lambda: grpo(GrpoConfig(rollout_is_lower=3.0)), 'no weight is between rollout_is_lower 3.0 and'),
+    (
+      lambda: grpo(GrpoConfig(loss_scale_factor=-5.0)),
+      'grpo.loss_scale_factor: -5.0, wanted above 0',
+    ),
+    (
+      lambda: mix(MixConfig(loss_scale_factor=0.0), SETTING),
+      'mix.loss_scale_factor: 0.0, wanted above 0',
+    ),
+    (
+      lambda: grpo(GrpoConfig(entropy_coeff=math.nan)),
+      'grpo.entropy_coeff: nan, wanted a finite number',
+    ),
+    (
+      lambda: grpo(GrpoConfig(rollout_is_threshold=0.0)),
+      'grpo.rollout_is_threshold: 0.0, wanted above 0',
+    ),
+    (
+      lambda: grpo(GrpoConfig(rollout_is_lower=3.0)),
+      'no weight is between rollout_is_lower 3.0 and',
+    ),
     (
       lambda: grpo(GrpoConfig(rollout_is='icepop', rollout_is_threshold=0.5)),
       'no weight is between rollout_is_lower 0',
     ),
-    (lambda: grpo(GrpoConfig(rollout_rs_low=2.0, rollout_rs_high=0.5)), 'no ratio is between rollout_rs_low 2.0 and'),
+    (
+      lambda: grpo(GrpoConfig(rollout_rs_low=2.0, rollout_rs_high=0.5)),
+      'no ratio is between rollout_rs_low 2.0 and',
+    ),
     (lambda: grpo(GrpoConfig(off_policy_seq_mask=-1.0)), 'grpo.off_policy_seq_mask: -1.0'),
     (lambda: grpo(GrpoConfig(overlong_penalty_factor=-1.0)), 'grpo.overlong_penalty_factor: -1.0'),
-    (lambda: opmd(OpmdConfig(length_reward_weight=-1.0), SETTING), 'opmd.length_reward_weight: -1.0'),
+    (
+      lambda: opmd(OpmdConfig(length_reward_weight=-1.0), SETTING),
+      'opmd.length_reward_weight: -1.0',
+    ),
     (lambda: opmd(OpmdConfig(tau=-0.1), SETTING), 'opmd.tau: -0.1, wanted at least 0'),
     (
       lambda: dpo(DpoConfig(label_smoothing=1.5), SETTING),
       'dpo.label_smoothing: 1.5, wanted at least 0 and at most 0.5',
     ),
     (lambda: dpo(DpoConfig(beta=math.nan), SETTING), 'dpo.beta: nan, wanted above 0'),
-    (lambda: reward_model(RewardModelConfig(margin=math.inf), SETTING), 'reward_model.margin: inf, wanted a finite'),
+    (
+      lambda: reward_model(RewardModelConfig(margin=math.inf), SETTING),
+      'reward_model.margin: inf, wanted a finite',
+    ),
   ],
   ids=lambda value: value if isinstance(value, str) else '',
 )
@@ -368,15 +432,32 @@ def test_numbers_that_mean_nothing_are_one_line(build, said):
       ['reinforce_plus_plus.lam: 0.9 has no effect without adv_estimator gae'],
     ),
     (grpo(PpoConfig(gamma=0.9, lam=0.9)), []),
-    (grpo(PpoConfig(adv_eps=0.1, norm_adv_by_std=False)), ['ppo.norm_adv_by_std: False', 'ppo.adv_eps: 0.1']),
+    (
+      grpo(PpoConfig(adv_eps=0.1, norm_adv_by_std=False)),
+      ['ppo.norm_adv_by_std: False', 'ppo.adv_eps: 0.1'],
+    ),
     (grpo(GrpoConfig(norm_adv_by_std=False, adv_ddof=0)), ['grpo.adv_ddof: 0']),
-    (grpo(GrpoConfig(kl_loss_type='k2', kl_horizon=5.0)), ['grpo.kl_loss_type: ', 'grpo.kl_horizon: 5.0']),
-    (grpo(GrpoConfig(reference=ReferenceRule(every=3))), ['grpo.reference: every=3 has no effect without kl_loss']),
+    (
+      grpo(GrpoConfig(kl_loss_type='k2', kl_horizon=5.0)),
+      ['grpo.kl_loss_type: ', 'grpo.kl_horizon: 5.0'],
+    ),
+    (
+      grpo(GrpoConfig(reference=ReferenceRule(every=3))),
+      ['grpo.reference: every=3 has no effect without kl_loss'],
+    ),
     (grpo(GrpoConfig(reference=ReferenceRule(every=3), kl_loss_coef=0.1)), []),
-    (grpo(GrpoConfig(rollout_is_threshold=5.0, bypass_old_logprobs=True)), ['grpo.rollout_is_threshold: 5.0']),
+    (
+      grpo(GrpoConfig(rollout_is_threshold=5.0, bypass_old_logprobs=True)),
+      ['grpo.rollout_is_threshold: 5.0'],
+    ),
     (grpo(CispoConfig(clip_ratio_c=3.0)), ['cispo.clip_ratio_c: 3.0']),
     (grpo(GrpoConfig(loss_scale_factor=5.0)), ['grpo.loss_scale_factor: 5.0']),
-    (mix(MixConfig(loss_scale_factor=5.0, expert_loss_agg_mode='seq-mean-token-sum-norm'), SETTING), []),
+    (
+      mix(
+        MixConfig(loss_scale_factor=5.0, expert_loss_agg_mode='seq-mean-token-sum-norm'), SETTING
+      ),
+      [],
+    ),
     (
       mix(MixConfig(lam=0.5, mu=MuSchedule(kind='linear', warmup_steps=3)), SETTING),
       ['mix.lam: 0.5', 'mix.mu.warmup_steps: 3 has no effect without kind chord'],
@@ -409,18 +490,22 @@ def test_mix_refuses_what_its_policy_gradient_refuses():
     mix(MixConfig(adv_estimator='gae'), SETTING)
 
 
-@pytest.mark.parametrize('fields', [{'every': 0}, {'ema': 1.0}, {'ema': -0.1}, {'every': 2, 'ema': 0.5}])
+@pytest.mark.parametrize(
+  'fields', [{'every': 0}, {'ema': 1.0}, {'ema': -0.1}, {'every': 2, 'ema': 0.5}]
+)
 def test_a_reference_rule_says_one_thing(fields):
   with pytest.raises(UserError, match='reference'):
     ReferenceRule(**fields)
 
 
 def test_hand_worked_token_returns_of_reinforce_plus_plus():
-  # Tokens 1 and 3 are trained; reward 2 at the last, half of it a token earlier: returns 1 and 2. The other row: 0, 0.
-  # Mean 3/4 and variance (1/16 + 25/16 + 9/16 + 9/16) / 3 = 11/12 of the four.
+  # Tokens 1 and 3 are trained; reward 2 at the last, half of it a token earlier: returns 1 and 2.
+  # The other row: 0, 0. Mean 3/4 and variance (1/16 + 25/16 + 9/16 + 9/16) / 3 = 11/12 of the four.
   mask = np.array([False, True, False, True])
   found = annotated(
-    grpo(ReinforcePlusPlusConfig(gamma=0.5)), [row(0, 'a', 2.0), row(1, 'b', 0.0)], loss_mask=[mask, mask]
+    grpo(ReinforcePlusPlusConfig(gamma=0.5)),
+    [row(0, 'a', 2.0), row(1, 'b', 0.0)],
+    loss_mask=[mask, mask],
   )
   scale = math.sqrt(11 / 12)
   np.testing.assert_allclose(found.advantages[0], [0, 0.25 / scale, 0, 1.25 / scale], rtol=1e-7)
@@ -438,7 +523,8 @@ def test_an_unscorable_row_is_in_no_whitening_and_in_no_loss():
 
 
 def test_hand_worked_returns_and_value_loss_of_ppo():
-  # Trained tokens 1 and 2 with values 1 and 3, reward 4 at the last; gamma 1/2, lambda 1: returns 2 and 4.
+  # Trained tokens 1 and 2 with values 1 and 3, reward 4 at the last; gamma 1/2, lambda 1: returns 2
+  # and 4.
   config = PpoConfig(gamma=0.5, cliprange_value=0.5)
   mask, values = np.array([False, True, True, False]), np.array([7.0, 1.0, 3.0, 7.0], np.float32)
   found = annotated(grpo(config), [row(0, 'a', 4.0)], loss_mask=[mask], values=[values])
@@ -447,12 +533,18 @@ def test_hand_worked_returns_and_value_loss_of_ppo():
   np.testing.assert_array_equal(found.advantages[0], np.zeros(4))
   total_values, count = found.metrics['critic/values/mean']
   assert total_values / count == 2.0
-  # The critic says 3 where it said 1 and the return is 2: held at 1.5, both miss by more than the clip lets it see.
+  # The critic says 3 where it said 1 and the return is 2: held at 1.5, both miss by more than the
+  # clip lets it see.
   outputs, chunks = batch([row(0, 'a', 1.0)], [[1.0]], values=1.0, returns=2.0)
-  terms, stats = grpo(config).critic_loss(TokenValues(jnp.full_like(outputs.logprobs, 2.75)), chunks, {})
-  assert total(terms) == pytest.approx(0.5 * 0.75**2)  # |2.75 - 2| is more than |1.5 - 2|: not clipped
+  terms, stats = grpo(config).critic_loss(
+    TokenValues(jnp.full_like(outputs.logprobs, 2.75)), chunks, {}
+  )
+  # |2.75 - 2| is more than |1.5 - 2|: not clipped
+  assert total(terms) == pytest.approx(0.5 * 0.75**2)
   assert mean(stats['critic/vf_clipfrac']) == 0.0
-  terms, stats = grpo(config).critic_loss(TokenValues(jnp.full_like(outputs.logprobs, 2.25)), chunks, {})
+  terms, stats = grpo(config).critic_loss(
+    TokenValues(jnp.full_like(outputs.logprobs, 2.25)), chunks, {}
+  )
   assert total(terms) == pytest.approx(0.5 * 0.5**2)
   assert mean(stats['critic/vf_clipfrac']) == 1.0
 
@@ -462,17 +554,28 @@ NAMED = 'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens re
 
 def test_a_row_with_a_value_that_is_not_finite_leaves_the_loss_by_name_and_moves_no_other(caplog):
   mask = np.array([False, True, True, False])
-  values = [np.array([7.0, 1.0, 3.0, 7.0], np.float32), np.array([7.0, 1.0, math.nan, 7.0], np.float32)]
-  values += [np.array([math.inf, 2.0, 1.0, math.nan], np.float32)]  # Junk where nothing is trained counts for nothing.
+  values = [
+    np.array([7.0, 1.0, 3.0, 7.0], np.float32),
+    np.array([7.0, 1.0, math.nan, 7.0], np.float32),
+  ]
+  # Junk where nothing is trained counts for nothing.
+  values += [np.array([math.inf, 2.0, 1.0, math.nan], np.float32)]
   rows, algorithm = [row(0, 'a', 4.0), row(1, 'a', 1.0), row(2, 'b', 2.0)], grpo(PpoConfig())
   with caplog.at_level('WARNING', logger='absl'):
     found = annotated(algorithm, rows, loss_mask=[mask] * 3, values=values, step=5)
   assert [record.getMessage() for record in caplog.records] == [f'batch 5 of the stage: {NAMED}']
   without = annotated(algorithm, rows[::2], loss_mask=[mask] * 2, values=values[::2])
-  assert found.in_loss.tolist() == [True, False, True] and not found.advantages[1].any() and not found.returns[1].any()
+  assert (
+    found.in_loss.tolist() == [True, False, True]
+    and not found.advantages[1].any()
+    and not found.returns[1].any()
+  )
   for name in ('advantages', 'returns'):
     np.testing.assert_array_equal(getattr(found, name)[::2], getattr(without, name))
-  assert (found.metrics['num_not_finite'], without.metrics['num_not_finite']) == ((1.0, 1.0), (0.0, 1.0))
+  assert (found.metrics['num_not_finite'], without.metrics['num_not_finite']) == (
+    (1.0, 1.0),
+    (0.0, 1.0),
+  )
   assert found.metrics['critic/values/mean'] == without.metrics['critic/values/mean']
 
 
@@ -485,25 +588,38 @@ def test_a_divergence_that_is_not_finite_moves_no_coefficient():
   algorithm = grpo(ReinforcePlusPlusConfig(kl_reward_coef=0.5, kl_target=0.1, kl_horizon=10.0))
   rows = [row(0, 'a', 1.0, length=3), row(1, 'b', 1.0, length=3)]
   found = annotated(algorithm, rows, **tokens(-1.0, -math.inf))
-  assert found.metrics['actor/kl_measured'] == (1.0, 2.0) and found.in_loss.tolist() == [True, False]
+  assert found.metrics['actor/kl_measured'] == (1.0, 2.0) and found.in_loss.tolist() == [
+    True,
+    False,
+  ]
   assert np.isfinite(found.advantages).all() and math.isfinite(found.state['kl_coef'])
 
 
 def test_a_batch_without_a_finite_row_ends_the_run():
   mask, values = np.array([False, True]), np.array([0.0, math.inf], np.float32)
-  with pytest.raises(RunError, match='batch 3 of the stage: values of row s/0 is inf at token 1') as caught:
-    annotated(grpo(PpoConfig()), [row(0, 'a', 1.0, length=2)], loss_mask=[mask], values=[values], step=3)
+  with pytest.raises(
+    RunError, match='batch 3 of the stage: values of row s/0 is inf at token 1'
+  ) as caught:
+    annotated(
+      grpo(PpoConfig()), [row(0, 'a', 1.0, length=2)], loss_mask=[mask], values=[values], step=3
+    )
   assert '\n' not in str(caught.value)
 
 
 def test_a_cut_answer_is_worth_what_the_critic_expects_of_its_continuation():
-  """γ = 1/2, λ = 1. Values 1 and 3 at the trained tokens, reward 4 at the last, 6 after it: returns 4 + 3, and half."""
+  """γ = 1/2, λ = 1. Values 1 and 3 at the trained tokens, reward 4 at the last, 6 after it: returns
+  4 + 3, and half.
+  """
   algorithm = grpo(PpoConfig(gamma=0.5, bootstrap_truncated=True))
-  assert {'values', 'next_values'} <= algorithm.on_host and 'next_values' not in grpo(PpoConfig()).on_host
+  assert {'values', 'next_values'} <= algorithm.on_host and 'next_values' not in grpo(
+    PpoConfig()
+  ).on_host
   rows = [row(0, 'a', 4.0, truncated=True), row(1, 'a', 4.0)]
   mask, values = np.array([False, True, True, False]), np.array([7.0, 1.0, 3.0, 7.0], np.float32)
   tokens = dict(loss_mask=[mask] * 2, values=[values] * 2)
-  found = annotated(algorithm, rows, next_values=[np.array([1.0, 3.0, 7.0, 6.0], np.float32)] * 2, **tokens)
+  found = annotated(
+    algorithm, rows, next_values=[np.array([1.0, 3.0, 7.0, 6.0], np.float32)] * 2, **tokens
+  )
   np.testing.assert_array_equal(found.returns[0], [0, 3.5, 7, 0])
   np.testing.assert_array_equal(found.returns[1], [0, 2, 4, 0])
   without = annotated(grpo(PpoConfig(gamma=0.5)), rows, **tokens)
@@ -545,7 +661,8 @@ def test_the_coefficient_of_the_loss_is_a_constant_of_the_batch():
 
 
 def test_overlong_answers_are_punished_before_groups_are_compared():
-  # Responses of 4 and 10 of at most 10 tokens, a buffer of 4: 0 and -1. Equal rewards are not equal any more.
+  # Responses of 4 and 10 of at most 10 tokens, a buffer of 4: 0 and -1. Equal rewards are not equal
+  # any more.
   rows = [row(0, 'a', 1.0, length=5), row(1, 'a', 1.0, length=11)]
   found = annotated(grpo(GrpoConfig(overlong_buffer_len=4, adv_ddof=0, adv_eps=0.0)), rows)
   assert found.rewards == [1.0, 0.0]
@@ -556,7 +673,13 @@ def test_overlong_answers_are_punished_before_groups_are_compared():
 
 
 def test_masks_of_unmixed_groups_and_of_truncated_answers():
-  rows = [row(0, 'a', 1.0), row(1, 'a', 1.0), row(2, 'b', 1.0), row(3, 'b', 0.0, truncated=True), row(4, 'c', 1.0)]
+  rows = [
+    row(0, 'a', 1.0),
+    row(1, 'a', 1.0),
+    row(2, 'b', 1.0),
+    row(3, 'b', 0.0, truncated=True),
+    row(4, 'c', 1.0),
+  ]
   assert annotated(grpo(DapoConfig()), rows).in_loss.tolist() == [False, False, True, True, False]
   found = annotated(grpo(GrpoConfig(mask_truncated=True)), rows)
   assert found.in_loss.tolist() == [True, True, True, False, True]
@@ -564,7 +687,9 @@ def test_masks_of_unmixed_groups_and_of_truncated_answers():
 
 
 def test_a_group_is_mixed_by_what_its_rows_are_worth():
-  """Group a has equal rewards and different turn rewards; in group b the turns make up for the difference."""
+  """Group a has equal rewards and different turn rewards; in group b the turns make up for the
+  difference.
+  """
   rows = [
     row(0, 'a', 1.0, turn_rewards=(0.5,)),
     row(1, 'a', 1.0, turn_rewards=(0.25,)),
@@ -577,14 +702,26 @@ def test_a_group_is_mixed_by_what_its_rows_are_worth():
 
 
 def test_trajectories_are_mixed_by_what_they_share_a_baseline_with():
-  """Both trajectories end with 1 and go through a step of 0: what the steps earn differs, the trajectories do not."""
+  """Both trajectories end with 1 and go through a step of 0: what the steps earn differs, the
+  trajectories do not.
+  """
   steps = lambda i, name, step, reward: row(i, 'a', reward, trajectory=name, step_index=step)
-  rows = [steps(0, 'x', 0, 0.0), steps(1, 'x', 1, 1.0), steps(2, 'y', 0, 0.0), steps(3, 'y', 1, 1.0)]
+  rows = [
+    steps(0, 'x', 0, 0.0),
+    steps(1, 'x', 1, 1.0),
+    steps(2, 'y', 0, 0.0),
+    steps(3, 'y', 1, 1.0),
+  ]
   for credit in ('trajectory', 'step'):
     assert not annotated(grpo(DapoConfig(credit=credit)), rows).in_loss.any()
   rows[2] = dataclasses.replace(rows[2], reward=0.5)
   assert not annotated(grpo(DapoConfig()), rows).in_loss.any()
-  assert annotated(grpo(DapoConfig(credit='step')), rows).in_loss.tolist() == [True, False, True, False]
+  assert annotated(grpo(DapoConfig(credit='step')), rows).in_loss.tolist() == [
+    True,
+    False,
+    True,
+    False,
+  ]
 
 
 def test_a_length_reward_waits_for_its_warm_up():
@@ -600,7 +737,8 @@ def test_steps_of_a_trajectory_share_its_advantage():
   found = annotated(grpo(GrpoConfig(norm_adv_by_std=False)), rows)
   np.testing.assert_array_equal(found.advantages, [2, 2, -2])
   found = annotated(grpo(GrpoConfig(norm_adv_by_std=False, credit='step')), rows)
-  np.testing.assert_array_equal(found.advantages, [0, 0, 0])  # each step's own baseline: equal rewards, or alone
+  # each step's own baseline: equal rewards, or alone
+  np.testing.assert_array_equal(found.advantages, [0, 0, 0])
 
 
 STEPS = [
@@ -615,11 +753,17 @@ STEPS = [
   ('algorithm', 'said'),
   [
     (grpo(PpoConfig()), "adv_estimator 'gae' treats each row as an episode; use grpo"),
-    (grpo(ReinforcePlusPlusConfig()), "adv_estimator 'reinforce_plus_plus' treats each row as an episode"),
+    (
+      grpo(ReinforcePlusPlusConfig()),
+      "adv_estimator 'reinforce_plus_plus' treats each row as an episode",
+    ),
     (opmd(OpmdConfig(), SETTING), 'opmd averages its baseline over rows'),
     (opmd(OpmdConfig(baseline='log_partition'), SETTING), 'opmd averages its baseline over rows'),
     (grpo(GrpoConfig(overlong_buffer_len=4)), 'depend on the length of a row'),
-    (grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)), 'depend on the length of a row'),
+    (
+      grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)),
+      'depend on the length of a row',
+    ),
   ],
 )
 def test_trajectories_of_several_rows_are_refused_where_a_row_is_taken_for_one(algorithm, said):
@@ -638,7 +782,11 @@ def test_hand_worked_opmd_loss():
   rows = [row(0, 'a', 1.0), row(1, 'a', 0.0)]
   np.testing.assert_array_equal(annotated(opmd(config, SETTING), rows).advantages, [0.5, -0.5])
   outputs, chunks = batch(
-    rows, [[2.0, 2.0], [0.5]], config=GrpoConfig(norm_adv_by_std=False), reference=-2.0, proximal=-2.0
+    rows,
+    [[2.0, 2.0], [0.5]],
+    config=GrpoConfig(norm_adv_by_std=False),
+    reference=-2.0,
+    proximal=-2.0,
   )
   terms, stats = opmd(config, SETTING).loss(outputs, chunks, {})
   first, second = -LN2 + LN2**2, -LN2 / 2 + LN2**2 / 4
@@ -650,7 +798,8 @@ PAIR = {'pair': [[1, 1]], 'label': [[1, -1]], 'reference': -2.0}
 
 
 def test_hand_worked_dpo_loss():
-  # log π / ref: ln 4 over two tokens, -ln 2 over one. h = ln 8: -log σ(h) = ln 9/8. Averaged over tokens it is ln 4.
+  # log π / ref: ln 4 over two tokens, -ln 2 over one. h = ln 8: -log σ(h) = ln 9/8. Averaged over
+  # tokens it is ln 4.
   outputs, chunks = batch([row(0, 'a', 1.0), row(1, 'a', 0.0)], [[2.0, 2.0], [0.5]], **PAIR)
   terms, stats = dpo(DpoConfig(beta=1.0), SETTING).loss(outputs, chunks, {})
   assert total(terms) == pytest.approx(math.log(9 / 8), rel=1e-5)
@@ -674,9 +823,13 @@ def test_a_policy_that_is_its_reference_prefers_neither():
 
 
 def test_hand_worked_reward_model_loss():
-  # Scores 2 and 2 - ln 3: -log σ(ln 3) = ln 4/3; to win by ln 3 is a coin's toss: ln 2. The third segment is no pair's.
+  # Scores 2 and 2 - ln 3: -log σ(ln 3) = ln 4/3; to win by ln 3 is a coin's toss: ln 2. The third
+  # segment is no pair's.
   _, chunks = batch(
-    [row(i, 'a', float(i)) for i in range(3)], [[1.0, 1.0], [1.0], [1.0]], pair=[[1, 1, 0]], label=[[1, -1, 0]]
+    [row(i, 'a', float(i)) for i in range(3)],
+    [[1.0, 1.0], [1.0], [1.0]],
+    pair=[[1, 1, 0]],
+    label=[[1, -1, 0]],
   )
   scores = SequenceScores(jnp.array([[2.0, 2.0 - math.log(3.0), 50.0]]))
   terms, stats = reward_model(RewardModelConfig(), SETTING).loss(scores, chunks, {})
@@ -684,12 +837,16 @@ def test_hand_worked_reward_model_loss():
   assert mean(stats['rewards/chosen']) == 2.0 and mean(stats['rewards/accuracies']) == 1.0
   terms, _ = reward_model(RewardModelConfig(margin=math.log(3.0)), SETTING).loss(scores, chunks, {})
   assert total(terms) == pytest.approx(LN2, rel=1e-5)
-  terms, _ = reward_model(RewardModelConfig(center_rewards_coefficient=0.1), SETTING).loss(scores, chunks, {})
+  terms, _ = reward_model(RewardModelConfig(center_rewards_coefficient=0.1), SETTING).loss(
+    scores, chunks, {}
+  )
   assert total(terms) == pytest.approx(math.log(4 / 3) + 0.1 * (4 - math.log(3.0)) ** 2, rel=1e-5)
 
 
 def test_each_kl_coefficient_is_its_own():
-  """In the loss and in the reward at once: the penalty goes by its coefficient, not by the other's."""
+  """In the loss and in the reward at once: the penalty goes by its coefficient, not by the
+  other's.
+  """
   config = ReinforcePlusPlusConfig(kl_loss_coef=1e-3, kl_reward_coef=0.5)
   tokens = dict(
     loss_mask=[np.array([False, True, True])],
@@ -712,10 +869,16 @@ def test_rewards_of_turns_count_where_advantages_are_one_per_sample():
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: grpo(GrpoConfig(overlong_buffer_len=SETTING.max_response_length + 1)), 'overlong_buffer_len'),
+    (
+      lambda: grpo(GrpoConfig(overlong_buffer_len=SETTING.max_response_length + 1)),
+      'overlong_buffer_len',
+    ),
     (lambda: opmd(OpmdConfig(overlong_buffer_len=-1), SETTING), 'overlong_buffer_len'),
     (lambda: grpo(GrpoConfig(kl_loss_coef=0.1, kl_target=0.0)), 'kl_target'),
-    (lambda: grpo(GrpoConfig(bypass_old_logprobs=True, rollout_rs_low=0.9, rollout_rs_high=1.1)), 'mask nothing'),
+    (
+      lambda: grpo(GrpoConfig(bypass_old_logprobs=True, rollout_rs_low=0.9, rollout_rs_high=1.1)),
+      'mask nothing',
+    ),
     (lambda: opmd(OpmdConfig(tau=0.0, baseline='log_partition'), SETTING), 'opmd.tau'),
     (lambda: dpo(DpoConfig(beta=0.0), SETTING), 'dpo.beta'),
   ],

@@ -1,4 +1,6 @@
-"""Training adapters: their gradient is that of the merged weights by the chain rule, and nothing else is touched."""
+"""Training adapters: their gradient is that of the merged weights by the chain rule, and nothing
+else is touched.
+"""
 
 import functools
 import re
@@ -21,7 +23,13 @@ from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
-from jaxrl_llm.learner.state import abstract_base, abstract_state, init_state, init_trained, place_params
+from jaxrl_llm.learner.state import (
+  abstract_base,
+  abstract_state,
+  init_state,
+  init_trained,
+  place_params,
+)
 from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.learner.update import build_update, gradients
 from jaxrl_llm.models import lora
@@ -47,7 +55,9 @@ def host_adapters():
   """Away from the 0 that they begin with, where A would have no gradient."""
   adapters = lora.fresh(host_params('decoder'), LORA, jax.random.key(3))
   rng = np.random.default_rng(4)
-  return jax.tree.map(lambda x: np.asarray(x) + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters)
+  return jax.tree.map(
+    lambda x: np.asarray(x) + 0.2 * rng.normal(size=x.shape).astype(np.float32), adapters
+  )
 
 
 class Adapted(Case):
@@ -58,14 +68,20 @@ class Adapted(Case):
     tree = lora.join(host_adapters(), host_params('decoder'))
     tree = jax.tree.map(lambda x: np.asarray(x, self.dtype), tree)
     tree = jax.device_get(lora.merge(tree, LORA)) if merge else tree
-    tree = place_params(self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree)
+    tree = place_params(
+      self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree
+    )
     self.trained, self.base = lora.split(tree, self.model.spec, self.model.options)
 
   def gradients(self, algorithm):
     packed, constants = self.packed(algorithm)
-    function = functools.partial(gradients, self.model, algorithm.loss, token_chunk=CHUNK, on_policy=ON_POLICY)
+    function = functools.partial(
+      gradients, self.model, algorithm.loss, token_chunk=CHUNK, on_policy=ON_POLICY
+    )
     used = jnp.asarray(packed.used)
-    jitted = jax.jit(lambda params, base: function(params, packed.chunks, used, constants, base=base))
+    jitted = jax.jit(
+      lambda params, base: function(params, packed.chunks, used, constants, base=base)
+    )
     return lambda trained: jax.device_get(jitted(trained, self.base))
 
 
@@ -74,7 +90,9 @@ def compute(folder, **cut):
   with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
     case = Adapted(folder, **cut)
     found = case.gradients(GRPO)(case.trained)
-  return found._replace(grads=flatten(unstack_layers(found.grads) if case.model.options.scan_layers else found.grads))
+  return found._replace(
+    grads=flatten(unstack_layers(found.grads) if case.model.options.scan_layers else found.grads)
+  )
 
 
 def assert_same(found, wanted, limit, of_loss):
@@ -92,7 +110,11 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(folder):
   adapters, wanted = flatten(jax.tree.map(np.float64, host_adapters())), {}
   for name in adapters:
     module = name.rpartition('/')[0]
-    dw, a, b = merged.grads[f'{module}/kernel'], adapters[f'{module}/lora_a'], adapters[f'{module}/lora_b']
+    dw, a, b = (
+      merged.grads[f'{module}/kernel'],
+      adapters[f'{module}/lora_a'],
+      adapters[f'{module}/lora_b'],
+    )
     wanted[name] = LORA.scale * (b.T @ dw if name.endswith('lora_a') else dw @ a.T)
   assert_same(found, merged._replace(grads=wanted), *LIMITS['float64'])
 
@@ -109,8 +131,12 @@ def test_the_gradient_is_that_of_finite_differences(folder, kind):
   with jax.enable_x64(True):
     case, function = supervised(folder)
     rng, trained = np.random.default_rng(5), flatten(case.trained)
-    direction = {name: rng.normal(size=x.shape) * name.endswith(kind) for name, x in trained.items()}
-    loss = lambda step: function(unflatten({name: x + step * direction[name] for name, x in trained.items()})).loss
+    direction = {
+      name: rng.normal(size=x.shape) * name.endswith(kind) for name, x in trained.items()
+    }
+    loss = lambda step: (
+      function(unflatten({name: x + step * direction[name] for name, x in trained.items()})).loss
+    )
     length = np.sqrt(sum((x**2).sum() for x in direction.values()))
     direction = {name: x / length for name, x in direction.items()}
     grads = flatten(function(case.trained).grads)
@@ -142,7 +168,11 @@ def build(case, config=CONFIG):
   optimizer = build_optimizer(config, 10)
   state = init_state(case.trained, optimizer, case.mesh)
   options = dict(updates=10, token_chunk=CHUNK)
-  return build_update(case.model, SFT.loss, optimizer, config, case.mesh, state, **options), state, case.packed(SFT)
+  return (
+    build_update(case.model, SFT.loss, optimizer, config, case.mesh, state, **options),
+    state,
+    case.packed(SFT),
+  )
 
 
 @pytest.mark.full
@@ -159,7 +189,8 @@ def test_an_update_moves_the_adapters_alone(folder, axes):
   assert after.keys() == before.keys() and all(map(lora.is_adapter, after))
   for name in after:
     assert np.abs(np.asarray(after[name]) - before[name]).max() > 1e-4, name
-  # Neither donated nor overwritten, and of no size to the optimizer: its moments are two copies of the adapters.
+  # Neither donated nor overwritten, and of no size to the optimizer: its moments are two copies of
+  # the adapters.
   for name, leaf in flatten(case.base).items():
     np.testing.assert_array_equal(leaf, base[name])
   sizes = lambda tree: sorted(x.shape for x in jax.tree.leaves(tree) if x.ndim)
@@ -170,7 +201,8 @@ def test_what_is_restored_and_compiled_for_is_what_is_trained(folder):
   case = Adapted(folder, dtype='float32', axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
   _, state, _ = build(case)
   describe = lambda tree: {
-    jax.tree_util.keystr(path): (x.shape, x.dtype, x.sharding) for path, x in jax.tree.leaves_with_path(tree)
+    jax.tree_util.keystr(path): (x.shape, x.dtype, x.sharding)
+    for path, x in jax.tree.leaves_with_path(tree)
   }
   optimizer = build_optimizer(CONFIG, 10)
   assert describe(abstract_state(case.model, optimizer, case.mesh)) == describe(state)
@@ -181,14 +213,19 @@ def test_what_is_restored_and_compiled_for_is_what_is_trained(folder):
 
 @pytest.mark.full
 def test_no_gradient_of_a_targets_kernel_is_computed(folder):
-  """In the compiled program no product has the kernel's shape, in which there is one where all is trained."""
+  """In the compiled program no product has the kernel's shape, in which there is one where all is
+  trained.
+  """
 
   def products(merge):
     case = Adapted(folder, merge=merge, dtype='float32')
     update, state, (packed, constants) = build(case)
     program = update.lower(state, packed.chunks, packed.used, constants, case.base).compile()
     kernels = {x.shape for x in flatten(host_params('decoder')['layers']).values() if x.ndim == 2}
-    shapes = {tuple(map(int, s.split(','))) for s in re.findall(r'= f32\[(\d+,\d+)\]\S* dot\(', program.as_text())}
+    shapes = {
+      tuple(map(int, s.split(',')))
+      for s in re.findall(r'= f32\[(\d+,\d+)\]\S* dot\(', program.as_text())
+    }
     return kernels & (shapes | {shape[::-1] for shape in shapes})
 
   assert len(products(merge=True)) >= 4
@@ -196,7 +233,9 @@ def test_no_gradient_of_a_targets_kernel_is_computed(folder):
 
 
 def test_what_is_gathered_for_an_engine_is_merged_on_any_mesh(folder):
-  case = Adapted(folder, dtype='float32', axes=(('fsdp', 2), ('sequence', 2), ('tensor', 2)), chunks=2)
+  case = Adapted(
+    folder, dtype='float32', axes=(('fsdp', 2), ('sequence', 2), ('tensor', 2)), chunks=2
+  )
   found = flatten(Gatherer(case.mesh, LORA).gather(lora.join(case.trained, case.base)))
   wanted = flatten(lora.merge(lora.join(host_adapters(), host_params('decoder')), LORA))
   assert found.keys() == wanted.keys()

@@ -1,8 +1,10 @@
-"""Every algorithm's loss: the same however its rows are cut, and the one that its formulas give, row by row.
+"""Every algorithm's loss: the same however its rows are cut, and the one that its formulas give,
+row by row.
 
-The oracle is NumPy in float64 on one unpacked sequence at a time, with plain loops from the formulas; nothing in it
-calls the objectives, the reductions or the advantages that it is held against. Data are off-policy: sampler, proximal
-policy, reference and the policy itself differ, so that every correction, clip and divergence acts.
+The oracle is NumPy in float64 on one unpacked sequence at a time, with plain loops from the
+formulas; nothing in it calls the objectives, the reductions or the advantages that it is held
+against. Data are off-policy: sampler, proximal policy, reference and the policy itself differ, so
+that every correction, clip and divergence acts.
 """
 
 import dataclasses
@@ -41,7 +43,9 @@ KL = {'kl_loss_coef': 0.1}
 OPTIONS = {
   'sft': dict(loss_agg_mode='seq-mean-token-mean'),
   'grpo': dict(entropy_coeff=0.01, rollout_is_threshold=1.2, **KL),
-  'dr_grpo': dict(kl_loss_type='k2', rollout_is='sequence', rollout_is_threshold=1.5, rollout_is_lower=0.7, **KL),
+  'dr_grpo': dict(
+    kl_loss_type='k2', rollout_is='sequence', rollout_is_threshold=1.5, rollout_is_lower=0.7, **KL
+  ),
   'dapo': dict(
     kl_unbiased_gradient=False,
     rollout_is='icepop',
@@ -50,8 +54,12 @@ OPTIONS = {
     mask_truncated=True,
     **KL,
   ),
-  'gspo': dict(clip_ratio_low=0.05, clip_ratio_high=0.1, rollout_rs_low=0.85, rollout_rs_high=1.15, **KL),
-  'cispo': dict(clip_ratio_low=0.1, clip_ratio_high=0.2, rollout_is='none', off_policy_seq_mask=0.0),
+  'gspo': dict(
+    clip_ratio_low=0.05, clip_ratio_high=0.1, rollout_rs_low=0.85, rollout_rs_high=1.15, **KL
+  ),
+  'cispo': dict(
+    clip_ratio_low=0.1, clip_ratio_high=0.2, rollout_is='none', off_policy_seq_mask=0.0
+  ),
   'sapo': dict(tau_pos=1.5, tau_neg=4.0, entropy_coeff=0.01, rollout_is_threshold=1.2, **KL),
   'rloo': dict(bypass_old_logprobs=True, kl_loss_type='k1', allow_zero_gradient_kl=True, **KL),
   'reinforce_plus_plus': dict(gamma=0.9, kl_reward_coef=0.1, rollout_is_lower=0.8),
@@ -78,12 +86,24 @@ MORE = {
   'ppo critic': ('ppo', OPTIONS['ppo']),
   'dpo ipo': ('dpo', OPTIONS['dpo'] | {'loss_type': 'ipo', 'label_smoothing': 0.0}),
   'opmd mean': ('opmd', OPTIONS['opmd'] | {'baseline': 'mean'}),
-  'grpo k2 sums': ('grpo', OPTIONS['grpo'] | {'kl_loss_type': 'k2', 'loss_agg_mode': 'seq-mean-token-sum'}),
-  'mix plain': ('mix', OPTIONS['mix'] | {'expert_token_weight': 'none', 'expert_loss_agg_mode': 'seq-mean-token-mean'}),
+  'grpo k2 sums': (
+    'grpo',
+    OPTIONS['grpo'] | {'kl_loss_type': 'k2', 'loss_agg_mode': 'seq-mean-token-sum'},
+  ),
+  'mix plain': (
+    'mix',
+    OPTIONS['mix'] | {'expert_token_weight': 'none', 'expert_loss_agg_mode': 'seq-mean-token-mean'},
+  ),
 }
-CONFIGS = {label: ALGORITHMS[name][0](**options) for label, (name, options) in (VARIANTS | MORE).items()}
+CONFIGS = {
+  label: ALGORITHMS[name][0](**options) for label, (name, options) in (VARIANTS | MORE).items()
+}
 SUBJECTS = {
-  label: Subject(ALGORITHMS[name][1](CONFIGS[label], SETTING), ROWS.get(name, USUAL), of_critic=label == 'ppo critic')
+  label: Subject(
+    ALGORITHMS[name][1](CONFIGS[label], SETTING),
+    ROWS.get(name, USUAL),
+    of_critic=label == 'ppo critic',
+  )
   for label, (name, _) in (VARIANTS | MORE).items()
 }
 INVARIANT = [*OPTIONS, 'ppo critic']
@@ -108,7 +128,8 @@ def test_every_algorithm_is_here():
 
 
 @pytest.mark.parametrize(
-  'name', [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in INVARIANT]
+  'name',
+  [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in INVARIANT],
 )
 def test_micro_batches_packing_padding_and_chunks_change_nothing(folder, name):
   first, second = (found_of(folder, name, **cut) for cut in CUTS)
@@ -134,13 +155,17 @@ IN_FULL = {
 @pytest.mark.parametrize(
   ('name', 'precision'),
   [
-    pytest.param(name, precision, marks=() if (name, precision) in IN_FULL else pytest.mark.acceptance)
+    pytest.param(
+      name, precision, marks=() if (name, precision) in IN_FULL else pytest.mark.acceptance
+    )
     for name in INVARIANT
     for precision in LAYOUTS
   ],
 )
 def test_nothing_about_the_layout_changes_the_decoders_gradient(folder, name, precision):
-  """The cuts: micro-batches, packing, padding, chunk sizes and scanned layers; and a sharded batch and model."""
+  """The cuts: micro-batches, packing, padding, chunk sizes and scanned layers; and a sharded batch
+  and model.
+  """
   whole = found_of(folder, name, model='decoder', dtype=precision)
   for cut in LAYOUTS[precision]:
     assert_same(found_of(folder, name, model='decoder', dtype=precision, **cut), whole, precision)
@@ -155,7 +180,9 @@ MESHES = [{'fsdp': 8}, {'sequence': 8}, {'tensor': 2}, {'data': 2, 'fsdp': 2, 's
 @pytest.mark.parametrize('name', ['grpo', 'ppo', 'ppo critic', 'dpo', 'sft'])
 def test_no_mesh_changes_the_decoders_gradient(folder, name, axes, precision):
   whole = found_of(folder, name, model='decoder', dtype=precision)
-  found = found_of(folder, name, model='decoder', dtype=precision, chunks=2, axes=tuple(axes.items()))
+  found = found_of(
+    folder, name, model='decoder', dtype=precision, chunks=2, axes=tuple(axes.items())
+  )
   assert_same(found, whole, precision)
 
 
@@ -177,7 +204,9 @@ def test_the_data_are_on_both_sides_of_what_cuts(folder, name):
 
 
 def says(params, head: str, i: int) -> SimpleNamespace:
-  """What the bigram model makes of sample `i` alone: entry t speaks of token t, nothing of the first."""
+  """What the bigram model makes of sample `i` alone: entry t speaks of token t, nothing of the
+  first.
+  """
   tokens = SAMPLES[i].tokens
   hidden = params['embed']['kernel'][tokens] * params['norm']['scale']
   outputs = hidden @ params['head']['kernel'].T
@@ -186,11 +215,15 @@ def says(params, head: str, i: int) -> SimpleNamespace:
   table = outputs[:-1] / SAMPLES[i].temperature
   table = table - np.log(np.exp(table).sum(-1, keepdims=True))
   logprobs = table[np.arange(len(tokens) - 1), tokens[1:]]
-  return SimpleNamespace(logprobs=np.r_[0.0, logprobs], entropy=np.r_[0.0, -(np.exp(table) * table).sum(-1)])
+  return SimpleNamespace(
+    logprobs=np.r_[0.0, logprobs], entropy=np.r_[0.0, -(np.exp(table) * table).sum(-1)]
+  )
 
 
 def mean_over(mode: str, parts, scale: float) -> float:
-  """The aggregation of (values, mask) of rows, each of which counts where any of its tokens does."""
+  """The aggregation of (values, mask) of rows, each of which counts where any of its tokens
+  does.
+  """
   own = [values[mask] for values, mask in parts if mask.any()]
   sums = math.fsum(x for values in own for x in values)
   if not own:
@@ -210,24 +243,33 @@ def shaped(config, rows) -> list[float | None]:
     room = SETTING.max_response_length, config.overlong_buffer_len
     extra = [oracles_advantages.overlong(n, *room, config.overlong_penalty_factor) for n in lengths]
   if config.length_reward_weight:
-    found = oracles_advantages.length_reward(lengths, [row.correct for row in rows], [row.group for row in rows])
+    found = oracles_advantages.length_reward(
+      lengths, [row.correct for row in rows], [row.group for row in rows]
+    )
     extra = [config.length_reward_weight * x for x in found]
   return [None if row.reward is None else row.reward + x for row, x in zip(rows, extra)]
 
 
 def of_trajectories(rows, rewards):
   """With the rewards of their turns."""
-  return [None if reward is None else reward + sum(row.turn_rewards) for row, reward in zip(rows, rewards)]
+  return [
+    None if reward is None else reward + sum(row.turn_rewards) for row, reward in zip(rows, rewards)
+  ]
 
 
 def estimated(config, rows):
   """(advantages, returns, whether in the loss), all per token of each row."""
   rewards, groups = shaped(config, rows), [row.group for row in rows]
-  columns, masks = [columns_of('bigram')[row.index] for row in rows], [SAMPLES[row.index].loss_mask for row in rows]
+  columns, masks = (
+    [columns_of('bigram')[row.index] for row in rows],
+    [SAMPLES[row.index].loss_mask for row in rows],
+  )
   in_loss = [reward is not None for reward in rewards]
   if config.mask_unmixed_groups:
     scores = of_trajectories(rows, [row.reward for row in rows])
-    of = lambda group: {score for row, score in zip(rows, scores) if row.group == group and score is not None}
+    of = lambda group: {
+      score for row, score in zip(rows, scores) if row.group == group and score is not None
+    }
     in_loss = [scored and len(of(group)) > 1 for scored, group in zip(in_loss, groups)]
   if config.mask_truncated:
     in_loss = [scored and not row.truncated for scored, row in zip(in_loss, rows)]
@@ -237,7 +279,9 @@ def estimated(config, rows):
   whole = of_trajectories(rows, rewards)
   if kind == 'grpo':
     divisor = lambda values: statistics.stdev(values) + 1e-6 if config.norm_adv_by_std else 1.0
-    by_row = oracles_advantages.of_group(whole, groups, lambda r, v, i: minus_mean(r, v, i) / divisor(v))
+    by_row = oracles_advantages.of_group(
+      whole, groups, lambda r, v, i: minus_mean(r, v, i) / divisor(v)
+    )
   elif kind == 'rloo':
     by_row = oracles_advantages.leave_one_out(whole, groups)
   else:
@@ -256,7 +300,10 @@ def estimated(config, rows):
       dense.append([r - config.kl_reward_coef * k for r, k in zip(placed, penalty)])
     if kind == 'gae':
       values = [own['values'].astype(float) for own in columns]
-      found = [oracles_advantages.gae(r, v, m, config.gamma, config.lam) for r, v, m in zip(dense, values, live)]
+      found = [
+        oracles_advantages.gae(r, v, m, config.gamma, config.lam)
+        for r, v, m in zip(dense, values, live)
+      ]
       advantages, returns = [a for a, _ in found], [np.array(r) for _, r in found]
     else:
       advantages = [oracles_advantages.returns(r, m, config.gamma) for r, m in zip(dense, live)]
@@ -269,7 +316,11 @@ def policy_parts(config, says_now, held, own, advantages, mask):
   """Per token of one row: the policy's loss with its weights, and the divergence."""
   place = lambda x: np.asarray(x, np.float64)[None]
   logprobs, before, mask = place(says_now.logprobs), place(held.logprobs), mask[None]
-  behaviour, advantages, ids = place(own['behaviour_logprobs']), place(advantages), np.ones(mask.shape, int)
+  behaviour, advantages, ids = (
+    place(own['behaviour_logprobs']),
+    place(advantages),
+    np.ones(mask.shape, int),
+  )
   proximal = behaviour if config.bypass_old_logprobs else place(own['proximal_logprobs'])
   clip = dict(low=config.clip_ratio_low, high=config.clip_ratio_high)
   if config.policy_loss == 'cispo':
@@ -298,11 +349,17 @@ def policy_parts(config, says_now, held, own, advantages, mask):
     loss = loss * oracles.sequence_mask(proximal, behaviour, mask, ids, **bounds)
   if config.off_policy_seq_mask is not None:
     threshold = config.off_policy_seq_mask
-    loss = loss * oracles.negative_sequence_mask(behaviour, before, advantages, mask, ids, threshold=threshold)
-  kl = oracles.kl_estimate(logprobs, place(own['reference_logprobs']), mask, kind=config.kl_loss_type)
+    loss = loss * oracles.negative_sequence_mask(
+      behaviour, before, advantages, mask, ids, threshold=threshold
+    )
+  kl = oracles.kl_estimate(
+    logprobs, place(own['reference_logprobs']), mask, kind=config.kl_loss_type
+  )
   if config.kl_loss_type != 'k1' and config.kl_unbiased_gradient:
     # The ratio of k2 is held constant.
-    kl = kl * np.exp(oracles.token_log_ratio(before if config.kl_loss_type == 'k2' else logprobs, proximal, mask))
+    kl = kl * np.exp(
+      oracles.token_log_ratio(before if config.kl_loss_type == 'k2' else logprobs, proximal, mask)
+    )
   return loss[0], kl[0]
 
 
@@ -311,7 +368,9 @@ def policy_oracle(config, rows, now, held) -> float:
   columns, parts = columns_of('bigram'), {'policy': [], 'kl': [], 'entropy': []}
   for row, advantage, live in zip(rows, advantages, in_loss):
     mask = SAMPLES[row.index].loss_mask & live
-    loss, kl = policy_parts(config, now[row.index], held[row.index], columns[row.index], advantage, mask)
+    loss, kl = policy_parts(
+      config, now[row.index], held[row.index], columns[row.index], advantage, mask
+    )
     for name, values in (('policy', loss), ('kl', kl), ('entropy', now[row.index].entropy)):
       parts[name].append((values, mask))
   scale = config.loss_scale_factor or SETTING.max_response_length
@@ -324,7 +383,9 @@ def critic_oracle(config, rows, now, held) -> float:
   parts = []
   for row, target, live in zip(rows, returns, in_loss):
     mask, old = SAMPLES[row.index].loss_mask & live, columns_of('bigram')[row.index]['values']
-    losses, _ = oracles.value_loss(now[row.index].values, old, target, mask, cliprange=config.cliprange_value)
+    losses, _ = oracles.value_loss(
+      now[row.index].values, old, target, mask, cliprange=config.cliprange_value
+    )
     parts.append((losses, mask))
   return mean_over('token-mean', parts, 1.0)
 
@@ -358,7 +419,9 @@ def opmd_oracle(config, rows, now, held) -> float:
   for row, reward, advantage in zip(rows, rewards, advantages):
     if reward is not None:
       mask = SAMPLES[row.index].loss_mask
-      ratio = (now[row.index].logprobs - columns_of('bigram')[row.index]['reference_logprobs'])[mask].sum()
+      ratio = (now[row.index].logprobs - columns_of('bigram')[row.index]['reference_logprobs'])[
+        mask
+      ].sum()
       losses.append(-ratio * advantage + config.tau / 2 * ratio**2)
   return math.fsum(losses) / len(losses)
 
@@ -378,15 +441,20 @@ def dpo_oracle(config, rows, now, held) -> float:
     return values.mean() if config.loss_type == 'ipo' else values.sum()
 
   h = [a - b for a, b in of_pairs(rows, ratio)]
-  losses = oracles.dpo_loss(h, beta=config.beta, label_smoothing=config.label_smoothing, kind=config.loss_type)
-  answers = [(-now[row.index].logprobs, SAMPLES[row.index].loss_mask) for row in rows if row.label == 1]
+  losses = oracles.dpo_loss(
+    h, beta=config.beta, label_smoothing=config.label_smoothing, kind=config.loss_type
+  )
+  answers = [
+    (-now[row.index].logprobs, SAMPLES[row.index].loss_mask) for row in rows if row.label == 1
+  ]
   return losses.mean() + config.sft_loss_coef * mean_over('token-mean', answers, 1.0)
 
 
 def reward_model_oracle(config, rows, now, held) -> float:
   scores = of_pairs(rows, lambda row: now[row.index].score)
   losses = [
-    -oracles.log_sigmoid(a - b - config.margin) + config.center_rewards_coefficient * (a + b) ** 2 for a, b in scores
+    -oracles.log_sigmoid(a - b - config.margin) + config.center_rewards_coefficient * (a + b) ** 2
+    for a, b in scores
   ]
   return math.fsum(losses) / len(losses)
 
@@ -404,14 +472,20 @@ ORACLES = {
 def oracle(label: str):
   """The loss as a function of the parameters and of those that stand under its stop-gradients."""
   subject, name = SUBJECTS[label], (VARIANTS | MORE)[label][0]
-  of = functools.partial(ORACLES.get(label) or ORACLES.get(name) or policy_oracle, CONFIGS[label], subject.rows)
-  outputs = lambda params: {row.index: says(params, subject.head, row.index) for row in subject.rows}
+  of = functools.partial(
+    ORACLES.get(label) or ORACLES.get(name) or policy_oracle, CONFIGS[label], subject.rows
+  )
+  outputs = lambda params: {
+    row.index: says(params, subject.head, row.index) for row in subject.rows
+  }
   return lambda params, held: of(outputs(params), outputs(held))
 
 
 @pytest.mark.parametrize('label', SUBJECTS)
 def test_loss_and_gradient_are_those_of_the_formulas_on_unpacked_rows(folder, label):
-  """Data are float32 on the devices, and some sums of theirs too: so far, and no farther, may the two differ."""
+  """Data are float32 on the devices, and some sums of theirs too: so far, and no farther, may the
+  two differ.
+  """
   found, loss = found_of(folder, label), oracle(label)
   params = jax.tree.map(lambda x: x.astype(np.float64), host_params('bigram', SUBJECTS[label].head))
   assert found.loss == pytest.approx(loss(params, params), rel=2e-6, abs=2e-7)
@@ -421,12 +495,19 @@ def test_loss_and_gradient_are_those_of_the_formulas_on_unpacked_rows(folder, la
     # Along the gradient and across it: a wrong entry anywhere shows in the second part.
     norm, other = np.linalg.norm(grad), rng.normal(size=grad.shape)
     for direction in (grad / norm, other / np.linalg.norm(other)):
-      up, down = (loss(unflatten(flat | {name: flat[name] + sign * step * direction}), params) for sign in (1, -1))
-      assert (up - down) / (2 * step) == pytest.approx((grad * direction).sum(), abs=2e-6 * norm), name
+      up, down = (
+        loss(unflatten(flat | {name: flat[name] + sign * step * direction}), params)
+        for sign in (1, -1)
+      )
+      assert (up - down) / (2 * step) == pytest.approx((grad * direction).sum(), abs=2e-6 * norm), (
+        name
+      )
 
 
 def times(factor: float, found):
-  return found._replace(loss=factor * found.loss, grads=jax.tree.map(lambda g: factor * g, found.grads))
+  return found._replace(
+    loss=factor * found.loss, grads=jax.tree.map(lambda g: factor * g, found.grads)
+  )
 
 
 @pytest.mark.parametrize(
@@ -448,9 +529,13 @@ def test_mix_is_grpo_on_its_usual_rows_and_sft_on_its_experts(folder, rows, step
 def test_what_experts_would_score_changes_nothing():
   algorithm = SUBJECTS['mix'].algorithm
   scored = tuple(dataclasses.replace(row, reward=5.0) if row.is_expert else row for row in MIXED)
-  one, other = (algorithm.annotate(closed(algorithm, rows, step=MU_STEP)) for rows in (MIXED, scored))
+  one, other = (
+    algorithm.annotate(closed(algorithm, rows, step=MU_STEP)) for rows in (MIXED, scored)
+  )
   np.testing.assert_array_equal(one.advantages, other.advantages)
-  np.testing.assert_array_equal(one.in_loss, [row.is_expert or row.reward is not None for row in MIXED])
+  np.testing.assert_array_equal(
+    one.in_loss, [row.is_expert or row.reward is not None for row in MIXED]
+  )
   assert one.rewards == other.rewards and one.metrics == other.metrics
   assert one.constants == {'kl_coef': 0.1, 'mu': pytest.approx(0.3)}
 
@@ -472,7 +557,11 @@ def test_pairs_share_rank_and_micro_batch_wherever_rows_lie(folder):
 
 @pytest.mark.parametrize(
   'name',
-  ['reward_model', pytest.param('dpo', marks=pytest.mark.full), pytest.param('ppo critic', marks=pytest.mark.full)],
+  [
+    'reward_model',
+    pytest.param('dpo', marks=pytest.mark.full),
+    pytest.param('ppo critic', marks=pytest.mark.full),
+  ],
 )
 def test_two_ranks_change_nothing(folder, name):
   assert_same(found_of(folder, name, **TWO_RANKS), found_of(folder, name))

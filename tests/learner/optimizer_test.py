@@ -5,7 +5,13 @@ import optax
 import pytest
 
 from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer, clipped, learning_rate, optimizer_shardings
+from jaxrl_llm.learner.optimizer import (
+  OptimizerConfig,
+  build_optimizer,
+  clipped,
+  learning_rate,
+  optimizer_shardings,
+)
 from jaxrl_llm.learner.state import abstract_state, init_state, param_shardings, place_params
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -28,7 +34,10 @@ def rates(updates: int, **fields) -> list[float]:
     # Cosine: 1 + cos(pi n / 4).
     ({'schedule': 'cosine'}, [2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5]),
     # Cosine to a quarter: 0.5 + 1.5 (1 + cos(pi n / 4)) / 2.
-    ({'schedule': 'cosine', 'end_lr_fraction': 0.25}, [2.0, 1.25 + 0.75 * 0.5**0.5, 1.25, 1.25 - 0.75 * 0.5**0.5]),
+    (
+      {'schedule': 'cosine', 'end_lr_fraction': 0.25},
+      [2.0, 1.25 + 0.75 * 0.5**0.5, 1.25, 1.25 - 0.75 * 0.5**0.5],
+    ),
     # Two updates of warm-up: half, all; then constant.
     ({'warmup_steps': 2}, [1.0, 2.0, 2.0, 2.0]),
     # One: nothing to warm up, and nothing divided by zero.
@@ -69,8 +78,8 @@ def run(config: OptimizerConfig, params, grads, updates: int = 100):
 
 
 def test_two_updates_by_hand():
-  # b1 0.9, b2 0.95. g = 1: m/(1-0.9) = v/(1-0.95) = 1, step -lr.
-  # g = -1: m = 0.09 - 0.1 = -0.01, over 1 - 0.81 is -1/19; v = 0.0475 + 0.05 = 0.0975, over 1 - 0.9025 is 1: +lr/19.
+  # b1 0.9, b2 0.95. g = 1: m/(1-0.9) = v/(1-0.95) = 1, step -lr. g = -1: m = 0.09 - 0.1 = -0.01,
+  # over 1 - 0.81 is -1/19; v = 0.0475 + 0.05 = 0.0975, over 1 - 0.9025 is 1: +lr/19.
   config = OptimizerConfig(peak_lr=0.1, max_grad_norm=1e9, eps=0.0)
   params, _ = run(config, params_of(5.0), [params_of(1.0), params_of(-1.0)])
   np.testing.assert_allclose(params['layer']['kernel'], [[5.0 - 0.1 + 0.1 / 19]], rtol=1e-6)
@@ -84,11 +93,14 @@ def test_the_rate_follows_the_number_of_updates():
 
 
 def test_gradients_are_clipped_together():
-  # Gradients 3 and 4 (norm 5) come down to norm 1: 0.6 and 0.8. The first moment after one update is a tenth of them.
+  # Gradients 3 and 4 (norm 5) come down to norm 1: 0.6 and 0.8. The first moment after one update
+  # is a tenth of them.
   grads = {'a': {'kernel': jnp.array([[3.0]])}, 'b': {'kernel': jnp.array([[4.0]])}}
   _, state = run(OptimizerConfig(peak_lr=0.1, max_grad_norm=1.0), grads, [grads])
   moment = flatten(optax.tree.get(state, 'mu'))
-  np.testing.assert_allclose([moment['a/kernel'][0, 0], moment['b/kernel'][0, 0]], [0.06, 0.08], rtol=1e-5)
+  np.testing.assert_allclose(
+    [moment['a/kernel'][0, 0], moment['b/kernel'][0, 0]], [0.06, 0.08], rtol=1e-5
+  )
   # A norm below the limit is left alone.
   _, state = run(OptimizerConfig(peak_lr=0.1, max_grad_norm=5.1), grads, [grads])
   np.testing.assert_allclose(flatten(optax.tree.get(state, 'mu'))['b/kernel'], [[0.4]], rtol=1e-5)
@@ -96,18 +108,27 @@ def test_gradients_are_clipped_together():
 
 @pytest.mark.parametrize('scan', [False, True], ids=['unrolled', 'scanned'])
 def test_weight_decay_pulls_kernels_only(scan):
-  """With zero gradients a step is -lr * decay * p on kernels: 1 - 0.1 * 0.5; norms and biases stay, stacked or not."""
+  """With zero gradients a step is -lr * decay * p on kernels: 1 - 0.1 * 0.5; norms and biases stay,
+  stacked or not.
+  """
   model = build_model(
-    tiny('qwen2', 8, num_hidden_layers=1, hidden_size=8, intermediate_size=8), ModelOptions(scan_layers=scan)
+    tiny('qwen2', 8, num_hidden_layers=1, hidden_size=8, intermediate_size=8),
+    ModelOptions(scan_layers=scan),
   )
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   ones = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)
   zeros = jax.tree.map(np.zeros_like, ones)
   params, _ = run(OptimizerConfig(peak_lr=0.1, weight_decay=0.5), ones, [zeros])
-  found = {name: sorted(set(np.unique(leaf).round(6).tolist())) for name, leaf in flatten(params).items()}
-  assert any(name.endswith('bias') for name in found) and any(name.endswith('scale') for name in found)
+  found = {
+    name: sorted(set(np.unique(leaf).round(6).tolist())) for name, leaf in flatten(params).items()
+  }
+  assert any(name.endswith('bias') for name in found) and any(
+    name.endswith('scale') for name in found
+  )
   for name, values in found.items():
-    np.testing.assert_allclose(values, [0.95] if name.endswith('kernel') else [1.0], rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(
+      values, [0.95] if name.endswith('kernel') else [1.0], rtol=1e-6, err_msg=name
+    )
 
 
 MESH = {'data': 2, 'fsdp': 2, 'tensor': 2}
@@ -135,7 +156,9 @@ def test_a_fresh_state_lies_as_the_abstract_one_says():
   mesh = build_mesh(MeshConfig(**MESH), jax.devices()[:8])
   model = build_model(tiny('qwen3', 16, hidden_size=16, intermediate_size=16))
   optimizer = build_optimizer(OptimizerConfig(peak_lr=0.1), 10)
-  host = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(model.init, jax.random.key(0)))
+  host = jax.tree.map(
+    lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(model.init, jax.random.key(0))
+  )
   state = init_state(place_params(model, mesh, host), optimizer, mesh)
   abstract = abstract_state(model, optimizer, mesh)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)

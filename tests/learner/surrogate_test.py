@@ -1,4 +1,6 @@
-"""Surrogates as values: by name, from a user's module, with their options; the file of the recipe among them."""
+"""Surrogates as values: by name, from a user's module, with their options; the file of the recipe
+among them.
+"""
 
 import inspect
 import re
@@ -39,11 +41,15 @@ def built(name, **options):
 
 
 def computed(folder, name, **options):
-  return compute(folder, Subject(built(name, **options), USUAL), model='bigram', chunks=2, chunk_len=48)
+  return compute(
+    folder, Subject(built(name, **options), USUAL), model='bigram', chunks=2, chunk_len=48
+  )
 
 
 def assert_equal_bits(found, wanted):
-  jax.tree.map(np.testing.assert_array_equal, (found.loss, found.grads), (wanted.loss, wanted.grads))
+  jax.tree.map(
+    np.testing.assert_array_equal, (found.loss, found.grads), (wanted.loss, wanted.grads)
+  )
   assert found.stats.keys() == wanted.stats.keys()
 
 
@@ -63,7 +69,9 @@ def test_any_algorithm_of_the_family_takes_it_with_its_options(folder, name):
 
 def test_the_recipe_shows_this_file_and_the_built_in_code():
   source = EXAMPLE.read_text()
-  assert f'```python\n{source}```' in RECIPE.read_text() and len(RECIPE.read_text().splitlines()) <= 80
+  assert (
+    f'```python\n{source}```' in RECIPE.read_text() and len(RECIPE.read_text().splitlines()) <= 80
+  )
   for part in (surrogates.SapoOptions, surrogates.sapo):
     assert inspect.getsource(part) in source
   without_name = lambda text: re.sub(r'policy_loss: str = .*', '', text)
@@ -72,7 +80,9 @@ def test_the_recipe_shows_this_file_and_the_built_in_code():
 
 def test_metrics_of_a_surrogate_are_means_over_its_tokens(folder, monkeypatch):
   def with_metric(tokens, options):
-    return surrogates.sapo(tokens, options)._replace(metrics={'actor/positive': tokens.advantages > 0})
+    return surrogates.sapo(tokens, options)._replace(
+      metrics={'actor/positive': tokens.advantages > 0}
+    )
 
   monkeypatch.setitem(surrogates.SURROGATES, 'sapo', (surrogates.SapoOptions, with_metric))
   stat = computed(folder, 'sapo').stats['actor/positive']
@@ -82,15 +92,30 @@ def test_metrics_of_a_surrogate_are_means_over_its_tokens(folder, monkeypatch):
 @pytest.mark.parametrize(
   ('options', 'said'),
   [
-    ({'policy_loss': 'gpso'}, "policy_loss 'gpso': unknown; did you mean 'gspo'?; a custom one is 'module:attr"),
-    ({'policy_loss': 'fixtures.own_sapo:SAPPO'}, "policy_loss 'fixtures.own_sapo:SAPPO': module fixtures.own_sapo has"),
-    ({'policy_loss': 'fixtures.own_sapo:sapo'}, 'wanted a pair of an options dataclass and a function of it, got'),
+    (
+      {'policy_loss': 'gpso'},
+      "policy_loss 'gpso': unknown; did you mean 'gspo'?; a custom one is 'module:attr",
+    ),
+    (
+      {'policy_loss': 'fixtures.own_sapo:SAPPO'},
+      "policy_loss 'fixtures.own_sapo:SAPPO': module fixtures.own_sapo has",
+    ),
+    (
+      {'policy_loss': 'fixtures.own_sapo:sapo'},
+      'wanted a pair of an options dataclass and a function of it, got',
+    ),
     (
       {'policy_loss': 'sapo', 'policy_loss_options': {'tau': 1.0}},
       "grpo.policy_loss_options.tau: SapoOptions has no field 'tau'",
     ),
-    ({'policy_loss': 'sapo', 'policy_loss_options': {'tau_pos': 0.0}}, 'sapo.tau_pos: 0.0, wanted a finite number'),
-    ({'policy_loss_options': {'clip_ratio_low': 0.1}}, 'set clip_ratio_low, clip_ratio_high, clip_ratio_c there'),
+    (
+      {'policy_loss': 'sapo', 'policy_loss_options': {'tau_pos': 0.0}},
+      'sapo.tau_pos: 0.0, wanted a finite number',
+    ),
+    (
+      {'policy_loss_options': {'clip_ratio_low': 0.1}},
+      'set clip_ratio_low, clip_ratio_high, clip_ratio_c there',
+    ),
   ],
 )
 def test_a_wrong_surrogate_is_one_line(options, said):

@@ -1,7 +1,8 @@
 """The update: what may not change a gradient does not, what should stop an update does.
 
-Gradients are compared in float64, where the contract is 1e-12, and against an independent computation that packs
-nothing. What is said of the update alone is said on a bigram model, which compiles in no time.
+Gradients are compared in float64, where the contract is 1e-12, and against an independent
+computation that packs nothing. What is said of the update alone is said on a bigram model, which
+compiles in no time.
 """
 
 import dataclasses
@@ -75,9 +76,16 @@ def folder(tmp_path_factory):
 
 
 def host_row(i: int, advantage: float):
-  """Tokens, mask, temperature and advantage as the batch holds them: in float32, here padded to one length."""
+  """Tokens, mask, temperature and advantage as the batch holds them: in float32, here padded to one
+  length.
+  """
   s = SAMPLES[i]
-  return padded(s.tokens), padded(s.loss_mask), float(np.float32(s.temperature)), float(np.float32(advantage))
+  return (
+    padded(s.tokens),
+    padded(s.loss_mask),
+    float(np.float32(s.temperature)),
+    float(np.float32(advantage)),
+  )
 
 
 def total(parts):
@@ -101,7 +109,9 @@ def unpacked():
     algorithm = SUBJECTS['token-mean'].algorithm
     advantages = algorithm.annotate(closed(algorithm, rollouts())).advantages
     function = jax.jit(jax.value_and_grad(loss))
-    return total([function(tree, *host_row(i, advantage)) for i, advantage in enumerate(advantages)])
+    return total(
+      [function(tree, *host_row(i, advantage)) for i, advantage in enumerate(advantages)]
+    )
 
 
 @pytest.mark.parametrize('precision', LIMITS)
@@ -117,24 +127,36 @@ CUTS = [{'chunks': 1}, {'chunks': 12}, {'chunks': 3, 'chunk_len': 48, 'token_chu
 
 @pytest.mark.parametrize('name', SUBJECTS)
 def test_micro_batches_chunks_and_padding_change_nothing(folder, name):
-  first, second = (compute(folder, SUBJECTS[name], model='bigram', **cut) for cut in (CUTS[0], CUTS[2]))
+  first, second = (
+    compute(folder, SUBJECTS[name], model='bigram', **cut) for cut in (CUTS[0], CUTS[2])
+  )
   assert first.loss != 0.0
   assert_same(first, second)
 
 
 def test_packing_changes_nothing_in_the_decoder(folder):
-  assert_same(compute(folder, SUBJECTS['token-mean'], **CUTS[2]), compute(folder, SUBJECTS['token-mean']))
+  assert_same(
+    compute(folder, SUBJECTS['token-mean'], **CUTS[2]), compute(folder, SUBJECTS['token-mean'])
+  )
 
 
 def test_order_changes_nothing(folder):
-  found = compute(folder, SUBJECTS['token-mean'], order=(tuple(np.random.default_rng(1).permutation(12).tolist()),))
+  found = compute(
+    folder,
+    SUBJECTS['token-mean'],
+    order=(tuple(np.random.default_rng(1).permutation(12).tolist()),),
+  )
   assert_same(found, compute(folder, SUBJECTS['token-mean']))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('cut', CUTS, ids=str)
 @pytest.mark.parametrize(
-  'name', [name if name == 'token-mean' else pytest.param(name, marks=pytest.mark.acceptance) for name in SUBJECTS]
+  'name',
+  [
+    name if name == 'token-mean' else pytest.param(name, marks=pytest.mark.acceptance)
+    for name in SUBJECTS
+  ],
 )
 def test_packing_changes_nothing_in_the_decoder_under_any_loss(folder, name, cut):
   for precision in LIMITS:
@@ -143,7 +165,9 @@ def test_packing_changes_nothing_in_the_decoder_under_any_loss(folder, name, cut
 
 
 def on_mesh(folder, axes, **options):
-  return compute(folder, SUBJECTS['seq-mean-token-mean'], chunks=2, axes=tuple(axes.items()), **options)
+  return compute(
+    folder, SUBJECTS['seq-mean-token-mean'], chunks=2, axes=tuple(axes.items()), **options
+  )
 
 
 @pytest.mark.parametrize('axes', [{'fsdp': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str)
@@ -159,16 +183,26 @@ def test_a_sharded_decoder_has_the_same_gradient(folder):
   assert_same(compute(folder, SUBJECTS['token-mean'], chunks=2, axes=axes), whole)
 
 
-MESHES = [{'fsdp': 8}, {'sequence': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'data': 2}, {'tensor': 2}]
+MESHES = [
+  {'fsdp': 8},
+  {'sequence': 8},
+  {'data': 2, 'fsdp': 2, 'tensor': 2},
+  {'data': 2},
+  {'tensor': 2},
+]
 IN_FULL = [(axes, 'float64') for axes in MESHES[:3]] + [(MESHES[2], 'float32')]
-"""Two axes so long that they do not divide every dimension, and a mesh of the other axes together."""
+"""Two axes so long that they do not divide every dimension, and a mesh of the other axes
+together.
+"""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
   ('axes', 'precision'),
   [
-    pytest.param(axes, precision, marks=() if (axes, precision) in IN_FULL else pytest.mark.acceptance)
+    pytest.param(
+      axes, precision, marks=() if (axes, precision) in IN_FULL else pytest.mark.acceptance
+    )
     for axes in MESHES
     for precision in LIMITS
   ],
@@ -181,7 +215,9 @@ def test_no_mesh_changes_the_decoders_gradient(folder, axes, precision):
 
 @pytest.mark.parametrize('options', [{'scan': True}, {'remat': 'full'}], ids=str)
 def test_scan_and_remat_change_nothing(folder, options):
-  assert_same(compute(folder, SUBJECTS['token-mean'], **options), compute(folder, SUBJECTS['token-mean']))
+  assert_same(
+    compute(folder, SUBJECTS['token-mean'], **options), compute(folder, SUBJECTS['token-mean'])
+  )
 
 
 @pytest.mark.full
@@ -219,7 +255,9 @@ def prepared(folder, algorithm, config, *, on_policy=('proximal_logprobs',), **o
 
 def step(folder, *, algorithm=GRPO, config=CONFIG, rewards=REWARDS, state=None, **options):
   case, update, fresh = prepared(folder, algorithm, config, **options)
-  case.plan = StepPlan(step=0, stage='x', rows=rollouts(rewards), optimizer_steps=case.plan.optimizer_steps)
+  case.plan = StepPlan(
+    step=0, stage='x', rows=rollouts(rewards), optimizer_steps=case.plan.optimizer_steps
+  )
   packed, constants = case.packed(algorithm)
   return update(state or fresh(), packed.chunks, packed.used, constants)
 
@@ -238,12 +276,20 @@ def test_no_mixed_group_changes_no_bit_even_with_momentum(folder, model):
 def test_unusable_gradients_are_skipped_and_counted_in_a_row(folder):
   config = OptimizerConfig(peak_lr=1e-2, skip_grad_norm=1e-9)
   state, report = step(folder, config=config)
-  assert bool(report.skipped) and (int(report.in_a_row), int(state.skipped), int(state.updates)) == (1, 1, 0)
+  assert bool(report.skipped) and (
+    int(report.in_a_row),
+    int(state.skipped),
+    int(state.updates),
+  ) == (1, 1, 0)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), host_params('bigram'))
   state, report = step(folder, config=config, state=state)
   assert int(report.in_a_row) == int(state.skipped) == 2
   state, report = step(folder, state=state)
-  assert not bool(report.skipped) and (int(report.in_a_row), int(state.skipped), int(state.updates)) == (0, 0, 1)
+  assert not bool(report.skipped) and (
+    int(report.in_a_row),
+    int(state.skipped),
+    int(state.updates),
+  ) == (0, 0, 1)
 
 
 def test_nan_parameters_never_reach_the_optimizer(folder):
@@ -258,7 +304,9 @@ def test_nan_parameters_never_reach_the_optimizer(folder):
 
 def test_unscorable_rows_leave_the_loss(folder):
   _, report = step(folder, rewards=(1.0, 0.0, None, 1.0, *(None,) * 8))
-  assert float(report.stats['actor/entropy'].count) == sum(int(SAMPLES[i].loss_mask.sum()) for i in (0, 1, 3))
+  assert float(report.stats['actor/entropy'].count) == sum(
+    int(SAMPLES[i].loss_mask.sum()) for i in (0, 1, 3)
+  )
 
 
 def test_nothing_scorable_is_an_empty_update_without_a_nan(folder):
@@ -275,7 +323,10 @@ def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
   before = jax.tree.map(lambda x: x.sharding, fresh())
   found, _ = step(folder, algorithm=SFT, axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
   assert jax.tree.leaves(before) == jax.tree.leaves(jax.tree.map(lambda x: x.sharding, found))
-  assert found.params['head']['kernel'].sharding.shard_shape((VOCAB, WIDTH)) == (VOCAB // 2, WIDTH // 2)
+  assert found.params['head']['kernel'].sharding.shard_shape((VOCAB, WIDTH)) == (
+    VOCAB // 2,
+    WIDTH // 2,
+  )
   for name, wanted in flatten(jax.device_get(plain.params)).items():
     moved = np.linalg.norm(wanted - flatten(host_params('bigram'))[name])
     assert np.linalg.norm(np.asarray(flatten(found.params)[name]) - wanted) <= 1e-3 * moved
@@ -290,28 +341,42 @@ def test_moments_in_host_memory_change_nothing(folder, axes):
     state, _ = step(folder, config=config, axes=axes, chunks=2)
     state, _ = step(folder, config=config, axes=axes, chunks=2, state=state)
     states[offload] = state
-  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].opt_state) if leaf.ndim}
+  kinds = {
+    leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].opt_state) if leaf.ndim
+  }
   assert kinds == {'pinned_host'}
-  assert 'pinned_host' not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].params)}
+  assert 'pinned_host' not in {
+    leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].params)
+  }
   # Other programs: products and sums may be rounded together in one and apart in the other.
-  for found, wanted in zip(jax.tree.leaves(states[True]), jax.tree.leaves(states[False]), strict=True):
+  for found, wanted in zip(
+    jax.tree.leaves(states[True]), jax.tree.leaves(states[False]), strict=True
+  ):
     assert np.linalg.norm(np.asarray(found) - np.asarray(wanted)) <= 1e-6 * np.linalg.norm(wanted)
 
 
 def test_packing_used_by_the_loader_is_the_planned_one(folder):
   packed, _ = Case(folder, rows=rollouts(), axes=(('fsdp', 2),), chunks=2).packed(SFT)
   own = [SAMPLES[i] for i in ROLLOUTS]
-  planned_packing = pack([len(s.tokens) for s in own], units=None, ranks=2, chunks=2, chunk_len=CHUNK)
+  planned_packing = pack(
+    [len(s.tokens) for s in own], units=None, ranks=2, chunks=2, chunk_len=CHUNK
+  )
   tokens = np.asarray(packed.chunks.tokens)
   for i, s in enumerate(own):
     start = planned_packing.offset[i]
-    at = (planned_packing.micro_batch[i], planned_packing.chunk[i], slice(start, start + len(s.tokens)))
+    at = (
+      planned_packing.micro_batch[i],
+      planned_packing.chunk[i],
+      slice(start, start + len(s.tokens)),
+    )
     np.testing.assert_array_equal(tokens[at], s.tokens)
     np.testing.assert_array_equal(np.asarray(packed.chunks.positions)[at], np.arange(len(s.tokens)))
 
 
 class NaiveLearner:
-  """PPO and AdamW as the papers state them, in float64, on the host, one sequence at a time, nothing packed."""
+  """PPO and AdamW as the papers state them, in float64, on the host, one sequence at a time,
+  nothing packed.
+  """
 
   def __init__(self, config: OptimizerConfig, algorithm: GrpoConfig):
     self.config, self.algorithm = config, algorithm
@@ -325,8 +390,14 @@ class NaiveLearner:
     return chosen(log_probabilities(self.model, unflatten(tree), tokens, temperature), tokens)
 
   def loss(self, tree, tokens, mask, temperature, advantage, old):
-    """-min(r, 1 + high) A for a good sequence; for a bad one -max(r, 1 - low) A, but at most -c A."""
-    low, high, c = self.algorithm.clip_ratio_low, self.algorithm.clip_ratio_high, self.algorithm.clip_ratio_c
+    """-min(r, 1 + high) A for a good sequence; for a bad one -max(r, 1 - low) A, but at most -c
+    A.
+    """
+    low, high, c = (
+      self.algorithm.clip_ratio_low,
+      self.algorithm.clip_ratio_high,
+      self.algorithm.clip_ratio_c,
+    )
     ratio = jnp.exp(self.logprobs(tree, tokens, temperature) - old)
     capped = jnp.where(advantage > 0, jnp.minimum(ratio, 1 + high), jnp.clip(ratio, 1 - low, c))
     return -(capped * advantage * mask[1:]).sum(), ratio
@@ -355,11 +426,15 @@ class NaiveLearner:
 
 
 def test_two_optimizer_steps_on_one_batch_are_two_naive_updates(folder):
-  """The second step's ratios are against the policy before the batch, not against the first step's result."""
+  """The second step's ratios are against the policy before the batch, not against the first step's
+  result.
+  """
   algorithm, config = grpo(), OptimizerConfig(peak_lr=0.05, weight_decay=0.1, max_grad_norm=0.05)
   order = ((0, 3, 5, 6, 9, 10), (1, 2, 4, 7, 8, 11), (0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11))
   with jax.enable_x64(True):
-    case, update, fresh = prepared(folder, algorithm, config, dtype='float64', order=order, on_policy=(), chunks=2)
+    case, update, fresh = prepared(
+      folder, algorithm, config, dtype='float64', order=order, on_policy=(), chunks=2
+    )
     score = build_score(case.model, case.mesh, token_chunk=8)
     packed = [case.packed(algorithm, number)[0] for number in range(len(order))]
     old = [score(case.params(), p.chunks, p.used) for p in packed]

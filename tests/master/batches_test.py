@@ -1,4 +1,6 @@
-"""What process 0 decides for a step, and that a batch's state is as of the last completed batch whatever is drawn."""
+"""What process 0 decides for a step, and that a batch's state is as of the last completed batch
+whatever is drawn.
+"""
 
 import asyncio
 import collections
@@ -100,7 +102,16 @@ class FakeBatches:
 
 
 def close(
-  step, stage=None, *, every_steps=100, every_minutes=1e6, ready=True, stop=None, error=None, seed=0, held_out=()
+  step,
+  stage=None,
+  *,
+  every_steps=100,
+  every_minutes=1e6,
+  ready=True,
+  stop=None,
+  error=None,
+  seed=0,
+  held_out=(),
 ):
   """The plan of one step, and the batches it was asked from."""
 
@@ -161,7 +172,9 @@ def test_the_clock_starts_again_at_every_commit(monkeypatch):
 
   async def main():
     nonlocal now
-    planner = Planner(seed=0, every_steps=5, every_minutes=1.0, stop=asyncio.get_running_loop().create_future())
+    planner = Planner(
+      seed=0, every_steps=5, every_minutes=1.0, stop=asyncio.get_running_loop().create_future()
+    )
     batches = FakeBatches()
     batches.ready.set()
     found = []
@@ -170,7 +183,8 @@ def test_the_clock_starts_again_at_every_commit(monkeypatch):
       found.append((await planner.close(make_stage(), step, batches)).commit)
     return found
 
-  # Seconds since the last commit: 25, 50, 75 (> 60: clock), 25, 50 (15 batches: steps), 25, 50, 75 (clock).
+  # Seconds since the last commit: 25, 50, 75 (> 60: clock), 25, 50 (15 batches: steps), 25, 50, 75
+  # (clock).
   assert asyncio.run(main()) == [False, False, True, False, True, False, False, True]
 
 
@@ -197,7 +211,9 @@ def test_minibatches_and_epochs_deal_every_row_once_per_epoch_and_ask_for_the_pr
     assert sorted(first + second) == [0, 1, 2, 3]
   assert plan.proximal and '6 optimizer steps' in plan.proximal_reason
   assert not close(12)[0].proximal
-  assert not close(12, make_stage(minibatches=2, algorithm=SFT))[0].proximal, 'demonstrations have no ratio'
+  assert not close(12, make_stage(minibatches=2, algorithm=SFT))[0].proximal, (
+    'demonstrations have no ratio'
+  )
 
 
 def family(config=GrpoConfig, **fields) -> Algorithm:
@@ -231,8 +247,18 @@ ON_HOST = 'annotation reads'
     (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1), 1, ON_HOST),
     (family(kl_loss_coef=0.1, kl_target=0.05), 1, ON_HOST),
     (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1, bypass_old_logprobs=True), 1, ''),
-    (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1, bypass_old_logprobs=True, reference=EVERY), 1, ON_HOST),
-    (family(kl_loss_coef=0.1, kl_target=0.05, bypass_old_logprobs=True, reference=EVERY), 1, ON_HOST),
+    (
+      family(
+        ReinforcePlusPlusConfig, kl_reward_coef=0.1, bypass_old_logprobs=True, reference=EVERY
+      ),
+      1,
+      ON_HOST,
+    ),
+    (
+      family(kl_loss_coef=0.1, kl_target=0.05, bypass_old_logprobs=True, reference=EVERY),
+      1,
+      ON_HOST,
+    ),
     # A critic's values are a pass of their own.
     (family(PpoConfig), 1, ''),
     (family(PpoConfig), 2, '2 optimizer steps'),
@@ -242,20 +268,31 @@ ON_HOST = 'annotation reads'
 def test_the_proximal_pass_is_made_where_no_update_could_serve(algorithm, steps, reason):
   plan, _ = close(12, make_stage(algorithm=algorithm, minibatches=steps))
   assert len(plan.optimizer_steps) == steps
-  assert plan.proximal == bool(reason) and reason in plan.proximal_reason and (reason or not plan.proximal_reason)
+  assert (
+    plan.proximal == bool(reason)
+    and reason in plan.proximal_reason
+    and (reason or not plan.proximal_reason)
+  )
 
 
 def test_while_the_critic_warms_up_a_pass_gives_the_logprobs():
   stage = make_stage(algorithm=family(PpoConfig, critic_warmup=2))
   reasons = [close(step, stage)[0].proximal_reason for step in range(10, 14)]
-  assert [WARMUP in reason for reason in reasons] == [True, True, False, False] and reasons[2:] == ['', '']
+  assert [WARMUP in reason for reason in reasons] == [True, True, False, False] and reasons[2:] == [
+    '',
+    '',
+  ]
 
 
 def test_what_is_held_out_is_named_where_the_step_ends_with_an_evaluation():
   held_out = tuple(make_row(i) for i in range(7, 9))
-  plans = {step: close(step, make_stage(evaluate_every=4), held_out=held_out)[0] for step in range(10, 20)}
+  plans = {
+    step: close(step, make_stage(evaluate_every=4), held_out=held_out)[0] for step in range(10, 20)
+  }
   assert {step for step, plan in plans.items() if plan.held_out} == {13, 17, 19}
-  assert plans[13].held_out == held_out and not {row.uid for row in held_out} & {row.uid for row in plans[13].rows}
+  assert plans[13].held_out == held_out and not {row.uid for row in held_out} & {
+    row.uid for row in plans[13].rows
+  }
   assert StepPlan.from_json(json.loads(json.dumps(plans[13].to_json()))) == plans[13]
 
 
@@ -266,7 +303,10 @@ def test_the_deal_is_a_function_of_seed_and_step():
 
 
 def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
-  samples = [demonstration_sample(t, 'ab', tokenizer, number=i) for i, t in enumerate(exploring.make_tasks(7))]
+  samples = [
+    demonstration_sample(t, 'ab', tokenizer, number=i)
+    for i, t in enumerate(exploring.make_tasks(7))
+  ]
   write_segment(tmp_path, 'sft.arrayrecord', [encode(sample) for sample in samples])
   make = lambda: StreamBatches(RowStream(tmp_path, 'sft.arrayrecord', rows=3, seed=1))
 
@@ -294,7 +334,9 @@ def rollouts_of(exploration) -> RolloutBatches:
   return RolloutBatches(exploration.explorer)
 
 
-def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(tmp_path, tokenizer):
+def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
+  tmp_path, tokenizer
+):
   """Task 1 is unscorable, so that the gate has a drop to remember."""
   stores = iter(exploring.new_store(tmp_path / str(i) / 'replay') for i in range(10))
 
@@ -318,7 +360,10 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
       steps = [await step(batches, number) for number in range(3)]
     after = batches.state()
     # Batch 0 drew tasks 0, 1 (dropped) and 2; the other batches two each.
-    assert after['sampler']['pools'] == [{'position': 7}] and after['gate'] == {'started': 7, 'dropped': 1}
+    assert after['sampler']['pools'] == [{'position': 7}] and after['gate'] == {
+      'started': 7,
+      'dropped': 1,
+    }
     for number in (1, 2):
       resumed = make()
       resumed.restore(json.loads(steps[number][0]))
@@ -331,19 +376,28 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
   reader = SegmentReader(tmp_path / '0')
   for row in rows:
     (sample,) = reader.read([(row.source, row.index)])
-    assert (sample.uid, len(sample.tokens), sample.prompt_len) == (row.uid, row.length, row.prompt_len)
+    assert (sample.uid, len(sample.tokens), sample.prompt_len) == (
+      row.uid,
+      row.length,
+      row.prompt_len,
+    )
     assert row.truncated == (sample.finish_reason == 'length') and row.group == sample.group_id
     assert (row.reward, row.version_step, row.is_expert) == (1.0, 0, False)
 
 
 def experts_file(workdir, tokenizer, count=7) -> str:
-  samples = [demonstration_sample(t, 'ab', tokenizer, number=i) for i, t in enumerate(exploring.make_tasks(count))]
+  samples = [
+    demonstration_sample(t, 'ab', tokenizer, number=i)
+    for i, t in enumerate(exploring.make_tasks(count))
+  ]
   write_segment(workdir, 'experts.arrayrecord', [encode(sample) for sample in samples])
   return 'experts.arrayrecord'
 
 
 def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, tokenizer):
-  """Four rollouts and three experts a step, which go round seven experts in an order of their own."""
+  """Four rollouts and three experts a step, which go round seven experts in an order of their
+  own.
+  """
   source, stores = experts_file(tmp_path, tokenizer), itertools.count()
 
   def make():
@@ -359,7 +413,9 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
     rows, counts = await batches.next()
     assert json.dumps(batches.state()) == before, 'drawn, not trained'
     assert [row.is_expert for row in rows] == [False] * 4 + [True] * 3
-    assert list(batches.taken()) == [row.uid for row in rows[:4]], 'what the experts wrote was not sampled'
+    assert list(batches.taken()) == [row.uid for row in rows[:4]], (
+      'what the experts wrote was not sampled'
+    )
     assert all(row.version_step is None and row.reward is None for row in rows[4:])
     batches.trained(StepPlan(step=number, stage='mix', rows=tuple(rows)))
     return before, [row.uid for row in rows], counts
@@ -374,7 +430,9 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
     assert report.states['trained'] == 4 * 4 + 7 and report.reasons == {'dropped(unscorable)': 2}
     assert report.partitions == {'usual': 4 * 4 + 2, 'expert': 7}
     wanted = collections.Counter(f'mix/{uid}' for _, uids, _ in steps for uid in set(uids[4:]))
-    assert {uid: entry.uses for uid, entry in store.entries([*wanted]).items()} == wanted and max(wanted.values()) == 2
+    assert {uid: entry.uses for uid, entry in store.entries([*wanted]).items()} == wanted and max(
+      wanted.values()
+    ) == 2
     assert steps[0][2]['dropped/groups'] == 1
     store.close()
     for number in (1, 2, 3):
@@ -397,7 +455,9 @@ def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibat
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
     experts = StreamBatches(RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5))
     batches = MixedBatches(exploration.explorer, experts)
-    planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
+    planner = Planner(
+      seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future()
+    )
     async with batches.running():
       batches.advance(0, 0)
       plan = await planner.close(make_stage(start=0, minibatches=minibatches), 0, batches)
@@ -413,14 +473,20 @@ def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibat
 
 
 def test_rows_of_one_sample_share_its_place_and_its_pairs_stay_together(tmp_path, tokenizer):
-  """Pairs of rollouts: the correct sample 2 of each group against both wrong ones, two pairs in each minibatch."""
+  """Pairs of rollouts: the correct sample 2 of each group against both wrong ones, two pairs in
+  each minibatch.
+  """
 
   async def main():
     store = exploring.new_store(tmp_path / 'replay')
     judge = lambda attempt: float(attempt.uid.endswith('/2'))
     selection = SelectionConfig(kind='pairs', pairs_per_group=2)
-    batches = rollouts_of(exploring.Exploration(tokenizer, store, judge, group_size=3, selection=selection))
-    planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
+    batches = rollouts_of(
+      exploring.Exploration(tokenizer, store, judge, group_size=3, selection=selection)
+    )
+    planner = Planner(
+      seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future()
+    )
     async with batches.running():
       batches.advance(0, 0)
       plan = await planner.close(make_stage(start=0, minibatches=2), 0, batches)

@@ -1,4 +1,6 @@
-"""Evaluation's estimators by hand and against brute force, and a suite run on a deterministic engine."""
+"""Evaluation's estimators by hand and against brute force, and a suite run on a deterministic
+engine.
+"""
 
 import asyncio
 import itertools
@@ -150,27 +152,37 @@ def test_a_suite_asks_each_task_once_greedily_and_n_times_sampled(tokenizer):
   tasks = exploring.make_tasks(5, 'eval')
   config = suite(samples=3, temperature=0.7, top_p=0.9, top_k=5)
   engine, (metrics, rows) = evaluate(tokenizer, config, tasks, judge)
-  asked = [(r.samples, r.sampling.temperature, r.sampling.top_p, r.sampling.top_k) for r in engine.requests]
+  asked = [
+    (r.samples, r.sampling.temperature, r.sampling.top_p, r.sampling.top_k) for r in engine.requests
+  ]
   assert asked == [(1, 0.0, 1.0, -1)] * 5 + [(3, 0.7, 0.9, 5)] * 5
   named = [(r['uid'], r['mode'], r['sample_index']) for r in rows]
-  assert named == [(t.uid, 'greedy', 0) for t in tasks] + [(t.uid, 'sample', i) for t in tasks for i in range(3)]
+  assert named == [(t.uid, 'greedy', 0) for t in tasks] + [
+    (t.uid, 'sample', i) for t in tasks for i in range(3)
+  ]
   for r, task in zip(rows[:5], tasks, strict=True):
     assert (r['suite'], r['prompt'], r['truth']) == ('held_out', task.prompt[-1]['content'], 'a')
     assert r['score'] == {'a': None, 'b': 0.0}.get(r['completion'][0], 1.0)
   greedy = [r['score'] for r in rows[:5] if r['score'] is not None]
   assert metrics['val-core/eval/acc/greedy'] == pytest.approx(sum(greedy) / len(greedy))
   assert metrics['val-aux/eval/unscorable'] == sum(r['score'] is None for r in rows)
-  assert metrics['val-aux/eval/truncated'] == pytest.approx(sum(r['finish_reason'] == 'length' for r in rows) / 20)
+  assert metrics['val-aux/eval/truncated'] == pytest.approx(
+    sum(r['finish_reason'] == 'length' for r in rows) / 20
+  )
 
 
 def test_an_evaluation_does_not_depend_on_what_ends_first(tokenizer):
   tasks = exploring.make_tasks(6, 'eval')
-  first, *others = [evaluate(tokenizer, suite(samples=4), tasks, judge, delays=d)[1] for d in range(4)]
+  first, *others = [
+    evaluate(tokenizer, suite(samples=4), tasks, judge, delays=d)[1] for d in range(4)
+  ]
   assert all(other == first for other in others)
 
 
 def test_greedy_only_asks_for_nothing_else(tokenizer):
-  engine, (metrics, rows) = evaluate(tokenizer, suite(), exploring.make_tasks(3, 'eval'), lambda attempt: 1.0)
+  engine, (metrics, rows) = evaluate(
+    tokenizer, suite(), exploring.make_tasks(3, 'eval'), lambda attempt: 1.0
+  )
   assert len(engine.requests) == len(rows) == 3
   assert metrics['val-core/eval/acc/greedy'] == 1.0
   assert not any('@' in key for key in metrics)
@@ -181,7 +193,12 @@ def test_a_suite_that_makes_no_progress_any_more_ends_with_a_line(tokenizer):
   engine.hold = lambda request: len(engine.requests) > 2
   scorers = exploring.FakeScorers(lambda attempt: 1.0)
   workflow = SingleTurn(engine, tokenizer, max_tokens=4)
-  evaluator = Evaluator(workflow=workflow, scorers=scorers, rewards=exploring.REWARDS, deadline_s=5.0)
-  with pytest.raises(WaitExpired, match=r'^wait suite: evaluation held_out waited 5 s for another of its tasks to end'):
+  evaluator = Evaluator(
+    workflow=workflow, scorers=scorers, rewards=exploring.REWARDS, deadline_s=5.0
+  )
+  with pytest.raises(
+    WaitExpired,
+    match=r'^wait suite: evaluation held_out waited 5 s for another of its tasks to end',
+  ):
     simulated(evaluator.run(suite(), exploring.make_tasks(4, 'eval')))
   assert engine.cancelled

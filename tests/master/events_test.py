@@ -1,4 +1,6 @@
-"""What the explorer says of its groups: every request is answered, or its group is dropped with a reason."""
+"""What the explorer says of its groups: every request is answered, or its group is dropped with a
+reason.
+"""
 
 import asyncio
 import collections
@@ -16,7 +18,9 @@ from jaxrl_llm.runtime.events import EDGES, Edge, EventLog
 
 @pytest.fixture
 def explored(tmp_path):
-  """Two batches of two groups of two; of the third task nothing can be learned, of the last ones samples never end."""
+  """Two batches of two groups of two; of the third task nothing can be learned, of the last ones
+  samples never end.
+  """
   tasks = exploring.make_tasks(24)
   log = EventLog(tmp_path, attempt=0)
   store = exploring.new_store(tmp_path / 'replay')
@@ -56,11 +60,17 @@ def test_every_group_is_asked_for_scored_and_stored_once_or_dropped(explored):
     assert [replies[edge].fields['count'] for edge in (Edge.ROLLOUT, Edge.EVAL)] == [2, 2]
     assert replies[Edge.STORE].fields['admitted'] == (0 if i == 2 else 2)
     assert replies[Edge.ROLLOUT].t <= replies[Edge.EVAL].t <= replies[Edge.STORE].t
-  drops = {event.fields['group']: event.fields['reason'] for event in found if event.edge == Edge.DROP}
+  drops = {
+    event.fields['group']: event.fields['reason'] for event in found if event.edge == Edge.DROP
+  }
   given_up = {group for group, reason in drops.items() if reason == 'given up'}
   assert drops.pop(name(2)) == 'nothing to learn from' and given_up == set(drops)
   assert all(reply is not None for replies in asked.values() for reply in replies.values())
-  ended_early = {group for group, replies in asked.items() if any('given_up' in r.fields for r in replies.values())}
+  ended_early = {
+    group
+    for group, replies in asked.items()
+    if any('given_up' in r.fields for r in replies.values())
+  }
   assert ended_early and ended_early <= given_up
   # A task is drawn for each group, before anything is asked for it.
   drawn = [event.fields['group'] for event in found if event.edge == Edge.TASK]
@@ -76,4 +86,9 @@ def test_each_reply_names_one_earlier_request_of_its_edge(explored):
   assert len({reply.of for reply in replies}) == len(replies) > 10
   for reply in replies:
     request = requests[reply.of]
-    assert request.edge == reply.edge and request.id < reply.id and request.t <= reply.t and EDGES[reply.edge].answered
+    assert (
+      request.edge == reply.edge
+      and request.id < reply.id
+      and request.t <= reply.t
+      and EDGES[reply.edge].answered
+    )

@@ -1,4 +1,6 @@
-"""The loop with its real keeper: which evaluations and commits a run makes, left by a signal and started again."""
+"""The loop with its real keeper: which evaluations and commits a run makes, left by a signal and
+started again.
+"""
 
 import asyncio
 import contextlib
@@ -60,12 +62,21 @@ def stages(*, explores=False):
 
 
 ROW = dict(
-  source='s', length=4, prompt_len=2, group='g', reward=None, is_expert=True, truncated=False, version_step=None
+  source='s',
+  length=4,
+  prompt_len=2,
+  group='g',
+  reward=None,
+  is_expert=True,
+  truncated=False,
+  version_step=None,
 )
 
 
 class Rows:
-  """Implements `Batches`: the same two rows at each step; its state is the number of batches trained."""
+  """Implements `Batches`: the same two rows at each step; its state is the number of batches
+  trained.
+  """
 
   explores = False
   held_out = ()
@@ -103,7 +114,9 @@ class Trainer:
 
   async def annotate(self, learned, plan):
     packing = pack_step(plan, 0, SHAPE)
-    packed = PackedStep(None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+    packed = PackedStep(
+      None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None
+    )
     return Batch(plan, plain(plan.rows), [packed])
 
   async def update(self, learned, batch):
@@ -116,8 +129,8 @@ class Trainer:
 class Run:
   """One start of a run of two stages of two steps, in `workdir`, from its newest commit.
 
-  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs; `moves`, of a batch, whether
-  it changes the policy.
+  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs; `moves`,
+  of a batch, whether it changes the policy.
   """
 
   def __init__(
@@ -142,23 +155,37 @@ class Run:
 
     def hold(request):
       step = engine.version.step
-      if self.interrupt(step, request.uid.split('/')[0].removeprefix('evaluation-')) and not stop.done():
+      if (
+        self.interrupt(step, request.uid.split('/')[0].removeprefix('evaluation-'))
+        and not stop.done()
+      ):
         stop.set_result(int(signal.SIGTERM))
       return stop.done()
 
     engine.hold = hold
     mesh = Mesh(np.array(jax.devices()[:1]), ('x',))
-    process = Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh)
+    process = Process(
+      coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+    )
     checkpoints = Checkpoints(self.workdir / 'checkpoints', CheckpointConfig(keep=50), leads=True)
     step = max(checkpoints.steps(), default=0)
     host = checkpoints.host(step) if step else None
     store = open_store(self.workdir / 'replay', synchronous='normal')
     store.recover(step)
-    params = {'w': jax.device_put(jnp.full(2, step, jnp.float32), NamedSharding(mesh, PartitionSpec()))}
-    train = TrainState(params=params, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
+    params = {
+      'w': jax.device_put(jnp.full(2, step, jnp.float32), NamedSharding(mesh, PartitionSpec()))
+    }
+    train = TrainState(
+      params=params,
+      opt_state=(),
+      updates=jnp.zeros((), jnp.int32),
+      skipped=jnp.zeros((), jnp.int32),
+    )
     batches = {stage.name: Rows() for stage in self.stages}
     logs = Logs(
-      metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0, tensorboard=False),
+      metrics=MetricsWriter(
+        self.workdir, committed=host['metrics_offset'] if host else 0, tensorboard=False
+      ),
       rollouts=RolloutsWriter(self.workdir),
       evals=EvalsWriter(self.workdir),
       progress=ProgressDisplay({stage.name: 2 for stage in self.stages}),
@@ -229,7 +256,9 @@ WHOLE = [
   ('second', 4, 'one'),
   ('second', 4, 'two'),
 ]
-"""Evaluated at the start and after each stage, under the name of the stage that made the weights."""
+"""Evaluated at the start and after each stage, under the name of the stage that made the
+weights.
+"""
 
 
 def test_an_uninterrupted_run_and_a_finished_one_started_again(tmp_path, tokenizer):
@@ -248,11 +277,19 @@ def test_an_uninterrupted_run_and_a_finished_one_started_again(tmp_path, tokeniz
 
 @pytest.mark.parametrize('suite', SUITES)
 @pytest.mark.parametrize('step', [0, 2, 4])
-def test_an_evaluation_cut_short_by_a_signal_is_made_whole_at_the_next_start(tmp_path, tokenizer, step, suite):
+def test_an_evaluation_cut_short_by_a_signal_is_made_whole_at_the_next_start(
+  tmp_path, tokenizer, step, suite
+):
   left = Run(tmp_path, tokenizer, interrupt=lambda at, name: (at, name) == (step, suite))
   outcome = left.start()
-  assert (outcome.stop, outcome.state.step, outcome.state.evaluated) == (signal.SIGTERM, step, False)
-  assert written(tmp_path) == [row for row in WHOLE if row[1] < step or (row[1] == step and row[2] == 'train')]
+  assert (outcome.stop, outcome.state.step, outcome.state.evaluated) == (
+    signal.SIGTERM,
+    step,
+    False,
+  )
+  assert written(tmp_path) == [
+    row for row in WHOLE if row[1] < step or (row[1] == step and row[2] == 'train')
+  ]
   assert step == 0 or left.commits[step]['evaluated'] is False
   outcome = Run(tmp_path, tokenizer).start()
   assert (outcome.stop, outcome.state.step) == (0, 4)
@@ -293,7 +330,11 @@ def test_a_batch_that_is_passed_over_changes_nothing_and_has_no_logprobs_of_the_
   plan = StepPlan(step=3, stage='first', rows=rows, optimizer_steps=((0, 1),))
   state = loop.LoopState(Learned(None), 3, moved=2, evaluated=True)
   after, batch, updated = loop.pass_over(state, plan)
-  assert (after.step, after.moved, after.evaluated) == (4, 2, False) and after.learned is state.learned
+  assert (after.step, after.moved, after.evaluated) == (
+    4,
+    2,
+    False,
+  ) and after.learned is state.learned
   assert not batch.annotation.in_loss.any() and batch.steps == [] and not updated.moved
   assert updated.logprobs is None and not updated.metrics
 
@@ -303,7 +344,9 @@ def published(run):
 
 
 def test_weights_that_no_batch_moved_are_published_by_name_alone(tmp_path, tokenizer):
-  """Evaluated at 0, 2 and 4; batch 1 of the second stage moves the policy, those of the first do not."""
+  """Evaluated at 0, 2 and 4; batch 1 of the second stage moves the policy, those of the first do
+  not.
+  """
   whole = Run(tmp_path / 'whole', tokenizer, moves=lambda step: step == 3)
   outcome = whole.start()
   assert (outcome.state.moved, outcome.state.learned.policy.params['w'].tolist()) == (4, [1.0, 1.0])
@@ -312,7 +355,9 @@ def test_weights_that_no_batch_moved_are_published_by_name_alone(tmp_path, token
 
 
 def test_a_stage_that_explores_names_the_weights_before_each_batch(tmp_path, tokenizer):
-  """Batches 0 to 3, of which 1 alone moves the policy; a version that an evaluation has published is not again."""
+  """Batches 0 to 3, of which 1 alone moves the policy; a version that an evaluation has published
+  is not again.
+  """
   run = Run(tmp_path, tokenizer, moves=lambda step: step == 1, explores=True)
   assert run.start().state.moved == 2
   kinds = ['load', 'relabel', 'load', 'relabel', 'relabel']
@@ -330,7 +375,10 @@ def test_without_suites_nothing_is_published_and_evaluations_count_as_made(tmp_p
   run = Run(tmp_path, tokenizer, suites=())
   outcome = run.start()
   assert (outcome.state.step, outcome.state.evaluated) == (4, True)
-  assert published(run) == [] and [host['evaluated'] for host in run.commits.values()] == [True, True]
+  assert published(run) == [] and [host['evaluated'] for host in run.commits.values()] == [
+    True,
+    True,
+  ]
 
 
 def test_a_failing_scorer_in_an_evaluation_ends_the_run(tmp_path, tokenizer):

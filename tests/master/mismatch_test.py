@@ -1,4 +1,6 @@
-"""Trainer against sampler: by hand, against a budget, and from logprobs that are those before the batch."""
+"""Trainer against sampler: by hand, against a budget, and from logprobs that are those before the
+batch.
+"""
 
 import asyncio
 import dataclasses
@@ -38,8 +40,12 @@ from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
 LN2 = math.log(2.0)
-# Trainer 1/4, 1/2 where the sampler says 1/2, 1/2; trainer 1 where it says 1/4. So r = -ln 2, 0 | 2 ln 2.
-HAND = [(-LN2 * np.array([2.0, 1.0]), -LN2 * np.array([1.0, 1.0])), (np.array([0.0]), np.array([-2 * LN2]))]
+# Trainer 1/4, 1/2 where the sampler says 1/2, 1/2; trainer 1 where it says 1/4. So r = -ln 2, 0 | 2
+# ln 2.
+HAND = [
+  (-LN2 * np.array([2.0, 1.0]), -LN2 * np.array([1.0, 1.0])),
+  (np.array([0.0]), np.array([-2 * LN2])),
+]
 
 
 def measured(pairs) -> dict[str, float]:
@@ -47,7 +53,8 @@ def measured(pairs) -> dict[str, float]:
 
 
 def test_two_sequences_by_hand():
-  # Importance weights 1/2, 1, 4: sum 5.5, of squares 17.25. Perplexities: 2^1.5 and 1 against 2 and 4.
+  # Importance weights 1/2, 1, 4: sum 5.5, of squares 17.25. Perplexities: 2^1.5 and 1 against 2 and
+  # 4.
   weights = {'mean': 5.5 / 3, 'max': 4.0, 'min': 0.5}
   assert measured(HAND) == pytest.approx(
     {
@@ -71,7 +78,15 @@ def test_two_sequences_by_hand():
 
 def test_equal_logprobs_are_no_mismatch_at_all():
   found = measured([(sampler, sampler) for _, sampler in HAND])
-  ones = {'rollout_is_mean', 'rollout_is_max', 'rollout_is_min', 'rollout_is_eff_sample_size', 'mean', 'max', 'min'}
+  ones = {
+    'rollout_is_mean',
+    'rollout_is_max',
+    'rollout_is_min',
+    'rollout_is_eff_sample_size',
+    'mean',
+    'max',
+    'min',
+  }
   for key, value in found.items():
     if not key.endswith('_ppl'):
       one = key.split('/')[-1] in ones and 'difference' not in key
@@ -88,8 +103,12 @@ def test_float32_differences_near_its_resolution_are_not_lost():
 
 
 def test_exponents_are_bounded_and_differences_are_not():
-  found = measured([(np.array([-1000.0]), np.array([-1.0])), (np.array([-1.0]), np.array([-1000.0]))])
-  assert all(math.isfinite(value) for key, value in found.items() if not key.endswith('_ppl')), found
+  found = measured(
+    [(np.array([-1000.0]), np.array([-1.0])), (np.array([-1.0]), np.array([-1000.0]))]
+  )
+  assert all(math.isfinite(value) for key, value in found.items() if not key.endswith('_ppl')), (
+    found
+  )
   assert found['rollout_corr/rollout_is_max'] == pytest.approx(math.exp(20))
   assert found['rollout_corr/rollout_is_min'] == pytest.approx(math.exp(-20))
   assert found['sampling/sampling_logp_difference/max'] == 999.0
@@ -98,7 +117,9 @@ def test_exponents_are_bounded_and_differences_are_not():
 
 def test_a_broken_trainer_is_reported_not_hidden():
   found = measured([*HAND, (np.array([math.nan, -1.0]), np.array([-1.0, -1.0]))])
-  assert [key for key, value in found.items() if not math.isnan(value)] == ['rollout_corr/rollout_ppl']
+  assert [key for key, value in found.items() if not math.isnan(value)] == [
+    'rollout_corr/rollout_ppl'
+  ]
   found = measured([*HAND, (np.array([-math.inf, -1.0]), np.array([-1.0, -1.0]))])
   assert found['rollout_corr/kl'] == math.inf and found['rollout_corr/training_ppl'] == math.inf
 
@@ -126,7 +147,11 @@ VALUES = {'rollout_corr/k3_kl': 0.02, 'sampling/sampling_logp_difference/max': 3
     ({'warn_k3_kl': 0.02}, VALUES, []),  # as large as the budget is inside it
     ({'warn_max_difference': 2.5}, VALUES, ['warn_k3_kl', 'warn_max_difference']),
     ({'warn_k3_kl': 0.1, 'warn_max_difference': 2.5}, VALUES, ['warn_max_difference']),
-    ({'warn_max_difference': 2.5}, dict.fromkeys(VALUES, math.nan), ['warn_k3_kl', 'warn_max_difference']),
+    (
+      {'warn_max_difference': 2.5},
+      dict.fromkeys(VALUES, math.nan),
+      ['warn_k3_kl', 'warn_max_difference'],
+    ),
     ({}, dict.fromkeys(VALUES, math.nan), ['warn_k3_kl']),
     ({'warn_max_difference': 0.0}, {}, []),
   ],
@@ -138,8 +163,16 @@ def test_budgets(config, values, budgets):
 def test_a_note_says_what_was_wanted_and_what_to_do_in_one_line():
   lines = over_budget(MismatchConfig(warn_max_difference=2.5), VALUES)
   for budget, words in {
-    'warn_k3_kl': ['rollout_corr/k3_kl is 0.02 nats per token', 'budget 0.01', 'rollout.mismatch.warn_k3_kl'],
-    'warn_max_difference': ['difference/max is 3 nats', 'budget 2.5', 'rollout.mismatch.warn_max_difference'],
+    'warn_k3_kl': [
+      'rollout_corr/k3_kl is 0.02 nats per token',
+      'budget 0.01',
+      'rollout.mismatch.warn_k3_kl',
+    ],
+    'warn_max_difference': [
+      'difference/max is 3 nats',
+      'budget 2.5',
+      'rollout.mismatch.warn_max_difference',
+    ],
   }.items():
     assert '\n' not in lines[budget]
     for word in (*words, 'float32', 'report'):
@@ -155,19 +188,29 @@ def test_a_budget_that_means_nothing_is_refused(value):
 
 @pytest.mark.parametrize('epochs', [1, 2])
 def test_logprobs_are_of_the_policy_before_the_batch_in_every_minibatch(tmp_path, epochs):
-  """Two optimizer steps an epoch, and a learning rate at which each leaves the policy before it far behind."""
+  """Two optimizer steps an epoch, and a learning rate at which each leaves the policy before it far
+  behind.
+  """
   write_segment(tmp_path, 'rows.arrayrecord', [encode(s) for s in SAMPLES])
   mesh, model = build_mesh(MeshConfig(fsdp=2), jax.devices()[:2]), bigram()
   start = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
   stage = make_stage(epochs=epochs)
-  plan = StepPlan(step=0, stage='grpo', rows=ROWS, optimizer_steps=((0, 2, 5, 7), (1, 3, 4, 6)) * epochs, proximal=True)
+  plan = StepPlan(
+    step=0,
+    stage='grpo',
+    rows=ROWS,
+    optimizer_steps=((0, 2, 5, 7), (1, 3, 4, 6)) * epochs,
+    proximal=True,
+  )
 
   async def main():
     device = DeviceThread()
     learned = Learned(init_state(place_params(model, mesh, start), stage.policy.optimizer, mesh))
     trainer = StageTrainer(
       stage,
-      Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      Process(
+        coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+      ),
       roles=Roles(model, None),
       loader=RowLoader(tmp_path, mesh),
       learned=learned,
@@ -209,12 +252,18 @@ class Taken:
 
 
 def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
-  """A keeper is told of one step per difference (of every token); the lines it shows and the rows it writes."""
+  """A keeper is told of one step per difference (of every token); the lines it shows and the rows
+  it writes.
+  """
   console = Console(file=io.StringIO(), width=400)
   plan = StepPlan(step=0, stage='grpo', rows=ROWS, optimizer_steps=(tuple(range(8)),))
-  stage = make_stage(minibatches=1, epochs=1, shape=plan_shape(rows=8, ranks=2, chunks=2, chunk_len=16))
+  stage = make_stage(
+    minibatches=1, epochs=1, shape=plan_shape(rows=8, ranks=2, chunks=2, chunk_len=16)
+  )
   packing = pack_step(plan, 0, stage.shape)
-  packed = PackedStep(None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+  packed = PackedStep(
+    None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None
+  )
   batch = Batch(plan, Annotation(np.zeros(8), np.ones(8, bool), {}), [packed])
   store, mesh = exploring.new_store(workdir / 'replay'), build_mesh(MeshConfig(), jax.devices()[:1])
   engine = exploring.FakeEngine(tokenizer)
@@ -238,7 +287,9 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
 
   async def main():
     device = DeviceThread()
-    process = Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh)
+    process = Process(
+      coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+    )
     keeper = RunKeeper(
       process,
       Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
@@ -247,14 +298,18 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
       logs=logs,
       generates=False,
     )
-    train = TrainState(params={}, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
+    train = TrainState(
+      params={}, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32)
+    )
     for step, difference in enumerate(differences, start=1):
       timed = process.stopwatch.timed
       with timed('step'), timed('gen'), timed('update_weights'):
         trainer = {i: s.behaviour_logprobs + np.float32(difference) for i, s in enumerate(SAMPLES)}
       rows = tuple(dataclasses.replace(row, version_step=step - 1) for row in plan.rows)
       done = batch._replace(plan=dataclasses.replace(plan, step=step - 1, rows=rows))
-      await keeper.after_step(LoopState(Learned(train), step), stage, done, Updated({}, trainer, True))
+      await keeper.after_step(
+        LoopState(Learned(train), step), stage, done, Updated({}, trainer, True)
+      )
     device.close()
 
   asyncio.run(main())
@@ -268,8 +323,11 @@ def steps_of(lines, budget):
   return [int(line.split()[1]) for line in lines if f'rollout.mismatch.{budget})' in line]
 
 
-def test_every_step_over_budget_is_counted_and_one_in_twenty_is_noted_for_each_budget(tmp_path, tokenizer):
-  # r² / 2 is over 0.01 from |r| = 0.15 on: k3 exceeds its budget in steps 5 ... 50, the difference in 10 ... 45.
+def test_every_step_over_budget_is_counted_and_one_in_twenty_is_noted_for_each_budget(
+  tmp_path, tokenizer
+):
+  # r² / 2 is over 0.01 from |r| = 0.15 on: k3 exceeds its budget in steps 5 ... 50, the difference
+  # in 10 ... 45.
   differences = [0.0] * 4 + [0.2] * 5 + [0.5] * 36 + [0.2] * 5
   config = MismatchConfig(warn_max_difference=0.4)
   lines, rows = kept(tmp_path, tokenizer, differences, config)
@@ -277,7 +335,9 @@ def test_every_step_over_budget_is_counted_and_one_in_twenty_is_noted_for_each_b
   assert steps_of(lines, 'warn_max_difference') == [10, 30]
   assert len(lines) == 5 and lines[0].startswith('step 5 (grpo): ')
   assert [row['run/mismatch_over_budget'] for row in rows] == [0.0] * 4 + [1.0] * 46
-  assert [row['sampling/sampling_logp_difference/max'] for row in rows] == pytest.approx(differences)
+  assert [row['sampling/sampling_logp_difference/max'] for row in rows] == pytest.approx(
+    differences
+  )
   assert rows[4]['rollout_corr/k3_kl'] == pytest.approx(math.exp(0.2) - 1.2, rel=1e-5)
 
 

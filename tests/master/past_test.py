@@ -1,4 +1,6 @@
-"""Learning from earlier batches: whole groups come again, never more often than permitted, and alike after a kill."""
+"""Learning from earlier batches: whole groups come again, never more often than permitted, and
+alike after a kill.
+"""
 
 import asyncio
 import collections
@@ -22,9 +24,21 @@ PRIORITY = DrawConfig(order='priority', decay=2.0, cooldown=1)
 
 
 async def go(
-  tokenizer, directory, *, steps, start=0, state=None, max_uses=4, groups=4, config=PRIORITY, delays=0, store_uses=None
+  tokenizer,
+  directory,
+  *,
+  steps,
+  start=0,
+  state=None,
+  max_uses=4,
+  groups=4,
+  config=PRIORITY,
+  delays=0,
+  store_uses=None,
 ):
-  """Batches of two new groups and up to `groups` earlier ones; (plans, states by completed batches, taken)."""
+  """Batches of two new groups and up to `groups` earlier ones; (plans, states by completed batches,
+  taken).
+  """
   store = open_store(directory, max_uses=store_uses or max_uses, synchronous='normal')
   store.recover(start)
   past = Past(stage='grpo', groups=groups, max_uses=max_uses, config=config, seed=3)
@@ -66,7 +80,9 @@ def groups_of(plan):
 
 def test_a_stage_keeps_its_own_most_where_another_of_the_run_permits_more(tokenizer, tmp_path):
   plans, *_ = run(tokenizer, tmp_path / 'replay', steps=10, max_uses=2, store_uses=4)
-  assert max(collections.Counter(group for plan in plans for group in groups_of(plan)).values()) == 2
+  assert (
+    max(collections.Counter(group for plan in plans for group in groups_of(plan)).values()) == 2
+  )
 
 
 @pytest.mark.parametrize('order', ['priority', 'newest', 'shuffled'])
@@ -82,8 +98,12 @@ def test_groups_come_again_whole_and_at_most_max_uses_times(tokenizer, tmp_path,
     assert {row.reward for row in plan.rows} == {0.0, 1.0}
     assert all(plan.step - row.version_step <= 8 for row in plan.rows)
   last = {group: [plan.step for plan in plans if group in groups_of(plan)] for group in uses}
-  assert all(b - a >= 2 for steps in last.values() for a, b in itertools.pairwise(steps)), 'a batch of rest in between'
-  assert report.uses == dict(collections.Counter({n: 2 * list(uses.values()).count(n) for n in set(uses.values())}))
+  assert all(b - a >= 2 for steps in last.values() for a, b in itertools.pairwise(steps)), (
+    'a batch of rest in between'
+  )
+  assert report.uses == dict(
+    collections.Counter({n: 2 * list(uses.values()).count(n) for n in set(uses.values())})
+  )
 
 
 def test_groups_are_drawn_up_to_the_age_that_is_permitted_and_no_further(tokenizer, tmp_path):
@@ -95,8 +115,10 @@ def test_groups_are_drawn_up_to_the_age_that_is_permitted_and_no_further(tokeniz
 
 
 def test_by_priority_what_was_used_less_and_is_newer_comes_first(tokenizer, tmp_path):
-  """Worked by hand. Batch 0: tasks 0 1. Batch 1: 2 3, for 0 1 rest. Batch 2: 4 5, and 1 0. Batch 3: 6 7 and 3 2, for
-  the others rest. Batch 4: 8 9, then 5 and 4 (version 2, used once: 0) before 1 and 0 (version 0, twice: -4)."""
+  """Worked by hand. Batch 0: tasks 0 1. Batch 1: 2 3, for 0 1 rest. Batch 2: 4 5, and 1 0. Batch 3:
+  6 7 and 3 2, for the others rest. Batch 4: 8 9, then 5 and 4 (version 2, used once: 0) before 1
+  and 0 (version 0, twice: -4).
+  """
   plans, *_ = run(tokenizer, tmp_path / 'replay', steps=5, groups=2)
   tasks = exploring.make_tasks(64)
   number = {f'grpo/{task.uid}/0': i for i, task in enumerate(tasks)}
@@ -113,7 +135,9 @@ def test_by_priority_what_was_used_less_and_is_newer_comes_first(tokenizer, tmp_
 def test_a_killed_run_draws_what_it_would_have_drawn(tokenizer, tmp_path, step):
   whole, *_ = run(tokenizer, tmp_path / 'whole', steps=9)
   before, states, *_ = run(tokenizer, tmp_path / 'replay', steps=step + 2, delays=1)
-  after, _, _, report = run(tokenizer, tmp_path / 'replay', steps=9, start=step, state=states[step], delays=2)
+  after, _, _, report = run(
+    tokenizer, tmp_path / 'replay', steps=9, start=step, state=states[step], delays=2
+  )
   strip = lambda plans: [[(row.uid, row.reward) for row in plan.rows] for plan in plans]
   assert strip(before[:step] + after) == strip(whole)
   assert max(report.uses) <= 4
@@ -122,11 +146,14 @@ def test_a_killed_run_draws_what_it_would_have_drawn(tokenizer, tmp_path, step):
 def test_more_draws_than_there_can_be_are_refused_with_the_arithmetic():
   def source(past):
     rollouts = Rollouts(tasksets=('train',), groups_per_batch=4, past=past)
-    return StageConfig(name='rl', algorithm=AlgorithmConfig(name='grpo'), source=rollouts, steps=4).source
+    return StageConfig(
+      name='rl', algorithm=AlgorithmConfig(name='grpo'), source=rollouts, steps=4
+    ).source
 
   assert source(PastConfig(groups=12, max_uses=4)).sequences == 16 * 8
   with pytest.raises(
-    UserError, match=r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12'
+    UserError,
+    match=r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12',
   ):
     source(PastConfig(groups=13, max_uses=4))
   with pytest.raises(UserError, match='max_uses: 1, wanted at least 2'):

@@ -27,9 +27,15 @@ TASK = Task(
   truth='yes',
   fields={},
 )
-# Prompt 2 tokens each; responses of 1, 3, 4 and 2 tokens. The third was cut, the fourth sampled one step earlier.
+# Prompt 2 tokens each; responses of 1, 3, 4 and 2 tokens. The third was cut, the fourth sampled one
+# step earlier.
 RESPONSES, REWARDS, VERSIONS = (1, 3, 4, 2), (1.0, 0.0, 0.5, 1.0), (5, 5, 5, 4)
-PARTS = ({'judge': 1.0, 'judge/a': 0.2}, {'judge': 0.0, 'judge/a': 0.4}, {'judge': 0.5}, {'judge': 1.0, 'format': 1.0})
+PARTS = (
+  {'judge': 1.0, 'judge/a': 0.2},
+  {'judge': 0.0, 'judge/a': 0.4},
+  {'judge': 0.5},
+  {'judge': 1.0, 'format': 1.0},
+)
 
 
 def member(i: int) -> Scored:
@@ -58,16 +64,22 @@ def member(i: int) -> Scored:
     ),
     finish_reason=Finish.LENGTH if i == 2 else Finish.STOP,
   )
-  score = Score(uid=sample.uid, scorer='judge', value=REWARDS[i], parts={'a': 0.25}, evidence={'answer': 'x'})
+  score = Score(
+    uid=sample.uid, scorer='judge', value=REWARDS[i], parts={'a': 0.25}, evidence={'answer': 'x'}
+  )
   reward = Reward(value=REWARDS[i], parts=dict(PARTS[i]))
   return Scored(sample=sample, task=TASK, completion=f'answer {i}', scores=(score,), reward=reward)
 
 
 @pytest.fixture
 def closed():
-  """(batch, what it was made from): four rows in one optimizer step, the second not in the loss; chunks of 16."""
+  """(batch, what it was made from): four rows in one optimizer step, the second not in the loss;
+  chunks of 16.
+  """
   members = [member(i) for i in range(4)]
-  rows = tuple(rollout_row(Chosen(scored=m), ('00000005.arrayrecord', i)) for i, m in enumerate(members))
+  rows = tuple(
+    rollout_row(Chosen(scored=m), ('00000005.arrayrecord', i)) for i, m in enumerate(members)
+  )
   plan = StepPlan(
     step=5,
     stage='grpo',
@@ -129,10 +141,13 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
 def test_turns_and_aborted_samples_are_counted(closed):
   batch, taken = closed
   third, fourth = (row.uid for row in batch.plan.rows[2:])
-  sample = taken[third].sample  # Six tokens: prompt, prompt, then the policy's, a tool's, the policy's, the policy's.
+  # Six tokens: prompt, prompt, then the policy's, a tool's, the policy's, the policy's.
+  sample = taken[third].sample
   two_turns = dataclasses.replace(
     sample,
-    role=np.array([Role.PROMPT, Role.PROMPT, Role.POLICY, Role.TOOL, Role.POLICY, Role.POLICY], np.uint8),
+    role=np.array(
+      [Role.PROMPT, Role.PROMPT, Role.POLICY, Role.TOOL, Role.POLICY, Role.POLICY], np.uint8
+    ),
   )
   aborted = dataclasses.replace(taken[fourth].sample, finish_reason=Finish.ABORT)
   taken = taken | {third: dataclasses.replace(taken[third], sample=two_turns)}
@@ -155,12 +170,15 @@ def test_a_batch_of_demonstrations_has_lengths_and_no_rewards(closed):
 def test_a_batch_with_nothing_in_the_loss_has_no_advantages(closed):
   batch, taken = closed
   batch = batch._replace(annotation=batch.annotation._replace(in_loss=np.zeros(4, bool)))
-  assert not any(key.startswith('critic/advantages') for key in resolve(batch_metrics(batch, taken)))
+  assert not any(
+    key.startswith('critic/advantages') for key in resolve(batch_metrics(batch, taken))
+  )
 
 
 def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(closed):
   batch, taken = closed
-  # The trainer's logprobs are per token of the whole sequence: -0.1, -0.2, ... plus the row's number.
+  # The trainer's logprobs are per token of the whole sequence: -0.1, -0.2, ... plus the row's
+  # number.
   logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
   rows = rollout_rows(batch, Updated({}, logprobs, True), taken, token_text=lambda t: f'<{t}>')
   assert [row['uid'] for row in rows] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
@@ -189,12 +207,15 @@ def test_a_batch_that_was_not_trained_on_is_compared_with_no_trainer(closed):
 
 def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(closed):
   batch, taken = closed
-  # Of the third's four completion tokens a tool wrote the second, and the last one is not trained on.
+  # Of the third's four completion tokens a tool wrote the second, and the last one is not trained
+  # on.
   sample = taken['g1/0'].sample
   sampled, trained = sample.sampled.copy(), sample.loss_mask.copy()
   sampled[3], trained[5] = False, False
   behaviour = np.where(sampled, [0, 0, -1, -2, -3, -4], 0).astype(np.float32)
-  sample = dataclasses.replace(sample, sampled=sampled, loss_mask=trained, behaviour_logprobs=behaviour)
+  sample = dataclasses.replace(
+    sample, sampled=sampled, loss_mask=trained, behaviour_logprobs=behaviour
+  )
   taken = {**taken, 'g1/0': dataclasses.replace(taken['g1/0'], sample=sample)}
   logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
   pairs = logprob_pairs(batch, Updated({}, logprobs, True), taken)
@@ -206,15 +227,21 @@ def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(cl
 
 def replanned(batch: Batch, rows, **annotation) -> Batch:
   """The batch of other rows, in one optimizer step."""
-  plan = dataclasses.replace(batch.plan, rows=tuple(rows), optimizer_steps=(tuple(range(len(rows))),))
+  plan = dataclasses.replace(
+    batch.plan, rows=tuple(rows), optimizer_steps=(tuple(range(len(rows))),)
+  )
   return Batch(plan, batch.annotation._replace(**annotation), [packed(plan)])
 
 
 def test_advantages_per_token_count_token_by_token(closed):
-  """A row's array is of the whole sequence; what stands at the prompt, or in a row outside the loss, is nothing."""
+  """A row's array is of the whole sequence; what stands at the prompt, or in a row outside the
+  loss, is nothing.
+  """
   batch, taken = closed
   own = [[9, 9, 2.0], [9] * 5, [9, 9, -1.0, 0.0, 1.0, 4.0], [9, 9, 0.5, -3.0]]
-  batch = batch._replace(annotation=batch.annotation._replace(advantages=[np.array(a, np.float64) for a in own]))
+  batch = batch._replace(
+    annotation=batch.annotation._replace(advantages=[np.array(a, np.float64) for a in own])
+  )
   found = resolve(batch_metrics(batch, taken))
   # Rows 0, 2 and 3: 2;  -1 0 1 4;  0.5 -3.
   assert found['critic/advantages/mean'] == pytest.approx(3.5 / 7)
@@ -257,7 +284,12 @@ def test_expert_rows_count_as_tokens_and_nowhere_else(closed):
   logprobs = {i: np.zeros(row.length) for i, row in enumerate(mixed.plan.rows)}
   updated = Updated({}, logprobs, True)
   assert len(logprob_pairs(mixed, updated, taken)) == 4
-  assert [row['uid'] for row in rollout_rows(mixed, updated, taken, str)] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
+  assert [row['uid'] for row in rollout_rows(mixed, updated, taken, str)] == [
+    'g0/0',
+    'g0/1',
+    'g1/0',
+    'g1/1',
+  ]
 
 
 def test_a_sample_of_several_pairs_is_written_down_once(closed):

@@ -1,4 +1,6 @@
-"""A reward model as a service: what it says of many sequences at once is what the model says of each alone."""
+"""A reward model as a service: what it says of many sequences at once is what the model says of
+each alone.
+"""
 
 import asyncio
 import itertools
@@ -28,12 +30,16 @@ from jaxrl_llm.weights.hf import export
 SPEC = with_head(tiny('llama', 32, tie_word_embeddings=True), 'scalar')
 LENGTHS = (1, 7, 24, 3, 23, 7, 1, 3, 7, 24)
 """Each several times: the model alone is compiled for each."""
-SEQUENCES = [[int(t) for t in np.random.default_rng(i).integers(1, 32, n)] for i, n in enumerate(LENGTHS)]
+SEQUENCES = [
+  [int(t) for t in np.random.default_rng(i).integers(1, 32, n)] for i, n in enumerate(LENGTHS)
+]
 
 
 @pytest.fixture(scope='module')
 def params():
-  return jax.tree.map(np.asarray, jax.jit(build_model(SPEC, ModelOptions()).init)(jax.random.key(1)))
+  return jax.tree.map(
+    np.asarray, jax.jit(build_model(SPEC, ModelOptions()).init)(jax.random.key(1))
+  )
 
 
 @pytest.fixture(scope='module')
@@ -47,14 +53,18 @@ def alone(params):
 
   for sequence in SEQUENCES:
     hidden = hidden_of(params, jnp.array([sequence], jnp.int32))
-    found.append(float(np.asarray(hidden)[0, -1].astype(np.float64) @ np.asarray(params['head']['kernel'])[0]))
+    found.append(
+      float(np.asarray(hidden)[0, -1].astype(np.float64) @ np.asarray(params['head']['kernel'])[0])
+    )
   return found
 
 
 def on_mesh(params, sequences=16, **mesh):
   built = build_mesh(MeshConfig(**mesh))
   model = build_model(SPEC, ModelOptions(), built)
-  return RewardModel(model, place_params(model, built, params), built, max_length=24, sequences=sequences)
+  return RewardModel(
+    model, place_params(model, built, params), built, max_length=24, sequences=sequences
+  )
 
 
 @pytest.mark.parametrize('mesh', [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)])
@@ -77,7 +87,9 @@ def test_callers_that_come_together_share_passes_and_one_that_leaves_disturbs_no
     np.testing.assert_allclose(
       [f for i, f in enumerate(found) if i != 1], [*alone[:1], *alone[2:]], rtol=1e-5, atol=1e-6
     )
-    with pytest.raises(UserError, match='25 tokens with the prompt, the reward model takes up to 24'):
+    with pytest.raises(
+      UserError, match='25 tokens with the prompt, the reward model takes up to 24'
+    ):
       await batcher.score([1] * 25)
     running.cancel()
     device.close()
@@ -129,9 +141,13 @@ def test_what_is_no_reward_model_is_refused(params):
 @pytest.fixture(scope='module')
 def exported(params, tmp_path_factory):
   directory = tmp_path_factory.mktemp('reward')
-  tokenizer = build_character_tokenizer(['abcdefghijklmnopqrstuvwxyz>. '], directory / 'tokenizer', template='plain')
+  tokenizer = build_character_tokenizer(
+    ['abcdefghijklmnopqrstuvwxyz>. '], directory / 'tokenizer', template='plain'
+  )
   assert tokenizer.vocab_size <= 32
-  how = dict(tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
+  how = dict(
+    tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id
+  )
   export(directory / 'hf', params, SPEC, **how)
   return directory / 'hf'
 
@@ -152,9 +168,15 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
             return response.status, await response.text()
 
         prompt = [{'role': 'user', 'content': 'spell it>'}]
-        asked = [json.dumps({'prompt': p, 'completion': c}) for p in (prompt, 'spell it>') for c in ('ti', 'it')]
+        asked = [
+          json.dumps({'prompt': p, 'completion': c})
+          for p in (prompt, 'spell it>')
+          for c in ('ti', 'it')
+        ]
         answers = [json.loads(text)['value'] for _, text in await asyncio.gather(*map(post, asked))]
-        rendered = [[*itertools.chain(*tokenizer.render_answer(prompt, text))] for text in ('ti', 'it')]
+        rendered = [
+          [*itertools.chain(*tokenizer.render_answer(prompt, text))] for text in ('ti', 'it')
+        ]
         np.testing.assert_allclose(answers, [*model(rendered)] * 2, rtol=1e-6)
         assert answers[0] != answers[1]
         for body, told in (
@@ -164,9 +186,15 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
           (b'{"prompt": "a", "completion": "\\ud800"}', 'text that UTF-8 cannot encode'),
           (b'{"prompt": "a", "completion": 3}', 'no completion'),
           (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
-          (json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(), 'the reward model takes up to 40'),
+          (
+            json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(),
+            'the reward model takes up to 40',
+          ),
           # Not even tokenized.
-          (json.dumps({'prompt': 'a', 'completion': 'b' * 10_240}).encode(), '10241 characters exceed the 40'),
+          (
+            json.dumps({'prompt': 'a', 'completion': 'b' * 10_240}).encode(),
+            '10241 characters exceed the 40',
+          ),
         ):
           status, text = await post(body)
           assert status == 400 and told in text and '\n' not in text, text

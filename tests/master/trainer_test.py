@@ -1,6 +1,8 @@
-"""What a stage's trainer makes of closed batches, on a bigram model: which roles move, against which references.
+"""What a stage's trainer makes of closed batches, on a bigram model: which roles move, against
+which references.
 
-Whatever a pass should have found is computed again on the host, in float64, from the parameters of that moment.
+Whatever a pass should have found is computed again on the host, in float64, from the parameters of
+that moment.
 """
 
 import asyncio
@@ -107,7 +109,9 @@ def stage_of(algorithm, *, minibatches=1, epochs=1, optimizer=OPTIMIZER, **field
 
 
 class Training:
-  """A stage's trainer, and the batches that it makes of the same rows; one trainer serves every call of `run`."""
+  """A stage's trainer, and the batches that it makes of the same rows; one trainer serves every
+  call of `run`.
+  """
 
   def __init__(self, folder, stage: Stage):
     self._stage, self._mesh = stage, build_mesh(MeshConfig(), jax.devices()[:1])
@@ -120,22 +124,32 @@ class Training:
     self._policy = draw(self._roles.model, 0)
     self._critic = draw(self._roles.critic, 1) if has_critic else None
     self._trainer = StageTrainer(
-      stage, self._process, roles=self._roles, loader=RowLoader(folder, self._mesh), learned=self.begin()
+      stage,
+      self._process,
+      roles=self._roles,
+      loader=RowLoader(folder, self._mesh),
+      learned=self.begin(),
     )
 
   def begin(self, policy=None, reference=None) -> Learned:
     """What the stage begins with; host arrays may be given instead."""
     policy, algorithm = self._policy if policy is None else policy, self._stage.algorithm
     place = lambda params: place_params(self._roles.model, self._mesh, params)
-    learned = Learned(init_state(place(policy), self._stage.policy.optimizer, self._mesh), reference_step=BEGIN)
+    learned = Learned(
+      init_state(place(policy), self._stage.policy.optimizer, self._mesh), reference_step=BEGIN
+    )
     if self._critic is not None:
       critic = place_params(self._roles.critic, self._mesh, self._critic)
-      learned = learned._replace(critic=init_state(critic, self._stage.critic.optimizer, self._mesh))
+      learned = learned._replace(
+        critic=init_state(critic, self._stage.critic.optimizer, self._mesh)
+      )
     if 'reference' in algorithm.reads and algorithm.reference.every != 1:
       learned = learned._replace(reference=place(policy if reference is None else reference))
     return learned
 
-  def run(self, count, *, rows=ROWS, held_out=(), change=lambda plan: plan, learned=None) -> list[Done]:
+  def run(
+    self, count, *, rows=ROWS, held_out=(), change=lambda plan: plan, learned=None
+  ) -> list[Done]:
     """The first `count` batches; `change` is what is made of each plan before it is trained by."""
 
     async def main():
@@ -197,9 +211,13 @@ def assert_column(batch: Batch, name: str, wanted):
 
 @pytest.fixture(scope='module')
 def with_critic(folder):
-  """Four batches of PPO in two minibatches and two epochs, of which the first two train the critic alone."""
+  """Four batches of PPO in two minibatches and two epochs, of which the first two train the critic
+  alone.
+  """
   config = PpoConfig(critic_warmup=2, cliprange_value=None)
-  with training(folder, stage_of(policy_gradient(config, SETTING), minibatches=2, epochs=2)) as made:
+  with training(
+    folder, stage_of(policy_gradient(config, SETTING), minibatches=2, epochs=2)
+  ) as made:
     return made.run(4)
 
 
@@ -212,13 +230,20 @@ def test_while_the_critic_warms_up_it_alone_learns(with_critic):
     assert 'critic/vf_loss' in done.metrics and 'actor/pg_loss' not in done.metrics
     assert 'old_log_prob' in done.passes
     for i, sample in enumerate(SAMPLES):
-      np.testing.assert_allclose(done.updated.logprobs[i][1:], asked_for(start.policy.params, sample), atol=2e-5)
+      np.testing.assert_allclose(
+        done.updated.logprobs[i][1:], asked_for(start.policy.params, sample), atol=2e-5
+      )
   assert same(with_critic[2].before.policy, start.policy)
   for done in with_critic[2:]:
     assert done.updated.moved is True
     assert not same(done.after.policy.params, done.before.policy.params)
     assert not same(done.after.critic.params, done.before.critic.params)
-    assert {'actor/pg_loss', 'critic/vf_loss', 'actor/grad_norm', 'critic/grad_norm'} <= done.metrics.keys()
+    assert {
+      'actor/pg_loss',
+      'critic/vf_loss',
+      'actor/grad_norm',
+      'critic/grad_norm',
+    } <= done.metrics.keys()
     assert [key for key in done.metrics if describe(key) is None] == []
   last = with_critic[3].after
   assert (int(last.policy.updates), int(last.critic.updates)) == (2 * 4, 4 * 4)
@@ -226,7 +251,9 @@ def test_while_the_critic_warms_up_it_alone_learns(with_critic):
 
 @pytest.mark.parametrize('number', range(4))
 def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, number):
-  """γ = λ = 1: the return of a token is its sample's reward, the advantage what the critic did not expect of it."""
+  """γ = λ = 1: the return of a token is its sample's reward, the advantage what the critic did not
+  expect of it.
+  """
   done = with_critic[number]
   assert len(done.batch.steps) == 4 and done.passes == {'old_log_prob', 'values'}
   policy, critic = done.before.policy.params, done.before.critic.params
@@ -234,19 +261,27 @@ def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, num
   expected = lambda sample: values_of(critic, sample)
   assert_column(done.batch, 'values', expected)
   assert_column(done.batch, 'proximal_logprobs', lambda sample: forward(policy, sample))
-  assert_column(done.batch, 'returns', lambda sample: np.full(len(sample.tokens) - 1, reward(sample)))
+  assert_column(
+    done.batch, 'returns', lambda sample: np.full(len(sample.tokens) - 1, reward(sample))
+  )
   surprise = np.concatenate([(reward(s) - expected(s))[s.loss_mask[1:]] for s in SAMPLES])
-  whitened = lambda s: (reward(s) - expected(s) - surprise.mean()) / np.sqrt(surprise.var(ddof=1) + 1e-8)
+  whitened = lambda s: (
+    (reward(s) - expected(s) - surprise.mean()) / np.sqrt(surprise.var(ddof=1) + 1e-8)
+  )
   assert_column(done.batch, 'advantages', whitened)
   moved = [np.abs(values_of(done.after.critic.params, s) - expected(s)).max() for s in SAMPLES]
   assert max(moved) > 0.01, 'the updates would not be seen'
 
 
 def test_after_a_cut_comes_what_the_critic_expects_there(folder):
-  """γ = λ = 1: the return of a cut answer is its reward and the value of the state after its last token."""
+  """γ = λ = 1: the return of a cut answer is its reward and the value of the state after its last
+  token.
+  """
   config = PpoConfig(bootstrap_truncated=True, cliprange_value=None)
   rows = [dataclasses.replace(row, truncated=i % 3 == 0) for i, row in enumerate(ROWS)]
-  with training(folder, stage_of(policy_gradient(config, SETTING), minibatches=2, epochs=2)) as made:
+  with training(
+    folder, stage_of(policy_gradient(config, SETTING), minibatches=2, epochs=2)
+  ) as made:
     (done,) = made.run(1, rows=rows)
   critic = done.before.critic.params
   embed, head = (np.asarray(critic[name]['kernel'], np.float64) for name in ('embed', 'head'))
@@ -276,9 +311,13 @@ def test_a_pass_that_the_plan_asks_for_finds_what_the_one_update_would(folder):
     assert done.after.reference_step == BEGIN + 1
     assert done.metrics['actor/kl'] == pytest.approx(0.0, abs=1e-6)
     for i, sample in enumerate(SAMPLES):
-      np.testing.assert_allclose(done.updated.logprobs[i][1:], asked_for(done.before.policy.params, sample), atol=2e-5)
+      np.testing.assert_allclose(
+        done.updated.logprobs[i][1:], asked_for(done.before.policy.params, sample), atol=2e-5
+      )
   assert asked.metrics == pytest.approx(spared.metrics, abs=1e-5)
-  for one, other in zip(jax.tree.leaves(asked.after.policy.params), jax.tree.leaves(spared.after.policy.params)):
+  for one, other in zip(
+    jax.tree.leaves(asked.after.policy.params), jax.tree.leaves(spared.after.policy.params)
+  ):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -295,11 +334,17 @@ def test_rows_that_the_loss_leaves_out_report_their_logprobs(folder, proximal, t
   """What is compared with the sampler is what was sampled, whatever is learnt of it."""
   config = GrpoConfig(mask_truncated=True)
   rows = [dataclasses.replace(row, truncated=i == 0) for i, row in enumerate(ROWS)]
-  with training(folder, stage_of(policy_gradient(config, SETTING), token_chunk=token_chunk)) as made:
-    (done,) = made.run(1, rows=rows, change=lambda plan: dataclasses.replace(plan, proximal=proximal))
+  with training(
+    folder, stage_of(policy_gradient(config, SETTING), token_chunk=token_chunk)
+  ) as made:
+    (done,) = made.run(
+      1, rows=rows, change=lambda plan: dataclasses.replace(plan, proximal=proximal)
+    )
   assert not done.batch.annotation.in_loss[0] and any(done.batch.annotation.in_loss)
   for i, sample in enumerate(SAMPLES):
-    np.testing.assert_allclose(done.updated.logprobs[i][1:], asked_for(done.before.policy.params, sample), atol=2e-5)
+    np.testing.assert_allclose(
+      done.updated.logprobs[i][1:], asked_for(done.before.policy.params, sample), atol=2e-5
+    )
 
 
 def test_the_policy_before_each_batch_is_the_reference_of_all_its_updates(folder):
@@ -311,19 +356,27 @@ def test_the_policy_before_each_batch_is_the_reference_of_all_its_updates(folder
     assert at.passes == {'old_log_prob', 'ref'}
     assert_referred(at.batch, at.before.policy.params)
     for i, sample in enumerate(SAMPLES):
-      np.testing.assert_allclose(at.updated.logprobs[i][1:], asked_for(at.before.policy.params, sample), atol=2e-5)
+      np.testing.assert_allclose(
+        at.updated.logprobs[i][1:], asked_for(at.before.policy.params, sample), atol=2e-5
+      )
     assert abs(at.metrics['actor/log_ratio_sum']) > 1e-4, 'later updates are away from it'
 
 
 def kl_by_hand(policy, reference) -> float:
   """k3 of the policy against the reference, mean over the trained tokens."""
-  d = np.concatenate([(forward(reference, s) - forward(policy, s))[s.loss_mask[1:]] for s in SAMPLES])
+  d = np.concatenate(
+    [(forward(reference, s) - forward(policy, s))[s.loss_mask[1:]] for s in SAMPLES]
+  )
   return float((np.exp(d) - d - 1).mean())
 
 
 def test_a_reference_of_every_second_batch_makes_the_kl_begin_anew(folder):
-  """And the coefficient, which follows the KL, goes from batch to batch; so do the optimizer's moments."""
-  config = GrpoConfig(kl_loss_coef=0.2, kl_target=1e-4, kl_horizon=100.0, reference=ReferenceRule(every=2))
+  """And the coefficient, which follows the KL, goes from batch to batch; so do the optimizer's
+  moments.
+  """
+  config = GrpoConfig(
+    kl_loss_coef=0.2, kl_target=1e-4, kl_horizon=100.0, reference=ReferenceRule(every=2)
+  )
   with training(folder, stage_of(policy_gradient(config, SETTING))) as made:
     done = made.run(5)
   assert [at.after.reference_step - BEGIN for at in done] == [0, 2, 2, 4, 4]
@@ -334,7 +387,10 @@ def test_a_reference_of_every_second_batch_makes_the_kl_begin_anew(folder):
     kl = at.metrics['actor/kl']
     assert kl == pytest.approx(kl_by_hand(at.before.policy.params, set_at), abs=1e-5)
     assert (kl < 1e-6) == (number % 2 == 0)
-  coefficients, states = [at.metrics['actor/kl_coef'] for at in done], [at.after.algorithm_state for at in done]
+  coefficients, states = (
+    [at.metrics['actor/kl_coef'] for at in done],
+    [at.after.algorithm_state for at in done],
+  )
   assert coefficients == pytest.approx([0.2, *(state['kl_coef'] for state in states[:-1])])
   assert len(set(coefficients)) == 5 and json.loads(json.dumps(states)) == states
   assert [int(adam_of(at.after).count) for at in done] == [1, 2, 3, 4, 5]
@@ -352,7 +408,9 @@ def adam_of(learned):
 
 def test_an_averaged_reference_and_an_optimizer_that_starts_afresh(folder):
   config = OpmdConfig(reference=ReferenceRule(ema=0.75))
-  stage = stage_of(opmd(config, SETTING), optimizer=OptimizerConfig(peak_lr=0.05, schedule='linear'))
+  stage = stage_of(
+    opmd(config, SETTING), optimizer=OptimizerConfig(peak_lr=0.05, schedule='linear')
+  )
   with training(folder, stage) as made:
     done = made.run(3)
     # The same batch, by a stage that begins with what the third began with.
@@ -364,11 +422,15 @@ def test_an_averaged_reference_and_an_optimizer_that_starts_afresh(folder):
     np.testing.assert_allclose(at.before.reference['embed']['kernel'], wanted, atol=1e-6)
     assert at.passes == {'ref'}
     assert_referred(at.batch, at.before.reference)
-    wanted = 0.75 * wanted + 0.25 * np.asarray(at.after.policy.params['embed']['kernel'], np.float64)
+    wanted = 0.75 * wanted + 0.25 * np.asarray(
+      at.after.policy.params['embed']['kernel'], np.float64
+    )
     np.testing.assert_allclose(at.after.reference['embed']['kernel'], wanted, atol=1e-6)
     assert at.after.reference['embed']['kernel'].dtype == np.float32
   # The rate falls by a twentieth of its peak with each of twenty updates.
-  assert [at.metrics['actor/lr'] for at in done] == pytest.approx([0.05, 0.05 * 19 / 20, 0.05 * 18 / 20])
+  assert [at.metrics['actor/lr'] for at in done] == pytest.approx(
+    [0.05, 0.05 * 19 / 20, 0.05 * 18 / 20]
+  )
   assert [int(of_optimizer(at.after, optax.ScaleByScheduleState).count) for at in done] == [1, 2, 3]
   assert [int(at.after.policy.updates) for at in done] == [1, 2, 3]
   assert [int(adam_of(at.after).count) for at in done] == [1, 1, 1]
@@ -387,13 +449,17 @@ def paired(rows):
 
 @pytest.mark.parametrize('chunk_len', [16, 96])
 def test_held_out_pairs_are_measured_where_the_plan_names_them(folder, chunk_len):
-  """Four pairs held out where an optimizer step has room for one; the reference is the stage's first policy.
+  """Four pairs held out where an optimizer step has room for one; the reference is the stage's
+  first policy.
 
-  A chunk of 96 tokens would take all of them, but the arrays have room for as many as a batch can bring.
+  A chunk of 96 tokens would take all of them, but the arrays have room for as many as a batch can
+  bring.
   """
   algorithm = dpo(DpoConfig(beta=0.3), SETTING)
   shape = plan_shape(rows=2, ranks=1, chunks=2, chunk_len=chunk_len, unit=2)
-  with training(folder, stage_of(algorithm, shape=shape, held_out='choices', evaluate_every=2)) as made:
+  with training(
+    folder, stage_of(algorithm, shape=shape, held_out='choices', evaluate_every=2)
+  ) as made:
     done = made.run(4, rows=paired(ROWS[:2]), held_out=paired(ROWS))
   measured = [any(key.startswith('val-core/') for key in at.metrics) for at in done]
   assert measured == [False, True, False, True] == ['testing' in at.passes for at in done]
@@ -401,13 +467,18 @@ def test_held_out_pairs_are_measured_where_the_plan_names_them(folder, chunk_len
   for at in done:
     assert same(at.after.reference, start) and at.after.reference_step == BEGIN
   for at in (done[1], done[3]):
-    summed = [(forward(at.after.policy.params, s) - forward(start, s))[s.loss_mask[1:]].sum() for s in SAMPLES]
+    summed = [
+      (forward(at.after.policy.params, s) - forward(start, s))[s.loss_mask[1:]].sum()
+      for s in SAMPLES
+    ]
     margins = 0.3 * (np.array(summed[::2]) - np.array(summed[1::2]))
     assert np.abs(margins).min() > 1e-4
     prefix = 'val-core/choices'
     assert at.metrics[f'{prefix}/rewards/accuracies'] == pytest.approx((margins > 0).mean())
     assert at.metrics[f'{prefix}/rewards/margins'] == pytest.approx(margins.mean(), abs=1e-5)
-    assert at.metrics[f'{prefix}/dpo_loss'] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
+    assert at.metrics[f'{prefix}/dpo_loss'] == pytest.approx(
+      np.log1p(np.exp(-margins)).mean(), abs=1e-5
+    )
     assert [key for key in at.metrics if describe(key) is None] == []
 
 
@@ -454,7 +525,9 @@ def drawn(like, rng):
 
 
 def test_a_commit_holds_all_that_is_learned(tmp_path):
-  shape = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8, num_attention_heads=2)
+  shape = dict(
+    num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8, num_attention_heads=2
+  )
   model, mesh = (
     build_model(tiny('qwen3', 12, num_key_value_heads=1, **shape)),
     build_mesh(MeshConfig(), jax.devices()[:1]),
@@ -476,7 +549,9 @@ def test_a_commit_holds_all_that_is_learned(tmp_path):
   async def main():
     device = DeviceThread()
     keeper = RunKeeper(
-      Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      Process(
+        coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+      ),
       Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
       publisher=Publisher(None, Gatherer(mesh), device),
       checkpoints=checkpoints,
@@ -491,5 +566,10 @@ def test_a_commit_holds_all_that_is_learned(tmp_path):
   logs.store.close()
   restored = restore_state(stage, BEGIN + 2, checkpoints, model, mesh)
   assert same(own(restored.learned), own(learned))
-  assert (restored.step, restored.evaluated, restored.moved, restored.stop) == (BEGIN + 2, True, 0, 0)
+  assert (restored.step, restored.evaluated, restored.moved, restored.stop) == (
+    BEGIN + 2,
+    True,
+    0,
+    0,
+  )
   assert checkpoints.host(BEGIN + 2)['batches'] == {'stream': 7}

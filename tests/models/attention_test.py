@@ -20,7 +20,8 @@ from jaxrl_llm.parallel.mesh import AXES, MeshConfig, build_mesh
 MESHES = {
   'fsdp': dict(fsdp=8),
   'tensor': dict(tensor=2),
-  # 12 heads that share 3: parts of 3 or of 2 heads, across the borders of the groups of 4 and within them.
+  # 12 heads that share 3: parts of 3 or of 2 heads, across the borders of the groups of 4 and
+  # within them.
   'tensor does not divide the shared heads': dict(tensor=4),
   'groups are cut': dict(tensor=6),
   'sequence': dict(sequence=8),
@@ -85,7 +86,9 @@ def test_a_length_that_no_device_count_divides():
 @pytest.mark.full
 def test_splash_over_cut_sequences_and_heads():
   case = draw('float32', time=300, rows=((100, 190), (299,)))
-  found = value_and_gradient(mesh_of('mixed'), 'splash', *case, window=90, softcap=2.0, interpret=True)
+  found = value_and_gradient(
+    mesh_of('mixed'), 'splash', *case, window=90, softcap=2.0, interpret=True
+  )
   assert_same(found, value_and_gradient(None, 'masked', *case, window=90, softcap=2.0), 1e-6)
 
 
@@ -93,12 +96,19 @@ def test_splash_over_cut_sequences_and_heads():
 def gradient_of_a_model(mesh_name, **options):
   """Of a scanned decoder with remat, over packed rows."""
   with jax.enable_x64(True):
-    spec = tiny('qwen3', 19, hidden_size=24, intermediate_size=40, head_dim=16, num_attention_heads=4)
+    spec = tiny(
+      'qwen3', 19, hidden_size=24, intermediate_size=40, head_dim=16, num_attention_heads=4
+    )
     mesh = None if mesh_name is None else mesh_of(mesh_name)
-    model = build_model(spec, ModelOptions(dtype='float64', scan_layers=True, remat='full', **options), mesh)
+    model = build_model(
+      spec, ModelOptions(dtype='float64', scan_layers=True, remat='full', **options), mesh
+    )
     shapes = flatten(jax.eval_shape(model.init, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(0.3 * rng.normal(size=x.shape) + (x.ndim == 1)) for name, x in shapes.items()}
+    params = {
+      name: jnp.asarray(0.3 * rng.normal(size=x.shape) + (x.ndim == 1))
+      for name, x in shapes.items()
+    }
     (_, places), weight = draw('float64'), rng.normal(size=(8, 40, 24))
     tokens = jnp.asarray(rng.integers(0, 19, (8, 40)), jnp.int32)
 
@@ -112,7 +122,10 @@ def gradient_of_a_model(mesh_name, **options):
 @pytest.mark.full
 @pytest.mark.parametrize('name', [None, 'mixed'])
 def test_a_decoder_by_blocks_has_the_same_gradient(name):
-  found, wanted = gradient_of_a_model(name, attention='blockwise'), gradient_of_a_model(None, attention='masked')
+  found, wanted = (
+    gradient_of_a_model(name, attention='blockwise'),
+    gradient_of_a_model(None, attention='masked'),
+  )
   assert found.keys() == wanted.keys()
   assert_same(found.values(), [wanted[path] for path in found], 1e-12)
 

@@ -1,4 +1,6 @@
-"""The decoder's invariances: arrangement of layers, remat, packing, padding, causality, and decoding with a cache."""
+"""The decoder's invariances: arrangement of layers, remat, packing, padding, causality, and
+decoding with a cache.
+"""
 
 import functools
 
@@ -17,9 +19,17 @@ SMALL = {'hidden_size': 24, 'intermediate_size': 40, 'head_dim': 16, 'num_hidden
 LLAMA3 = RopeScaling(kind='llama3', factor=8.0, original_max_position_embeddings=8)
 SPECS = {
   'plain': tiny('llama', VOCAB, **SMALL),
-  # All that any family has, in one: no family adds code, so what holds here and for the plain one holds for each.
+  # All that any family has, in one: no family adds code, so what holds here and for the plain one
+  # holds for each.
   'everything': tiny(
-    'qwen3', VOCAB, qkv_bias=True, o_bias=True, mlp_bias=True, rope_scaling=LLAMA3, tie_word_embeddings=False, **SMALL
+    'qwen3',
+    VOCAB,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    rope_scaling=LLAMA3,
+    tie_word_embeddings=False,
+    **SMALL,
   ),
 }
 
@@ -32,13 +42,18 @@ def draw_tokens(seed, *shape):
 def params_of(spec):
   """Unrolled parameters whose biases and norms differ from 0 and 1 too."""
   shapes, tree = jax.tree.flatten(jax.eval_shape(build_model(spec).init, jax.random.key(0)))
-  noise = [0.3 * np.random.default_rng(n).normal(size=x.shape) + (x.ndim == 1) for n, x in enumerate(shapes)]
+  noise = [
+    0.3 * np.random.default_rng(n).normal(size=x.shape) + (x.ndim == 1)
+    for n, x in enumerate(shapes)
+  ]
   return jax.tree.unflatten(tree, [jnp.asarray(x, jnp.float32) for x in noise])
 
 
 @functools.cache
 def apply_of(spec):
-  """The compiled forward pass; tests call it with rows of TIME tokens, so that it compiles once for each family."""
+  """The compiled forward pass; tests call it with rows of TIME tokens, so that it compiles once for
+  each family.
+  """
   return functools.partial(jax.jit(build_model(spec).apply), params_of(spec))
 
 
@@ -58,7 +73,8 @@ def loss_and_gradient(spec, params, dtype='float32', **options):
   model = build_model(spec, ModelOptions(dtype=dtype, **options))
   tokens, (positions, segments) = draw_tokens(1, 1, 12), packed(5, 4, padding=3)
   weight = (
-    jnp.asarray(np.random.default_rng(2).normal(size=(1, 12, spec.hidden_size)), dtype) * (segments > 0)[..., None]
+    jnp.asarray(np.random.default_rng(2).normal(size=(1, 12, spec.hidden_size)), dtype)
+    * (segments > 0)[..., None]
   )
 
   def loss(params):
@@ -96,12 +112,17 @@ def test_scanned_layers_and_remat_change_nothing_in_float64():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params_of(spec))
     wanted = loss_and_gradient(spec, params, dtype='float64')
     assert wanted[0].dtype == jnp.float64
-    assert_same(wanted, loss_and_gradient(spec, params, dtype='float64', scan_layers=True, remat='full'), 1e-12)
+    assert_same(
+      wanted,
+      loss_and_gradient(spec, params, dtype='float64', scan_layers=True, remat='full'),
+      1e-12,
+    )
 
 
 @pytest.mark.full
 def test_remat_keeps_less():
-  # Scanned, because XLA:CPU merges what an unrolled remat computes again with what was computed first.
+  # Scanned, because XLA:CPU merges what an unrolled remat computes again with what was computed
+  # first.
   spec = tiny('qwen2', VOCAB, num_hidden_layers=6)
   params = jax.eval_shape(build_model(spec, ModelOptions(scan_layers=True)).init, jax.random.key(0))
   tokens, (positions, segments) = jnp.zeros((1, 256), jnp.int32), packed(256)
@@ -151,7 +172,11 @@ def test_later_tokens_change_nothing_before_and_something_after():
 
 
 def test_positions_count_by_their_differences():
-  apply, tokens, (positions, segments) = apply_of(SPECS['plain']), draw_tokens(1, 1, TIME), packed(TIME)
+  apply, tokens, (positions, segments) = (
+    apply_of(SPECS['plain']),
+    draw_tokens(1, 1, TIME),
+    packed(TIME),
+  )
   base = apply(tokens, positions, segments)
   np.testing.assert_allclose(apply(tokens, positions + 100, segments), base, atol=1e-4)
   assert np.abs(apply(tokens, positions * 2, segments) - base).max() > 1e-2
@@ -159,12 +184,15 @@ def test_positions_count_by_their_differences():
 
 @pytest.mark.parametrize(('name', 'scan_layers'), [('plain', True), ('everything', False)])
 def test_prefill_and_decode_equal_the_full_forward(name, scan_layers):
-  # Prompts of 3, 7 and 5 tokens, right-padded with junk to a bucket of 8, then one token a step at each row's position.
+  # Prompts of 3, 7 and 5 tokens, right-padded with junk to a bucket of 8, then one token a step at
+  # each row's position.
   spec, params = SPECS[name], params_of(SPECS[name])
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
   rows, bucket, lengths = 3, 8, jnp.array([3, 7, 5])
   tokens, positions = draw_tokens(4, rows, TIME), jnp.tile(jnp.arange(TIME), (rows, 1))
-  wanted = jnp.concatenate([apply_of(spec)(tokens[row : row + 1], *packed(TIME)) for row in range(rows)])
+  wanted = jnp.concatenate(
+    [apply_of(spec)(tokens[row : row + 1], *packed(TIME)) for row in range(rows)]
+  )
   # The cache starts full of another occupant's numbers.
   cache = jax.tree.map(lambda x: x + 7.0, model.init_cache(rows, TIME))
   prompt = jnp.where(positions < lengths[:, None], tokens, 1)[:, :bucket]
@@ -181,7 +209,9 @@ def test_prefill_and_decode_equal_the_full_forward(name, scan_layers):
 def test_decode_writes_each_token_at_its_position_and_none_past_the_end():
   spec, params = SPECS['plain'], params_of(SPECS['plain'])
   model = build_model(spec)
-  _, cache = jax.jit(model.decode)(params, draw_tokens(0, 3, 1), jnp.array([[0], [2], [4]]), model.init_cache(3, 4))
+  _, cache = jax.jit(model.decode)(
+    params, draw_tokens(0, 3, 1), jnp.array([[0], [2], [4]]), model.init_cache(3, 4)
+  )
   for layer in cache:
     for buffer in layer.values():
       written = np.abs(np.asarray(buffer)).sum((2, 3)) > 0
@@ -205,5 +235,6 @@ def test_a_donated_cache_is_updated_in_place_inside_a_loop():
   memory = jax.jit(generate, donate_argnums=1).lower(*shapes, token).compile().memory_analysis()
   cache_bytes = sum(x.size * 4 for x in jax.tree.leaves(shapes[1]))
   assert memory.alias_size_in_bytes >= cache_bytes
-  # One layer's keys and values may be laid out anew for the products; a second cache would be all layers'.
+  # One layer's keys and values may be laid out anew for the products; a second cache would be all
+  # layers'.
   assert memory.temp_size_in_bytes < cache_bytes

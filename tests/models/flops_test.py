@@ -23,8 +23,8 @@ SPEC = tiny(
 
 
 def test_hand_worked_parameters():
-  # A layer: query and output 4 × 16 each, key and value 4 × 8 each, three MLP kernels of 4 × 6: 128 + 64 + 72 = 264.
-  # Two of them and the tied head of 10 × 4.
+  # A layer: query and output 4 × 16 each, key and value 4 × 8 each, three MLP kernels of 4 × 6: 128
+  # + 64 + 72 = 264. Two of them and the tied head of 10 × 4.
   assert matmul_params(SPEC) == 2 * 264 + 40
   # An untied embedding is looked up, which is no product.
   assert matmul_params(dataclasses.replace(SPEC, tie_word_embeddings=False)) == 2 * 264 + 40
@@ -32,7 +32,8 @@ def test_hand_worked_parameters():
 
 
 def test_hand_worked_operations():
-  # Rows of 3 and 2 tokens: 6 + 3 pairs. Forward: 2 · 568 · 5 = 5680, and 4 · 2 layers · 2 heads · 8 · 9 = 1152.
+  # Rows of 3 and 2 tokens: 6 + 3 pairs. Forward: 2 · 568 · 5 = 5680, and 4 · 2 layers · 2 heads · 8
+  # · 9 = 1152.
   pairs = causal_pairs([3, 2])
   assert pairs == 9
   assert model_flops(SPEC, 5, pairs=pairs, backward=False) == 5680 + 1152
@@ -47,7 +48,9 @@ def test_parameters_are_those_of_the_model_but_for_norms_and_biases():
 
 @pytest.mark.parametrize('time', [8, 32])
 def test_the_compiler_counts_about_as_many(time):
-  """It counts all scores, masked ones too, and what is not a product; here products are nearly everything."""
+  """It counts all scores, masked ones too, and what is not a product; here products are nearly
+  everything.
+  """
   spec = tiny('llama', 512, hidden_size=128, intermediate_size=512)
   model = build_model(spec, ModelOptions())
 

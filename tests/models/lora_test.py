@@ -1,4 +1,6 @@
-"""Adapters as data: what they add, what they are apart from, what they are merged into, how they are exported."""
+"""Adapters as data: what they add, what they are apart from, what they are merged into, how they
+are exported.
+"""
 
 import functools
 import json
@@ -42,13 +44,18 @@ def drawn(tree, made, scale=0.3):
   """With adapters that are away from the 0 that they begin with."""
   trained, base = lora.split(tree, made.spec, made.options)
   rng = np.random.default_rng(1)
-  return lora.join(jax.tree.map(lambda x: x + scale * rng.normal(size=x.shape).astype(x.dtype), trained), base)
+  return lora.join(
+    jax.tree.map(lambda x: x + scale * rng.normal(size=x.shape).astype(x.dtype), trained), base
+  )
 
 
 def logits(made, tree):
   def forward(tree):
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    return made.apply(tree, jnp.asarray(TOKENS), positions, jnp.ones_like(TOKENS)) @ made.head_kernel(tree).T
+    return (
+      made.apply(tree, jnp.asarray(TOKENS), positions, jnp.ones_like(TOKENS))
+      @ made.head_kernel(tree).T
+    )
 
   return np.asarray(jax.jit(forward, compiler_options=QUICKLY)(tree))
 
@@ -86,7 +93,9 @@ def test_joined_and_merged_are_the_same_function(options):
   tree = drawn(params(adapted), adapted)
   whole = lora.merge(tree, LORA)
   assert flatten(whole).keys() == flatten(params(model(config=None, **options))).keys()
-  np.testing.assert_allclose(logits(adapted, tree), logits(model(config=None, **options), whole), rtol=0, atol=1e-5)
+  np.testing.assert_allclose(
+    logits(adapted, tree), logits(model(config=None, **options), whole), rtol=0, atol=1e-5
+  )
 
 
 def test_only_targets_have_adapters():
@@ -105,7 +114,9 @@ def test_merging_is_done_in_float32_whatever_is_merged():
     if f'{module}/lora_a' not in before:
       assert after[name] is before[name]
       continue
-    kernel, a, b = (np.asarray(before[f'{module}/{part}'], np.float64) for part in ('kernel', 'lora_a', 'lora_b'))
+    kernel, a, b = (
+      np.asarray(before[f'{module}/{part}'], np.float64) for part in ('kernel', 'lora_a', 'lora_b')
+    )
     assert before[f'{module}/lora_a'].dtype == after[name].dtype == np.float32
     np.testing.assert_allclose(after[name], kernel + 1.5 * b @ a, rtol=0, atol=1e-6)
 
@@ -155,8 +166,14 @@ def test_exported_names_and_shapes(tmp_path, scan, head):
   export_adapter(tmp_path, jax.device_get(trained), spec, config, base='org/base')
   written = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (written['r'], written['lora_alpha']) == (4, 8)
-  assert written['target_modules'] == ['q_proj', 'down_proj'] and written['base_model_name_or_path'] == 'org/base'
-  arrays, unrolled = load_file(tmp_path / 'adapter_model.safetensors'), flatten(unstack_layers(tree))
+  assert (
+    written['target_modules'] == ['q_proj', 'down_proj']
+    and written['base_model_name_or_path'] == 'org/base'
+  )
+  arrays, unrolled = (
+    load_file(tmp_path / 'adapter_model.safetensors'),
+    flatten(unstack_layers(tree)),
+  )
   assert len(arrays) == 2 * len(targets) * spec.num_hidden_layers + (head == 'scalar')
   for name, theirs in (('attention/query', 'self_attn.q_proj'), ('mlp/down', 'mlp.down_proj')):
     for kind in ('A', 'B'):
@@ -168,4 +185,6 @@ def test_exported_names_and_shapes(tmp_path, scan, head):
 
 def test_every_projection_can_be_a_target():
   names = [name.split('/') for name in flatten(params(model(config=None)))]
-  assert {name[3] for name in names if name[0] == 'layers' and name[-1] == 'kernel'} == set(PROJECTIONS)
+  assert {name[3] for name in names if name[0] == 'layers' and name[-1] == 'kernel'} == set(
+    PROJECTIONS
+  )

@@ -1,4 +1,6 @@
-"""KL estimators: values by hand and by loops; gradients by differences and by sums over all outcomes."""
+"""KL estimators: values by hand and by loops; gradients by differences and by sums over all
+outcomes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,8 @@ def test_hand_worked_kl():
 
 
 def test_hand_worked_unbiased_kl():
-  # d = ln 2 and a ratio of 3: values 3 (ln 2 - 1/2) and 3 ln²2 / 2; both gradients are ratio * d = 3 ln 2.
+  # d = ln 2 and a ratio of 3: values 3 (ln 2 - 1/2) and 3 ln²2 / 2; both gradients are ratio * d =
+  # 3 ln 2.
   proximal, mask = jnp.full((1, 1), LN2 - np.log(3.0)), jnp.ones((1, 1), bool)
   for kind, value in (('k3', 3 * (LN2 - 0.5)), ('k2', 1.5 * LN2**2)):
     loss = lambda lp, kind=kind: unbiased_kl(lp, jnp.zeros((1, 1)), proximal, mask, kind=kind).sum()
@@ -36,8 +39,12 @@ def test_hand_worked_unbiased_kl():
 @pytest.mark.parametrize('kind', ['k1', 'k3'])
 def test_estimators_are_unbiased_under_the_policy(kind):
   p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
-  values = kl_estimate(jnp.log(p)[None].astype(jnp.float32), jnp.log(q)[None].astype(jnp.float32), kind=kind)
-  assert float((p * np.asarray(values[0])).sum()) == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-5)
+  values = kl_estimate(
+    jnp.log(p)[None].astype(jnp.float32), jnp.log(q)[None].astype(jnp.float32), kind=kind
+  )
+  assert float((p * np.asarray(values[0])).sum()) == pytest.approx(
+    float((p * np.log(p / q)).sum()), rel=1e-5
+  )
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -46,12 +53,18 @@ def test_estimators_are_unbiased_under_the_policy(kind):
 def test_values_equal_the_loops(kind, dtype, seed):
   b = packed(seed)
   b.reference[2, [0, 8]] = b.logprobs[2, [0, 8]] + [3.0, 40.0]  # both over the limits of k3
-  close = lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
-  found = evaluate(lambda d: kl_estimate(d.logprobs, d.reference, kind=kind, mask=d.mask), b, dtype=dtype)
+  close = lambda found, wanted: np.testing.assert_allclose(
+    found, wanted, rtol=ACCURACY[dtype], atol=ACCURACY[dtype]
+  )
+  found = evaluate(
+    lambda d: kl_estimate(d.logprobs, d.reference, kind=kind, mask=d.mask), b, dtype=dtype
+  )
   wanted = oracles.kl_estimate(b.logprobs, b.reference, b.mask, kind=kind)
   close(found, wanted)
   if kind != 'k1':
-    found = evaluate(lambda d: unbiased_kl(d.logprobs, d.reference, d.proximal, d.mask, kind=kind), b, dtype=dtype)
+    found = evaluate(
+      lambda d: unbiased_kl(d.logprobs, d.reference, d.proximal, d.mask, kind=kind), b, dtype=dtype
+    )
     ratio = np.minimum(np.exp(oracles.token_log_ratio(b.logprobs, b.proximal, b.mask)), 10.0)
     close(found, ratio * wanted)
 
@@ -104,7 +117,9 @@ def reverse_kl_gradient(logits=LOGITS, reference=REFERENCE):
 
 
 def test_expected_gradients_of_the_estimators_on_policy():
-  estimate = lambda kind: expected_gradient(lambda lp: kl_estimate(lp, jnp.asarray(REFERENCE)[None], kind=kind))
+  estimate = lambda kind: expected_gradient(
+    lambda lp: kl_estimate(lp, jnp.asarray(REFERENCE)[None], kind=kind)
+  )
   np.testing.assert_allclose(estimate('k1'), 0.0, atol=1e-12)
   np.testing.assert_allclose(estimate('k2'), reverse_kl_gradient(), atol=1e-12)
   assert np.abs(estimate('k3') - reverse_kl_gradient()).max() > 1e-2
@@ -114,7 +129,8 @@ def test_expected_gradients_of_the_estimators_on_policy():
 def test_unbiased_kl_has_the_reverse_gradient_off_policy(kind):
   reference, proximal = jnp.asarray(REFERENCE)[None], jnp.asarray(PROXIMAL)[None]
   found = expected_gradient(
-    lambda lp: unbiased_kl(lp, reference, proximal, jnp.ones((1, 3), bool), kind=kind), np.exp(PROXIMAL)
+    lambda lp: unbiased_kl(lp, reference, proximal, jnp.ones((1, 3), bool), kind=kind),
+    np.exp(PROXIMAL),
   )
   np.testing.assert_allclose(found, reverse_kl_gradient(), atol=1e-12)
   plain = expected_gradient(lambda lp: kl_estimate(lp, reference, kind=kind), np.exp(PROXIMAL))
@@ -138,9 +154,20 @@ def test_unbiased_gradient_is_exact_wherever_the_value_is_limited(kind, p, q):
 def test_unbiased_gradient_pulls_to_the_reference_from_everywhere(kind):
   difference = jnp.concatenate([jnp.linspace(-40.0, 40.0, 161), jnp.array([-2.61, -2.62])])[None]
   mask = jnp.ones(difference.shape, bool)
-  for ahead, ratio in ((0.0, 1.0), (2.0, np.exp(2.0)), (2.4, 10.0), (15.0, 10.0), (40.0, 10.0), (-30.0, np.exp(-20.0))):
-    loss = lambda lp, ahead=ahead: unbiased_kl(lp, jnp.zeros_like(lp), difference - ahead, mask, kind=kind).sum()
-    np.testing.assert_allclose(jax.grad(loss)(difference), ratio * np.clip(difference, -20, 20), rtol=1e-5)
+  for ahead, ratio in (
+    (0.0, 1.0),
+    (2.0, np.exp(2.0)),
+    (2.4, 10.0),
+    (15.0, 10.0),
+    (40.0, 10.0),
+    (-30.0, np.exp(-20.0)),
+  ):
+    loss = lambda lp, ahead=ahead: unbiased_kl(
+      lp, jnp.zeros_like(lp), difference - ahead, mask, kind=kind
+    ).sum()
+    np.testing.assert_allclose(
+      jax.grad(loss)(difference), ratio * np.clip(difference, -20, 20), rtol=1e-5
+    )
 
 
 def test_what_is_masked_has_no_value_and_no_gradient_whatever_it_holds():
@@ -158,10 +185,15 @@ def test_which_configurations_have_an_expected_gradient(kind):
   reference = jnp.asarray(REFERENCE)[None]
   estimate = lambda lp: kl_estimate(lp, reference, kind=kind)
   in_loss = expected_gradient(estimate)
-  in_reward = expected_gradient(lambda lp: jax.lax.stop_gradient(estimate(lp)) * lp)  # -advantage * logprob
+  # -advantage * logprob
+  in_reward = expected_gradient(lambda lp: jax.lax.stop_gradient(estimate(lp)) * lp)
   for unbiased in (False, True):
-    assert has_expected_gradient(kind, place='loss', unbiased=unbiased) == (np.abs(in_loss).max() > 1e-6)
-    assert has_expected_gradient(kind, place='reward', unbiased=unbiased) == (np.abs(in_reward).max() > 1e-6)
+    assert has_expected_gradient(kind, place='loss', unbiased=unbiased) == (
+      np.abs(in_loss).max() > 1e-6
+    )
+    assert has_expected_gradient(kind, place='reward', unbiased=unbiased) == (
+      np.abs(in_reward).max() > 1e-6
+    )
 
 
 def test_unbiased_k1_is_refused():

@@ -1,4 +1,6 @@
-"""What the losses estimate, exactly: expected gradients by enumeration against gradients of the definitions."""
+"""What the losses estimate, exactly: expected gradients by enumeration against gradients of the
+definitions.
+"""
 
 import functools
 import pickle
@@ -31,12 +33,16 @@ def differ(found, exact) -> bool:
 
 
 def test_the_definitions_agree_with_each_other():
-  """By finite differences; and the KL of the whole is the sum over prefixes of the conditional ones."""
+  """By finite differences; and the KL of the whole is the sum over prefixes of the conditional
+  ones.
+  """
   log_softmax = lambda table: np.log(np.exp(table) / np.exp(table).sum(1, keepdims=True))
   step = np.zeros_like(e.POLICY)
   step[1, 2] = 1e-6
   with jax.enable_x64(True):
-    up, down = (float(e.expected_reward(log_softmax(table))) for table in (e.POLICY + step, e.POLICY - step))
+    up, down = (
+      float(e.expected_reward(log_softmax(table))) for table in (e.POLICY + step, e.POLICY - step)
+    )
     whole = float(e.sequence_kl(log_softmax(e.POLICY)))
     parts = float(e.conditional(e.reverse_kl, e.POLICY)(log_softmax(e.POLICY)))
   assert (up - down) / 2e-6 == pytest.approx(reward_gradient()[1, 2], rel=1e-6)
@@ -53,26 +59,36 @@ def test_the_definitions_agree_with_each_other():
     (lambda: e.catalogue('rloo'), lambda size: 1.0),
     (lambda: e.catalogue('rloo', bypass_old_logprobs=True), lambda size: 1.0),
     (lambda: e.catalogue('grpo', norm_adv_by_std=False, **e.SUM), lambda size: (size - 1) / size),
-    (lambda: e.catalogue('dr_grpo'), lambda size: (size - 1) / size / 2),  # max_response_length is 2
+    # max_response_length is 2
+    (lambda: e.catalogue('dr_grpo'), lambda size: (size - 1) / size / 2),
     (lambda: e.catalogue('opmd'), lambda size: (size - 1) / size),
   ],
   ids=['reinforce', 'reinforce-baseline', 'rloo', 'rloo-bypass', 'grpo-sum', 'dr_grpo', 'opmd'],
 )
 def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(make, factor, size):
-  assert_equal(e.expected_gradient(make(), e.ON_POLICY, size=size), -factor(size) * reward_gradient())
+  assert_equal(
+    e.expected_gradient(make(), e.ON_POLICY, size=size), -factor(size) * reward_gradient()
+  )
 
 
 def test_away_from_its_reference_opmd_has_the_gradient_of_its_own_objective():
   found = e.expected_gradient(e.catalogue('opmd', tau=0.7), e.MOVED, size=3)
-  assert_equal(found, e.gradient_of(lambda logprobs: e.mirror_descent(logprobs, start=e.OTHER, size=3, tau=0.7)))
+  assert_equal(
+    found,
+    e.gradient_of(lambda logprobs: e.mirror_descent(logprobs, start=e.OTHER, size=3, tau=0.7)),
+  )
 
 
 @pytest.mark.parametrize('size', [2, 3])
 def test_sequence_weights_without_a_cap_make_stale_samples_as_good(size):
   weights = {'rollout_is': 'sequence', 'rollout_is_threshold': 1e6}
-  assert_equal(e.expected_gradient(e.catalogue('rloo', **weights), e.STALE, size=size), -reward_gradient())
+  assert_equal(
+    e.expected_gradient(e.catalogue('rloo', **weights), e.STALE, size=size), -reward_gradient()
+  )
   grpo = e.catalogue('grpo', norm_adv_by_std=False, **e.SUM, **weights)
-  assert_equal(e.expected_gradient(grpo, e.STALE, size=size), -(size - 1) / size * reward_gradient())
+  assert_equal(
+    e.expected_gradient(grpo, e.STALE, size=size), -(size - 1) / size * reward_gradient()
+  )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,8 @@ def kl_gradient(policies, **options):
 def test_k1_in_the_loss_has_no_expected_gradient():
   found = kl_gradient(e.ON_POLICY, kl_loss_type='k1')
   assert np.abs(found).max() < 1e-15
-  # Divided by a number that was sampled, the batch's tokens, it has one: here away from what is wanted.
+  # Divided by a number that was sampled, the batch's tokens, it has one: here away from what is
+  # wanted.
   by_tokens = kl_gradient(e.ON_POLICY, kl_loss_type='k1', loss_agg_mode='token-mean')
   cosine, ratio = e.likeness(by_tokens, e.gradient_of(e.sequence_kl))
   assert cosine < -0.5 and ratio > 0.1
@@ -129,7 +146,9 @@ def test_of_samples_of_the_proximal_policy_the_importance_ratio_keeps_the_gradie
 
 
 def test_stale_samples_give_the_kl_term_the_sampler_s_weights():
-  """No correction acts on the KL: the ratio is 1 there, and tokens come as often as the sampler drew them."""
+  """No correction acts on the KL: the ratio is 1 there, and tokens come as often as the sampler
+  drew them.
+  """
   exact = e.gradient_of(e.conditional(e.reverse_kl, e.OTHER))
   assert differ(kl_gradient(e.STALE, kl_loss_type='k3'), exact)
   assert_equal(kl_gradient(e.STALE, kl_loss_type='k3'), kl_gradient(e.STALE, kl_loss_type='k2'))
@@ -148,7 +167,9 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_whole_sequences():
 
 
 def test_k3_in_the_reward_lacks_the_gradient_of_its_own_value():
-  """Its mean is the KL, but a reward is a constant: the part that is k3's gradient in a loss is missing."""
+  """Its mean is the KL, but a reward is a constant: the part that is k3's gradient in a loss is
+  missing.
+  """
   lacking = e.gradient_of(e.conditional(e.forward_kl, e.POLICY))
   assert_equal(e.penalty_gradient('k3'), e.gradient_of(e.sequence_kl) - lacking)
   assert differ(e.penalty_gradient('k2'), e.gradient_of(e.sequence_kl))
@@ -174,8 +195,11 @@ def test_the_examples_are_short(name):
 
 
 def test_the_example_s_scorer():
-  scorer = pickle.loads(pickle.dumps(own_scorer.make_scorer(excess=0.25)))  # As it goes to a worker.
-  assert [scorer(attempt(text, truth='abcd')).value for text in ('abcd', ' abxd', 'abcdef', 'x')] == [
+  # As it goes to a worker.
+  scorer = pickle.loads(pickle.dumps(own_scorer.make_scorer(excess=0.25)))
+  assert [
+    scorer(attempt(text, truth='abcd')).value for text in ('abcd', ' abxd', 'abcdef', 'x')
+  ] == [
     1.0,
     0.75,
     0.5,

@@ -7,7 +7,13 @@ import oracles
 import pytest
 from oracles import ACCURACY, SEGMENTS, assert_gradient, evaluate, packed
 
-from jaxrl_llm.objectives.policy import cispo, clipped_surrogate, opmd_loss, sequence_log_ratio, token_log_ratio
+from jaxrl_llm.objectives.policy import (
+  cispo,
+  clipped_surrogate,
+  opmd_loss,
+  sequence_log_ratio,
+  token_log_ratio,
+)
 from jaxrl_llm.ops.reduce import segment_sums
 
 CLIP = {'clip_ratio_low': 0.2, 'clip_ratio_high': 0.3}
@@ -60,13 +66,19 @@ def test_dual_clip_can_be_off():
 
 
 def test_hand_worked_sequence_ratio():
-  # Two sequences. Differences 0.2, (masked), 0.4 have the mean 0.3; 15 alone is over the limit of 10.
-  logprobs, proximal = jnp.array([[-1.0, jnp.nan, -2.0, -1.0]]), jnp.array([[-1.2, -9.0, -2.4, -16.0]])
+  # Two sequences. Differences 0.2, (masked), 0.4 have the mean 0.3; 15 alone is over the limit of
+  # 10.
+  logprobs, proximal = (
+    jnp.array([[-1.0, jnp.nan, -2.0, -1.0]]),
+    jnp.array([[-1.2, -9.0, -2.4, -16.0]]),
+  )
   mask, ids = jnp.array([[True, False, True, True]]), jnp.array([[1, 1, 1, 2]])
   found = sequence_log_ratio(logprobs, proximal, mask, ids, segments=3)
   np.testing.assert_allclose(found, [[0.3, 0.0, 0.3, 10.0]], rtol=1e-6)
   # The gradient is each token's own, not a third or half of it; beyond the limit there is none.
-  gradient = jax.grad(lambda lp: sequence_log_ratio(lp, proximal, mask, ids, segments=3).sum())(logprobs)
+  gradient = jax.grad(lambda lp: sequence_log_ratio(lp, proximal, mask, ids, segments=3).sum())(
+    logprobs
+  )
   np.testing.assert_array_equal(gradient, [[1.0, 0.0, 1.0, 0.0]])
 
 
@@ -138,9 +150,13 @@ def test_log_ratios_equal_the_loops(level, dtype, seed):
 def test_surrogate_equals_the_loops(c, dtype, seed):
   b = packed(seed)
   b.ratio = oracles.token_log_ratio(b.logprobs, b.proximal, b.mask)
-  found = evaluate(lambda d: clipped_surrogate(d.ratio, d.advantages, **CLIP, clip_ratio_c=c), b, dtype=dtype)
+  found = evaluate(
+    lambda d: clipped_surrogate(d.ratio, d.advantages, **CLIP, clip_ratio_c=c), b, dtype=dtype
+  )
   wanted = oracles.clipped_surrogate(b.ratio, b.advantages, b.mask, **BOUNDS, c=c)
-  np.testing.assert_allclose(found.loss[b.mask], wanted[0][b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
+  np.testing.assert_allclose(
+    found.loss[b.mask], wanted[0][b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype]
+  )
   for flags, expected in zip(found[1:], wanted[1:]):
     np.testing.assert_array_equal(flags[b.mask], expected[b.mask])
   assert wanted[1].any() and (wanted[2].any() == (c is not None))
@@ -153,7 +169,9 @@ def test_cispo_equals_the_loops(dtype, seed):
   b.ratio = oracles.token_log_ratio(b.logprobs, b.proximal, b.mask)
   found = evaluate(lambda d: cispo(d.ratio, d.logprobs, d.advantages, **CLIP), b, dtype=dtype)
   loss, cut = oracles.cispo(b.ratio, b.logprobs, b.advantages, b.mask, **BOUNDS)
-  np.testing.assert_allclose(found.loss[b.mask], loss[b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
+  np.testing.assert_allclose(
+    found.loss[b.mask], loss[b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype]
+  )
   np.testing.assert_array_equal(found.clipped[b.mask], cut[b.mask])
   assert cut.any() and not found.clipped_lower.any()
 
@@ -194,7 +212,8 @@ def test_cispo_gradient_equals_differences(level):
 
 
 def test_sequence_ratio_has_the_gradient_of_the_sequence_objective():
-  # Mean over tokens of exp(s_t) A is GSPO's exp(mean difference) A, in value and gradient, where A is the sequence's.
+  # Mean over tokens of exp(s_t) A is GSPO's exp(mean difference) A, in value and gradient, where A
+  # is the sequence's.
   rng = np.random.default_rng(4)
   with jax.enable_x64(True):
     logprobs, proximal = jnp.asarray(rng.normal(size=(2, 1, 6)))

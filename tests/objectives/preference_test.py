@@ -9,7 +9,12 @@ import oracles
 import pytest
 from oracles import ACCURACY, assert_gradient, evaluate
 
-from jaxrl_llm.objectives.preference import bradley_terry_loss, centering_penalty, dpo_loss, pair_sums
+from jaxrl_llm.objectives.preference import (
+  bradley_terry_loss,
+  centering_penalty,
+  dpo_loss,
+  pair_sums,
+)
 
 LOSSES = [
   {'beta': 0.1, 'label_smoothing': 0.0, 'kind': 'sigmoid'},
@@ -19,7 +24,9 @@ LOSSES = [
 
 
 def pairs(seed):
-  """Pairs 1 to 5 spread over 3 x 5 segments, pair 6 with its rejected member missing, junk where there is no pair."""
+  """Pairs 1 to 5 spread over 3 x 5 segments, pair 6 with its rejected member missing, junk where
+  there is no pair.
+  """
   rng = np.random.default_rng(seed)
   pair = np.array([1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0])
   label = np.array([1] * 5 + [-1] * 5 + [1] + [0] * 4)
@@ -30,7 +37,8 @@ def pairs(seed):
 
 
 def test_hand_worked_pair_sums():
-  # Pair 2 lies in two chunks: 5 - (-1) = 6. Pair 1 has no chosen member. The last segment is no pair's.
+  # Pair 2 lies in two chunks: 5 - (-1) = 6. Pair 1 has no chosen member. The last segment is no
+  # pair's.
   values = jnp.array([[4.0, -1.0], [5.0, jnp.nan]])
   found = pair_sums(values, jnp.array([[1, 2], [2, 0]]), jnp.array([[-1.0, -1.0], [1.0, 0.0]]))
   np.testing.assert_array_equal(found.difference, [0.0, 6.0, 0.0, 0.0])
@@ -79,8 +87,8 @@ def test_gradient_over_sequences_equals_differences(options):
 
 
 def test_hand_worked_dpo():
-  # h = 3 - 1 = 2. sigmoid, β 0.5: -log σ(1) = 0.3132617; with ε 0.1 also 0.1 * 1, as -log σ(-1) = 1 + 0.3132617.
-  # ipo, β 0.25: (2 - 1 / 0.5)² = 0; β 0.1: (2 - 5)² = 9.
+  # h = 3 - 1 = 2. sigmoid, β 0.5: -log σ(1) = 0.3132617; with ε 0.1 also 0.1 * 1, as -log σ(-1) = 1
+  # + 0.3132617. ipo, β 0.25: (2 - 1 / 0.5)² = 0; β 0.1: (2 - 5)² = 9.
   call = lambda **options: float(dpo_loss(jnp.array([3.0]), jnp.array([1.0]), **options)[0])
   assert call(beta=0.5) == pytest.approx(0.3132617, rel=1e-6)
   assert call(beta=0.5, label_smoothing=0.1) == pytest.approx(0.3132617 + 0.1, rel=1e-6)
@@ -89,8 +97,11 @@ def test_hand_worked_dpo():
 
 
 def test_hand_worked_reward_model():
-  # -log σ(0) = ln 2 where the margin is just what is wanted; -log σ(3 - 1) = 0.1269280; (0.5 + 1.5)² = 4.
-  np.testing.assert_allclose(bradley_terry_loss(jnp.array([1.0]), target_margin=1.0), np.log(2.0), rtol=1e-6)
+  # -log σ(0) = ln 2 where the margin is just what is wanted; -log σ(3 - 1) = 0.1269280; (0.5 +
+  # 1.5)² = 4.
+  np.testing.assert_allclose(
+    bradley_terry_loss(jnp.array([1.0]), target_margin=1.0), np.log(2.0), rtol=1e-6
+  )
   margins = jnp.array([3.0, 3.0])
   found = bradley_terry_loss(margins, target_margin=jnp.array([1.0, 3.0]))
   np.testing.assert_allclose(found, [0.1269280, np.log(2.0)], rtol=1e-6)
@@ -119,14 +130,20 @@ def test_reward_model_losses_equal_the_loops(dtype):
 def test_reward_model_gradients_equal_differences():
   b = SimpleNamespace(margin=np.random.default_rng(7).normal(size=12) * 4)
   expected = lambda b: -sum(oracles.log_sigmoid(m - 0.5) for m in b.margin)
-  assert_gradient(lambda d: bradley_terry_loss(d.margin, target_margin=0.5).sum(), expected, b, 'margin')
-  assert_gradient(lambda d: centering_penalty(d.margin).sum(), lambda b: sum(m * m for m in b.margin), b, 'margin')
+  assert_gradient(
+    lambda d: bradley_terry_loss(d.margin, target_margin=0.5).sum(), expected, b, 'margin'
+  )
+  assert_gradient(
+    lambda d: centering_penalty(d.margin).sum(), lambda b: sum(m * m for m in b.margin), b, 'margin'
+  )
 
 
 def test_hopeless_and_certain_pairs_stay_finite():
   margins = jnp.array([1e4, -1e4])
   for options in (LOSSES[0], LOSSES[1]):
-    value, gradient = jax.value_and_grad(lambda x, o=options: dpo_loss(x, jnp.zeros(2), **o).sum())(margins)
+    value, gradient = jax.value_and_grad(lambda x, o=options: dpo_loss(x, jnp.zeros(2), **o).sum())(
+      margins
+    )
     assert np.isfinite(value) and np.isfinite(gradient).all()
   # β |h| = 1000 nats for the wrong order, nothing for the right one.
   np.testing.assert_allclose(dpo_loss(margins, jnp.zeros(2), beta=0.1), [0.0, 1000.0])

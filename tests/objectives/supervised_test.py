@@ -34,7 +34,11 @@ def test_weight_is_a_constant():
   held = each(b.mask, lambda at: np.exp(b.logprobs[at]) * (1 - np.exp(b.logprobs[at])))
 
   def loss(d):
-    return jnp.where(d.mask, chord_token_weight(d.logprobs, d.mask) * negative_log_likelihood(d.logprobs), 0.0).sum()
+    return jnp.where(
+      d.mask, chord_token_weight(d.logprobs, d.mask) * negative_log_likelihood(d.logprobs), 0.0
+    ).sum()
 
-  gradient = assert_gradient(loss, lambda b: -(held * np.where(b.mask, b.logprobs, 0.0)).sum(), b, 'logprobs')
+  gradient = assert_gradient(
+    loss, lambda b: -(held * np.where(b.mask, b.logprobs, 0.0)).sum(), b, 'logprobs'
+  )
   np.testing.assert_array_equal(gradient != 0, b.mask)

@@ -1,4 +1,6 @@
-"""SAPO's surrogate against hand-worked numbers, a loop over tokens, and finite differences of that loop."""
+"""SAPO's surrogate against hand-worked numbers, a loop over tokens, and finite differences of that
+loop.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ APART = SapoOptions(tau_pos=2.0, tau_neg=0.5)
 
 
 def token_losses(d, options=APART):
-  return sapo(SurrogateTokens(d.logprobs, d.proximal, d.advantages, d.mask, d.ids, SEGMENTS), options).loss
+  return sapo(
+    SurrogateTokens(d.logprobs, d.proximal, d.advantages, d.mask, d.ids, SEGMENTS), options
+  ).loss
 
 
 def expected(b, options=APART):
@@ -26,7 +30,9 @@ def expected(b, options=APART):
 def of_token(ratio, advantage, options=DEFAULTS):
   """Loss of one token with this ratio, and its gradient over the logprob."""
   column = lambda value: jnp.full((1, 1), value, jnp.float32)
-  tokens = SurrogateTokens(column(0.0), column(-np.log(ratio)), column(advantage), column(1) > 0, column(1), 1)
+  tokens = SurrogateTokens(
+    column(0.0), column(-np.log(ratio)), column(advantage), column(1) > 0, column(1), 1
+  )
   loss = lambda logprobs: sapo(tokens._replace(logprobs=logprobs), options).loss.sum()
   return tuple(float(value.sum()) for value in jax.value_and_grad(loss)(tokens.logprobs))
 
@@ -51,7 +57,9 @@ def test_hand_worked_sapo(ratio, advantage, loss, gradient):
 def test_sapo_equals_the_loop(dtype, seed):
   b = packed(seed)
   found = evaluate(token_losses, b, dtype=dtype)
-  np.testing.assert_allclose(found[b.mask], expected(b)[b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
+  np.testing.assert_allclose(
+    found[b.mask], expected(b)[b.mask], rtol=ACCURACY[dtype], atol=ACCURACY[dtype]
+  )
   assert (b.advantages[b.mask] > 0).any() and (b.advantages[b.mask] < 0).any()
 
 
@@ -70,9 +78,13 @@ def test_sapo_gradient_equals_differences_and_its_closed_form(seed):
 
 def test_masked_positions_and_neighbours_change_no_gradient():
   b = packed(3)
-  other = oracles.replaced(b, proximal=np.where(b.mask, b.proximal, 5.0), ids=np.where(b.mask, b.ids, 0))
+  other = oracles.replaced(
+    b, proximal=np.where(b.mask, b.proximal, 5.0), ids=np.where(b.mask, b.ids, 0)
+  )
   loss = lambda d: jnp.where(d.mask, token_losses(d), 0.0).sum()
-  np.testing.assert_array_equal(gradient_of(loss, b, 'logprobs'), gradient_of(loss, other, 'logprobs'))
+  np.testing.assert_array_equal(
+    gradient_of(loss, b, 'logprobs'), gradient_of(loss, other, 'logprobs')
+  )
 
 
 def test_far_from_the_proximal_policy_loss_and_gradient_are_bounded():
@@ -82,7 +94,9 @@ def test_far_from_the_proximal_policy_loss_and_gradient_are_bounded():
       assert abs(loss) <= 8.0 and gradient == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(('name', 'value'), [('tau_pos', 0.0), ('tau_neg', -1.0), ('tau_neg', float('inf'))])
+@pytest.mark.parametrize(
+  ('name', 'value'), [('tau_pos', 0.0), ('tau_neg', -1.0), ('tau_neg', float('inf'))]
+)
 def test_a_temperature_that_makes_no_gate_is_one_line(name, value):
   with pytest.raises(UserError, match=rf'^sapo.{name}: {value}, wanted a finite number above 0$'):
     SapoOptions(**{name: value})

@@ -32,7 +32,9 @@ def test_hand_worked_value_loss(value, old, cliprange, loss, clipped):
 @pytest.mark.parametrize('seed', [0, 1])
 def test_value_loss_equals_the_loops(cliprange, dtype, seed):
   b = packed(seed)
-  call = lambda d: value_loss(d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask)
+  call = lambda d: value_loss(
+    d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask
+  )
   found = evaluate(call, b, dtype=dtype)
   loss, clipped = oracles.value_loss(b.values, b.old_values, b.returns, b.mask, cliprange=cliprange)
   np.testing.assert_allclose(found.loss, loss, rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
@@ -41,9 +43,12 @@ def test_value_loss_equals_the_loops(cliprange, dtype, seed):
 
 
 def test_values_within_the_range_are_not_clipped():
-  # Nor are they by the rounding of old + (value - old), which differs from the value in a tenth of these.
+  # Nor are they by the rounding of old + (value - old), which differs from the value in a tenth of
+  # these.
   old, move, returns = np.random.default_rng(0).normal(size=(3, 1, 1000))
-  values, old, returns = (x.astype(np.float32) for x in (old + np.clip(move, -0.4, 0.4), old, returns))
+  values, old, returns = (
+    x.astype(np.float32) for x in (old + np.clip(move, -0.4, 0.4), old, returns)
+  )
   assert (old + (values - old) != values).mean() > 0.1
   found = value_loss(*map(jnp.asarray, (values, old, returns)), cliprange_value=0.5)
   assert not found.clipped.any()
@@ -53,7 +58,11 @@ def test_values_within_the_range_are_not_clipped():
 @pytest.mark.parametrize('cliprange', RANGES)
 def test_gradient_equals_differences(cliprange):
   b = packed(2)
-  loss = lambda d: value_loss(d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask).loss.sum()
-  expected = lambda b: oracles.value_loss(b.values, b.old_values, b.returns, b.mask, cliprange=cliprange)[0].sum()
+  loss = lambda d: value_loss(
+    d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask
+  ).loss.sum()
+  expected = lambda b: oracles.value_loss(
+    b.values, b.old_values, b.returns, b.mask, cliprange=cliprange
+  )[0].sum()
   gradient = assert_gradient(loss, expected, b, 'values')
   assert (gradient[~b.mask] == 0).all() and np.abs(gradient).max() > 0.1

@@ -1,4 +1,6 @@
-"""Every implementation of attention against loops over NumPy, and what each of them promises beside its values."""
+"""Every implementation of attention against loops over NumPy, and what each of them promises beside
+its values.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,9 @@ from jaxrl_llm.ops.places import Places, visible
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Rows of packed segments, each by its length, with padding after them; or single tokens that look into a cache."""
+  """Rows of packed segments, each by its length, with padding after them; or single tokens that
+  look into a cache.
+  """
 
   rows: tuple[tuple[int, ...], ...] = ()
   time: int = 20
@@ -33,11 +37,20 @@ class Case:
 
   def places(self) -> tuple[Places, Places]:
     if self.cached:
-      positions, indices = np.array(self.cached), np.tile(np.arange(self.time), (len(self.cached), 1))
+      positions, indices = (
+        np.array(self.cached),
+        np.tile(np.arange(self.time), (len(self.cached), 1)),
+      )
       return placed(np.ones_like(positions), positions), placed(np.ones_like(indices), indices)
     rest = [self.time - sum(lengths) for lengths in self.rows]
-    ids = [[i + 1 for i, n in enumerate(row) for _ in range(n)] + [0] * left for row, left in zip(self.rows, rest)]
-    at = [[p for n in row for p in range(n)] + [self.padding] * left for row, left in zip(self.rows, rest)]
+    ids = [
+      [i + 1 for i, n in enumerate(row) for _ in range(n)] + [0] * left
+      for row, left in zip(self.rows, rest)
+    ]
+    at = [
+      [p for n in row for p in range(n)] + [self.padding] * left
+      for row, left in zip(self.rows, rest)
+    ]
     return (places := placed(ids, at)), places
 
   def draw(self, dtype) -> tuple[jax.Array, ...]:
@@ -124,12 +137,15 @@ def test_values_and_gradients_are_those_of_naive_loops(name, case):
       assert np.isfinite(gradient).all()
       direction = np.random.default_rng(n).normal(size=gradient.shape)
       wanted = (slope(case, inputs, n, direction) * weight).sum()
-      np.testing.assert_allclose((gradient * direction).sum(), wanted, atol=1e-7 if exact else 1e-4, rtol=0)
+      np.testing.assert_allclose(
+        (gradient * direction).sum(), wanted, atol=1e-7 if exact else 1e-4, rtol=0
+      )
 
 
 @pytest.mark.parametrize('name', EXACT)
 def test_uniform_scores_average_the_seen_values(name):
-  # A query of zeros scores every key 0: weights 1/2 on the two keys of its segment, values 1 and 5 -> 3.
+  # A query of zeros scores every key 0: weights 1/2 on the two keys of its segment, values 1 and 5
+  # -> 3.
   value = jnp.array([1.0, 100.0, 5.0]).reshape(1, 3, 1, 1) * jnp.ones((1, 3, 1, 2))
   places = placed([[2]], [[1]]), placed([[2, 1, 2]], [[0, 0, 1]])
   out = EXACT[name](jnp.zeros((1, 1, 1, 2)), jnp.ones((1, 3, 1, 2)), value, *places)
@@ -160,7 +176,8 @@ def test_padding_yields_0_and_sends_no_gradient(name, scale):
 
 @pytest.mark.parametrize('name', EXACT)
 def test_bfloat16_keeps_float32_statistics(name):
-  # 1,024 equal keys: a bfloat16 sum of ones would stall at 256, and the mean of ones would come out as 4.
+  # 1,024 equal keys: a bfloat16 sum of ones would stall at 256, and the mean of ones would come out
+  # as 4.
   one, places = jnp.ones((1, 1024, 1, 4), jnp.bfloat16), placed([[1] * 1024], [range(1024)])
   out = EXACT[name](one, one, one, places, places)
   assert out.dtype == jnp.bfloat16
@@ -169,7 +186,8 @@ def test_bfloat16_keeps_float32_statistics(name):
 
 @pytest.mark.parametrize(('window', 'readers'), [(None, (1, 2, 3)), (4, (1, 2))])
 def test_blocks_that_are_not_seen_are_not_even_read(window, readers):
-  # Segments of four, two and two blocks of 8: what stands in a block that is read would make NaN of 0 · NaN.
+  # Segments of four, two and two blocks of 8: what stands in a block that is read would make NaN of
+  # 0 · NaN.
   case = Case(((32, 16, 16),), time=64, window=window)
   query, key, value, weight = case.draw('float32')
   blocks = lambda x: np.isfinite(np.asarray(x)).all((0, 2, 3)).reshape(-1, 8).all(1).tolist()
@@ -197,7 +215,9 @@ def temporaries(implementation, time):
     return attention(query, key, value, places, places, implementation=implementation).sum()
 
   step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-  lowered = step.lower(array(1, time, 2, 16), array(1, time, 1, 16), array(1, time, 1, 16), ids, ids)
+  lowered = step.lower(
+    array(1, time, 2, 16), array(1, time, 1, 16), array(1, time, 1, 16), ids, ids
+  )
   return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -208,7 +228,8 @@ def test_blockwise_memory_is_linear_in_time():
 
 
 def test_who_sees_whom_by_hand():
-  # Tokens: two of segment 1, two of segment 2, one of padding, which sees nothing and is seen by nobody.
+  # Tokens: two of segment 1, two of segment 2, one of padding, which sees nothing and is seen by
+  # nobody.
   places = placed([[1, 1, 2, 2, 0]], [[0, 1, 0, 1, 0]])
   wanted = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
   np.testing.assert_array_equal(visible(places, places)[0], wanted)
@@ -234,9 +255,13 @@ def test_the_gpus_kernel_refuses_what_it_does_not_have():
     KERNELS['pallas_gpu'](*case.draw('float32')[:3], *case.places(), window=4)
 
 
-def pick(asked='auto', platform='cpu', time=4096, keys=None, dtype='bfloat16', same_tokens=True, **rule):
+def pick(
+  asked='auto', platform='cpu', time=4096, keys=None, dtype='bfloat16', same_tokens=True, **rule
+):
   keys = time if keys is None else keys
-  return choose(asked, platform=platform, time=time, keys=keys, same_tokens=same_tokens, dtype=dtype, **rule)
+  return choose(
+    asked, platform=platform, time=time, keys=keys, same_tokens=same_tokens, dtype=dtype, **rule
+  )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +279,8 @@ def pick(asked='auto', platform='cpu', time=4096, keys=None, dtype='bfloat16', s
     ('blockwise', dict(platform='gpu', window=1024)),
     ('blockwise', dict(platform='gpu', softcap=50.0)),
     ('blockwise', dict(platform='gpu', shards=2)),
-    # A cache: one token a row is masked however long the cache is, within reason, and whatever is asked for.
+    # A cache: one token a row is masked however long the cache is, within reason, and whatever is
+    # asked for.
     ('masked', dict(same_tokens=False, time=1, keys=32_768)),
     ('masked', dict(same_tokens=False, time=1, keys=32_768, platform='tpu', asked='splash')),
     ('blockwise', dict(same_tokens=False, platform='tpu')),

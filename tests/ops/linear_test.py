@@ -1,4 +1,6 @@
-"""The product with a kernel: its values and gradients, and the precision that gradients are summed in."""
+"""The product with a kernel: its values and gradients, and the precision that gradients are summed
+in.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,9 @@ def test_values_and_gradients_are_those_of_the_plain_product(tokens, out):
   loss = lambda product: lambda x, kernel: (product(x, kernel) * weight).sum()
   plain = lambda x, kernel: jnp.einsum('...i,oi->...o', x, kernel)
   np.testing.assert_allclose(linear(x, kernel), plain(x, kernel), rtol=1e-6)
-  for found, wanted in zip(jax.grad(loss(linear), (0, 1))(x, kernel), jax.grad(loss(plain), (0, 1))(x, kernel)):
+  for found, wanted in zip(
+    jax.grad(loss(linear), (0, 1))(x, kernel), jax.grad(loss(plain), (0, 1))(x, kernel)
+  ):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -27,12 +31,17 @@ def test_values_and_gradients_are_those_of_the_plain_product(tokens, out):
 def test_the_result_has_the_activations_dtype_and_the_gradient_the_kernels(of_x, of_kernel):
   x, kernel = draw(0, 3, 4).astype(of_x), draw(1, 5, 4).astype(of_kernel)
   assert linear(x, kernel).dtype == of_x
-  dx, dkernel = jax.grad(lambda x, kernel: linear(x, kernel).astype(jnp.float32).sum(), (0, 1))(x, kernel)
+  dx, dkernel = jax.grad(lambda x, kernel: linear(x, kernel).astype(jnp.float32).sum(), (0, 1))(
+    x, kernel
+  )
   assert (dx.dtype, dkernel.dtype) == (of_x, of_kernel)
 
 
 def test_a_float32_kernels_gradient_is_summed_in_float32():
-  # 4,096 tokens of 1 · 1 and one of 1 · 1/256: bfloat16 holds 8 bits, so that a sum in it would lose the last.
+  # 4,096 tokens of 1 · 1 and one of 1 · 1/256: bfloat16 holds 8 bits, so that a sum in it would
+  # lose the last.
   x = jnp.ones((4097, 1), jnp.bfloat16).at[-1].set(1 / 256)
-  gradient = jax.grad(lambda kernel: linear(x, kernel).astype(jnp.float32).sum())(jnp.ones((1, 1), jnp.float32))
+  gradient = jax.grad(lambda kernel: linear(x, kernel).astype(jnp.float32).sum())(
+    jnp.ones((1, 1), jnp.float32)
+  )
   assert float(gradient[0, 0]) == 4096 + 1 / 256

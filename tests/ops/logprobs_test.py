@@ -8,7 +8,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl_llm.ops import logprobs as module
-from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, state_values, token_logprobs, token_values
+from jaxrl_llm.ops.logprobs import (
+  plan_token_chunk,
+  sequence_scores,
+  state_values,
+  token_logprobs,
+  token_values,
+)
 
 ROWS, TIME, EMBED, VOCAB = 3, 12, 8, 17
 
@@ -74,7 +80,10 @@ def plain(hidden, kernel, tokens, segment_ids, temperature):
 @pytest.mark.parametrize('cut', CUTS, ids=str)
 def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
   with jax.enable_x64(True):
-    wide = {name: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x for name, x in batch.items()}
+    wide = {
+      name: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x
+      for name, x in batch.items()
+    }
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, ROWS, TIME)))
 
     def loss(of, **states):
@@ -92,24 +101,33 @@ def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
 
 
 def test_the_temperature_has_no_gradient(batch):
-  loss = lambda temperature: token_logprobs(**{**batch, 'temperature': temperature}, token_chunk=4).logprobs.sum()
+  loss = lambda temperature: token_logprobs(
+    **{**batch, 'temperature': temperature}, token_chunk=4
+  ).logprobs.sum()
   np.testing.assert_array_equal(jax.grad(loss)(batch['temperature']), 0)
 
 
 @pytest.mark.parametrize('kernel_dtype', ['bfloat16', 'float32'])
 def test_many_chunks_add_up_in_float32(kernel_dtype):
-  # Each of 1,023 positions gives the kernel the same gradient, of which a sum in bfloat16 would lose all after 256.
+  # Each of 1,023 positions gives the kernel the same gradient, of which a sum in bfloat16 would
+  # lose all after 256.
   time = 1024
   ones, ids = jnp.ones((1, time, 1), jnp.bfloat16), jnp.ones((1, time), jnp.int32)
-  loss = lambda kernel: token_logprobs(ones, kernel, 0 * ids, ids, jnp.ones((1, time)), token_chunk=1).logprobs.sum()
+  loss = lambda kernel: token_logprobs(
+    ones, kernel, 0 * ids, ids, jnp.ones((1, time)), token_chunk=1
+  ).logprobs.sum()
   found = jax.grad(loss)(jnp.zeros((2, 1), kernel_dtype))
   assert found.dtype == kernel_dtype
-  np.testing.assert_allclose(np.asarray(found, np.float32), [[(time - 1) / 2], [-(time - 1) / 2]], rtol=2**-8)
+  np.testing.assert_allclose(
+    np.asarray(found, np.float32), [[(time - 1) / 2], [-(time - 1) / 2]], rtol=2**-8
+  )
 
 
 @pytest.mark.parametrize('token_chunk', [3, 12])
 def test_logits_are_not_kept_for_the_backward_pass(batch, token_chunk):
-  of = lambda hidden, kernel: token_logprobs(**{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk)
+  of = lambda hidden, kernel: token_logprobs(
+    **{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk
+  )
   _, backward = jax.vjp(of, batch['hidden'], batch['kernel'])
   kept = [leaf.size for leaf in jax.tree.leaves(backward)]
   assert max(kept) == batch['hidden'].size < ROWS * TIME * VOCAB
@@ -135,7 +153,9 @@ def test_chunks_take_an_eighth_of_the_temporaries_of_full_logits():
   rows, time, vocab = 2, 64, 131_072
 
   def temporaries(chunk):
-    program = jax.jit(value_and_gradients(token_chunk=chunk)).lower(*shapes(rows, time, 4, vocab)).compile()
+    program = (
+      jax.jit(value_and_gradients(token_chunk=chunk)).lower(*shapes(rows, time, 4, vocab)).compile()
+    )
     return program.memory_analysis().temp_size_in_bytes
 
   full = temporaries(time)
@@ -149,9 +169,13 @@ def collectives(program):
   for line in program.as_text().splitlines():
     if not line.startswith(' '):
       once = line.startswith('ENTRY')
-    kinds = 'all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|collective-broadcast'
+    kinds = (
+      'all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|collective-broadcast'
+    )
     if operation := re.search(rf' = (.*?) ({kinds})(-start)?\(', line):
-      dimensions = [[int(n) for n in d.split(',') if n] for d in re.findall(r'\w\[([\d,]*)\]', operation[1])]
+      dimensions = [
+        [int(n) for n in d.split(',') if n] for d in re.findall(r'\w\[([\d,]*)\]', operation[1])
+      ]
       found.append((operation[2], dimensions, once))
   return found
 
@@ -166,7 +190,8 @@ def mesh(axes):
 
 
 def sharded(axes, states, kernel, wanted=None, **cut):
-  """Compiles for a mesh of eight devices, compares the results with those of one, and returns the collectives.
+  """Compiles for a mesh of eight devices, compares the results with those of one, and returns the
+  collectives.
 
   Args:
     axes: the mesh's, with their sizes.
@@ -186,7 +211,9 @@ def sharded(axes, states, kernel, wanted=None, **cut):
   arguments += [] if wanted is None else [wanted]
   of = lambda *names: NamedSharding(mesh(axes), PartitionSpec(*names))
   places = [of(*states), of(*kernel), *[of(*states)] * (len(arguments) - 2)]
-  program = jax.jit(value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2])))
+  program = jax.jit(
+    value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2]))
+  )
   program = program.lower(*arguments).compile()
   alone = jax.jit(value_and_gradients(token_chunk=time))(*arguments)
   found = program(*(jax.device_put(x, place) for x, place in zip(arguments, places)))
@@ -201,14 +228,18 @@ def of_the_whole_vocabulary(found):
 
 @pytest.mark.parametrize('token_chunk', [48, 12])
 def test_a_sharded_vocabulary_stays_sharded(token_chunk):
-  found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=token_chunk, row_shards=2)
+  found = sharded(
+    dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=token_chunk, row_shards=2
+  )
   assert {name for name, *_ in found} == {'all-reduce'}
   assert not of_the_whole_vocabulary(found)
 
 
 def test_logits_that_are_made_whole_would_be_seen(monkeypatch):
   whole, logits = NamedSharding(mesh(dict(data=2, tensor=4)), PartitionSpec()), module._logits
-  monkeypatch.setattr(module, '_logits', lambda *args: jax.lax.with_sharding_constraint(logits(*args), whole))
+  monkeypatch.setattr(
+    module, '_logits', lambda *args: jax.lax.with_sharding_constraint(logits(*args), whole)
+  )
   found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=12)
   assert 'all-gather' in {name for name, *_ in of_the_whole_vocabulary(found)}
 
@@ -216,7 +247,9 @@ def test_logits_that_are_made_whole_would_be_seen(monkeypatch):
 def test_the_kernels_gradient_is_reduced_once_and_states_stay_where_the_rows_parts_are_known():
   def moved(size, **cut):
     found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=12, **cut)
-    return [(name, once) for name, each, once in found if any(np.prod(shape) == size for shape in each)]
+    return [
+      (name, once) for name, each, once in found if any(np.prod(shape) == size for shape in each)
+    ]
 
   kernel, states = STATES[-1] * WORDS // 4, np.prod(STATES)
   assert moved(kernel, row_shards=2) == [('all-reduce', True)] and not moved(states, row_shards=2)
@@ -229,14 +262,18 @@ def test_parts_of_time_stay_where_they_are(token_chunk):
   found = sharded(axes, states, (), token_chunk=token_chunk, time_shards=4, row_shards=2)
   assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
   # The shift moves one position of each row to the neighbour.
-  moved = [shape for name, dimensions, _ in found if name == 'collective-permute' for shape in dimensions]
+  moved = [
+    shape for name, dimensions, _ in found if name == 'collective-permute' for shape in dimensions
+  ]
   assert {int(np.prod(shape)) for shape in moved} == {2}
 
 
 def test_chunks_across_the_parts_of_time_would_be_seen():
   found = sharded(dict(data=2, sequence=4), ('data', 'sequence'), (), token_chunk=12)
   assert any(
-    name == 'all-gather' and np.prod(shape) == np.prod(STATES) / 2 for name, each, _ in found for shape in each
+    name == 'all-gather' and np.prod(shape) == np.prod(STATES) / 2
+    for name, each, _ in found
+    for shape in each
   )
 
 
@@ -279,7 +316,9 @@ def test_chunks_of_what_is_not_wanted_are_not_computed(batch):
   def gradient(positions):
     def loss(hidden, kernel):
       arguments = {**batch, 'hidden': hidden, 'kernel': kernel, 'segment_ids': segments}
-      return token_logprobs(**arguments, wanted=jnp.asarray(wanted), token_chunk=positions).logprobs.sum()
+      return token_logprobs(
+        **arguments, wanted=jnp.asarray(wanted), token_chunk=positions
+      ).logprobs.sum()
 
     return jax.grad(loss, (0, 1))(poison, batch['kernel'])
 
@@ -292,7 +331,9 @@ def test_what_is_wanted_is_found_without_moving_states():
   """Parts with more and with less to do; only how many chunks there are is agreed."""
   wanted = np.random.default_rng(3).random(STATES[:2]) < [[0.9], [0.1], [0.3], [0.0]]
   axes, states = dict(data=2, sequence=2, tensor=2), ('data', 'sequence')
-  found = sharded(axes, states, ('tensor', None), wanted, token_chunk=12, time_shards=2, row_shards=2)
+  found = sharded(
+    axes, states, ('tensor', None), wanted, token_chunk=12, time_shards=2, row_shards=2
+  )
   assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
   assert not of_the_whole_vocabulary(found)
 
@@ -320,9 +361,9 @@ def test_cuts_that_do_not_divide_are_refused(batch, cut, message):
     token_logprobs(**batch, **cut)
 
 
-# Hidden states of two numbers, (1, 2, ... in reading order) and a second that the kernel (1, 0) does not read, so that
-# the output at a place is its own number. The first chunk holds two adjacent segments and padding, the second one that
-# ends where the chunk ends, after one of a single token.
+# Hidden states of two numbers, (1, 2, ... in reading order) and a second that the kernel (1, 0)
+# does not read, so that the output at a place is its own number. The first chunk holds two adjacent
+# segments and padding, the second one that ends where the chunk ends, after one of a single token.
 PLACES = np.arange(1.0, 13.0).reshape(2, 6)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]])
 
@@ -339,22 +380,29 @@ def test_a_value_is_of_the_state_before_its_token():
 
 
 def test_state_values_have_the_state_after_each_token_too():
-  """That after a segment's last token is no token's value: it is what a cut answer would go on from."""
+  """That after a segment's last token is no token's value: it is what a cut answer would go on
+  from.
+  """
   found = read(state_values)
   np.testing.assert_array_equal(found.values, read(token_values).values)
   np.testing.assert_array_equal(found.next_values, [[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 12]])
 
 
 def test_a_score_is_read_at_the_last_token_of_each_segment():
-  # Segment 1 ends at place 3, 2 at 5; in the second chunk at 7 and, with the chunk, at 12. The third is not there.
+  # Segment 1 ends at place 3, 2 at 5; in the second chunk at 7 and, with the chunk, at 12. The
+  # third is not there.
   np.testing.assert_array_equal(read(sequence_scores, segments=3).scores, [[3, 5, 0], [7, 12, 0]])
 
 
 def test_a_chunk_of_one_segment_or_of_none_has_its_score_or_none():
   hidden, kernel = jnp.asarray(PLACES[..., None], jnp.float32), jnp.ones((1, 1))
   ids = jnp.array([[1] * 6, [0] * 6], jnp.int32)
-  np.testing.assert_array_equal(sequence_scores(hidden, kernel, ids, segments=2).scores, [[6, 0], [0, 0]])
-  np.testing.assert_array_equal(token_values(hidden, kernel, ids).values, [[0, 1, 2, 3, 4, 5], [0] * 6])
+  np.testing.assert_array_equal(
+    sequence_scores(hidden, kernel, ids, segments=2).scores, [[6, 0], [0, 0]]
+  )
+  np.testing.assert_array_equal(
+    token_values(hidden, kernel, ids).values, [[0, 1, 2, 3, 4, 5], [0] * 6]
+  )
 
 
 @pytest.mark.parametrize(
@@ -374,6 +422,10 @@ def test_gradients_go_to_the_places_that_are_read_and_to_no_padding(function, op
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_values_and_scores_are_at_least_float32(dtype):
-  hidden, kernel, ids = jnp.ones((1, 4, 8), dtype), jnp.ones((1, 8), dtype), jnp.ones((1, 4), jnp.int32)
+  hidden, kernel, ids = (
+    jnp.ones((1, 4, 8), dtype),
+    jnp.ones((1, 8), dtype),
+    jnp.ones((1, 4), jnp.int32),
+  )
   assert token_values(hidden, kernel, ids).values.dtype == jnp.float32
   assert sequence_scores(hidden, kernel, ids, segments=1).scores.dtype == jnp.float32

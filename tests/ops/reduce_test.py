@@ -25,7 +25,9 @@ def test_hand_worked_aggregations(mode, numerator, denominator):
   assert (float(found[0]), float(found[1])) == (numerator, denominator)
 
 
-@pytest.mark.parametrize('mode', ['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'])
+@pytest.mark.parametrize(
+  'mode', ['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm']
+)
 def test_junk_at_masked_positions_reaches_neither_value_nor_gradient(mode):
   numerator = lambda v: aggregate(v, MASK, SEGMENTS, segments=3, mode=mode)[0]
   gradient = jax.grad(numerator)(VALUES)

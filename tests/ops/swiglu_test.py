@@ -6,7 +6,9 @@ import numpy as np
 
 from jaxrl_llm.ops.swiglu import swiglu
 
-GATE, UP, WEIGHT = (jnp.asarray(np.random.default_rng(seed).normal(size=(7, 5)) * 4) for seed in range(3))
+GATE, UP, WEIGHT = (
+  jnp.asarray(np.random.default_rng(seed).normal(size=(7, 5)) * 4) for seed in range(3)
+)
 
 
 def plain(gate, up):
@@ -18,7 +20,9 @@ def test_values_and_gradients_are_those_of_the_formula():
     args = [jnp.asarray(np.asarray(x, np.float64)) for x in (GATE, UP)]
     np.testing.assert_allclose(swiglu(*args), plain(*args), rtol=1e-12)
     loss = lambda f: lambda gate, up: (f(gate, up) * np.asarray(WEIGHT, np.float64)).sum()
-    for found, wanted in zip(jax.grad(loss(swiglu), (0, 1))(*args), jax.grad(loss(plain), (0, 1))(*args)):
+    for found, wanted in zip(
+      jax.grad(loss(swiglu), (0, 1))(*args), jax.grad(loss(plain), (0, 1))(*args)
+    ):
       np.testing.assert_allclose(found, wanted, rtol=1e-11)
 
 

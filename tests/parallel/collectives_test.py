@@ -1,4 +1,6 @@
-"""Collectives of programs that eight CPU devices really run, and of the forms that other compilers write."""
+"""Collectives of programs that eight CPU devices really run, and of the forms that other compilers
+write.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ def cut():
 
 
 def test_a_product_over_the_cut_dimension_is_one_reduction(cut):
-  found = traffic(compiled_text(lambda x, w: x @ w, cut((16, 32), None, 'fsdp'), cut((32, 4), 'fsdp')))
+  found = traffic(
+    compiled_text(lambda x, w: x @ w, cut((16, 32), None, 'fsdp'), cut((32, 4), 'fsdp'))
+  )
   assert found == {'all-reduce': Traffic(1, 16 * 4 * 4, 'f32[16,4]')}
 
 
@@ -113,7 +117,10 @@ def test_a_tpus_loop_counts_what_its_condition_says_and_parts_of_one_transfer_on
     'all-reduce': Traffic(24, 24 * 8 * 2, 'bf16[8]'),
   }
   unknown = TPU_LOOP.replace('constant(24)', 'parameter(1)')
-  assert traffic(unknown) == {'all-gather': Traffic(1, 64 * 2, 'bf16[64]'), 'all-reduce': Traffic(1, 8 * 2, 'bf16[8]')}
+  assert traffic(unknown) == {
+    'all-gather': Traffic(1, 64 * 2, 'bf16[64]'),
+    'all-reduce': Traffic(1, 8 * 2, 'bf16[8]'),
+  }
 
 
 SCATTERS = """HloModule jit_f
@@ -139,4 +146,7 @@ def test_a_scatter_counts_what_goes_in_and_starts_of_several_arrays_all_of_them(
 
 def test_what_the_compiler_says_of_a_loop_goes_before_its_condition():
   once = TPU_LOOP.replace('body=%body', 'body=%body, backend_config={"known_trip_count":{"n":"1"}}')
-  assert {kind: found.count for kind, found in traffic(once).items()} == {'all-gather': 1, 'all-reduce': 1}
+  assert {kind: found.count for kind, found in traffic(once).items()} == {
+    'all-gather': 1,
+    'all-reduce': 1,
+  }

@@ -1,4 +1,6 @@
-"""Two real processes of one jax.distributed job agree; none waits for a dead or stuck one without a word."""
+"""Two real processes of one jax.distributed job agree; none waits for a dead or stuck one without a
+word.
+"""
 
 import asyncio
 import hashlib
@@ -151,7 +153,12 @@ class Pair:
 
   def said(self, rank: int) -> dict:
     lines = self._said[rank].read_text().splitlines()
-    return {key: value for line in lines if line.startswith('{') for key, value in json.loads(line).items()}
+    return {
+      key: value
+      for line in lines
+      if line.startswith('{')
+      for key, value in json.loads(line).items()
+    }
 
   def errors(self, rank: int) -> str:
     return self._errors[rank].read_text()
@@ -163,7 +170,9 @@ class Pair:
         time.sleep(0.01)
 
   def end(self, rank: int, *, timeout_s: float = 60) -> dict:
-    """Waits for process `rank` to end by itself; what it said. A process that hangs fails the test."""
+    """Waits for process `rank` to end by itself; what it said. A process that hangs fails the
+    test.
+    """
     self.processes[rank].wait(timeout=timeout_s)
     return self.said(rank)
 
@@ -171,7 +180,8 @@ class Pair:
 @pytest.fixture(scope='module')
 def said(tmp_path_factory):
   with Pair('agreeing', tmp_path_factory.mktemp('pair')) as pair:
-    said = [pair.end(rank, timeout_s=240) for rank in (0, 1)]  # With their start, unlike after wait_ready.
+    # With their start, unlike after wait_ready.
+    said = [pair.end(rank, timeout_s=240) for rank in (0, 1)]
     assert all('still' in s for s in said), pair.errors(0) + pair.errors(1)
     return said
 
@@ -243,7 +253,9 @@ def test_a_stuck_process_is_named_at_the_deadline_by_the_one_that_waits(tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_process_that_is_stopped_in_a_collective_is_named_by_the_other_at_the_deadline_of_its_work(victim, tmp_path):
+def test_a_process_that_is_stopped_in_a_collective_is_named_by_the_other_at_the_deadline_of_its_work(
+  victim, tmp_path
+):
   with Pair('computing', tmp_path) as pair:
     pair.wait_ready()
     pair.processes[victim].send_signal(signal.SIGSTOP)
@@ -281,7 +293,9 @@ def test_device_work_runs_in_the_order_of_submission_on_one_thread_beside_the_ev
 
   async def main():
     device = DeviceThread()
-    assert await asyncio.gather(*(device.run(work, i) for i in range(20))) == [i * i for i in range(20)]
+    assert await asyncio.gather(*(device.run(work, i) for i in range(20))) == [
+      i * i for i in range(20)
+    ]
     with pytest.raises(ZeroDivisionError):
       await device.run(lambda: 1 // 0)
     assert await device.run(work, i=20) == 400  # the thread survives an error

@@ -68,7 +68,8 @@ def test_some_devices_may_be_chosen():
 @pytest.mark.parametrize(
   ('axes', 'shape', 'part'),
   [
-    # mesh 2 x 2 x 1 x 2: 'vocab', 'heads', 'kv_heads', 'mlp' over tensor, 'embed' over fsdp, 'batch' over data and fsdp
+    # mesh 2 x 2 x 1 x 2: 'vocab', 'heads', 'kv_heads', 'mlp' over tensor, 'embed' over fsdp,
+    # 'batch' over data and fsdp
     (('vocab', 'embed'), (6, 4), (3, 2)),
     (('heads', 'embed'), (6, 4), (3, 2)),
     (('embed', 'mlp'), (4, 6), (2, 3)),
@@ -100,7 +101,10 @@ def test_an_unknown_axis_is_not_taken_for_a_whole_one():
 def test_sharded_weights_compute_the_same_on_every_mesh(shape):
   mesh = mesh_of(*shape)
   rng = np.random.default_rng(0)
-  host = {'up': {'kernel': rng.integers(-4, 5, (16, 8)).astype(np.float32)}, 'scale': np.arange(8, dtype=np.float32)}
+  host = {
+    'up': {'kernel': rng.integers(-4, 5, (16, 8)).astype(np.float32)},
+    'scale': np.arange(8, dtype=np.float32),
+  }
   axes = {'up': {'kernel': ('mlp', 'embed')}, 'scale': ('norm',)}
   shardings = tree_shardings(mesh, axes, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, host)))
   params = jax.device_put(host, shardings)
@@ -117,7 +121,9 @@ def test_sharded_weights_compute_the_same_on_every_mesh(shape):
 def test_rank_r_holds_its_chunks_in_every_micro_batch_and_the_other_axes_share_them(shape):
   mesh, (data, fsdp, sequence, tensor) = mesh_of(*shape), shape
   ranks, per_rank = data * fsdp, 2
-  array = jax.device_put(np.arange(3 * ranks * per_rank).reshape(3, ranks * per_rank), sharding_of_batch(mesh))
+  array = jax.device_put(
+    np.arange(3 * ranks * per_rank).reshape(3, ranks * per_rank), sharding_of_batch(mesh)
+  )
   held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
   for d, f, s, t in itertools.product(range(data), range(fsdp), range(sequence), range(tensor)):
     rank = d * fsdp + f

@@ -1,4 +1,6 @@
-"""Names of devices that are not here; what compilers make of them is in tests/jobs/topology_test.py."""
+"""Names of devices that are not here; what compilers make of them is in
+tests/jobs/topology_test.py.
+"""
 
 import pytest
 

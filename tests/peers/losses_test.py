@@ -1,8 +1,9 @@
-"""Equality with TRL and Tunix, live: their own code on the same numbers gives our losses, gradients and advantages.
+"""Equality with TRL and Tunix, live: their own code on the same numbers gives our losses, gradients
+and advantages.
 
-The scripts in tests/peers run them in an environment of their own; here stand our arguments for each of their cases.
-What docs/reference/equality.md calls a deviation is asserted as one: an assertion that fails means that the page is
-outdated.
+The scripts in tests/peers run them in an environment of their own; here stand our arguments for
+each of their cases. What docs/reference/equality.md calls a deviation is asserted as one: an
+assertion that fails means that the page is outdated.
 """
 
 import subprocess
@@ -94,7 +95,12 @@ def run(script, batch, folder):
   if not PEERS_PYTHON.exists():
     pytest.skip('.venv-peers is missing: launch/install_peers.sh makes it')
   np.savez(folder / 'batch.npz', **batch)
-  command = [PEERS_PYTHON, ROOT / 'tests/peers' / script, folder / 'batch.npz', folder / 'results.npz']
+  command = [
+    PEERS_PYTHON,
+    ROOT / 'tests/peers' / script,
+    folder / 'batch.npz',
+    folder / 'results.npz',
+  ]
   process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
   assert process.returncode == 0, process.stderr[-3000:]
   return dict(np.load(folder / 'results.npz'))
@@ -128,7 +134,9 @@ def joined(x):
 
 
 def chunks_of(batch, **columns):
-  segment_ids = np.where(np.arange(TIME) < batch['lengths'][:, None], 1 + np.arange(ROWS)[:, None] % 2, 0)
+  segment_ids = np.where(
+    np.arange(TIME) < batch['lengths'][:, None], 1 + np.arange(ROWS)[:, None] % 2, 0
+  )
   order = np.arange(ROWS).reshape(ROWS // 2, 2)
   columns = {name: joined(x) for name, x in columns.items()} | {
     'segment_ids': joined(segment_ids),
@@ -141,7 +149,10 @@ def chunks_of(batch, **columns):
     'pair': 1 + order % (ROWS // 2),
     'label': np.where(order < ROWS // 2, 1.0, -1.0),
   }
-  unread = {name: np.zeros(x.shape, x.dtype) for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()}
+  unread = {
+    name: np.zeros(x.shape, x.dtype)
+    for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()
+  }
   return Chunks(**{name: jnp.asarray(x) for name, x in (unread | columns).items()})
 
 
@@ -154,7 +165,9 @@ def policy_loss(config, batch, **columns):
   chunks = chunks_of(batch, **columns)
   loss = policy_gradient(config, SETTING).loss
   constants = {'kl_coef': config.kl_loss_coef}
-  return lambda logprobs, entropy: total(loss(TokenLogprobs(joined(logprobs), joined(entropy)), chunks, constants)[0])
+  return lambda logprobs, entropy: total(
+    loss(TokenLogprobs(joined(logprobs), joined(entropy)), chunks, constants)[0]
+  )
 
 
 def assert_equal(theirs, name, loss, at, *, tolerance):
@@ -166,7 +179,9 @@ def assert_equal(theirs, name, loss, at, *, tolerance):
 
 def assert_gradient(theirs, ours, *, tolerance):
   assert np.abs(theirs).max() > 0
-  np.testing.assert_allclose(ours, theirs.reshape(ours.shape), rtol=tolerance, atol=tolerance * np.abs(theirs).max())
+  np.testing.assert_allclose(
+    ours, theirs.reshape(ours.shape), rtol=tolerance, atol=tolerance * np.abs(theirs).max()
+  )
 
 
 def ours(cls=GrpoConfig, **options):
@@ -187,7 +202,9 @@ TRL = {
   'sapo': ours(SapoConfig, tau_neg=float(np.float32(1.05))),  # Its temperatures are float32.
   'sapo temperatures': ours(SapoConfig, tau_pos=2.0, tau_neg=5.0),
   'sequence': ours(GspoConfig, clip_ratio_low=0.03, clip_ratio_high=0.04),
-  'sequence dapo': ours(GspoConfig, clip_ratio_low=0.03, clip_ratio_high=0.03, loss_agg_mode='token-mean'),
+  'sequence dapo': ours(
+    GspoConfig, clip_ratio_low=0.03, clip_ratio_high=0.03, loss_agg_mode='token-mean'
+  ),
   'kl': ours(**KL),
   'kl corrected': ours(kl_loss_coef=0.3),
   'off-policy mask': ours(off_policy_seq_mask=0.02),
@@ -214,7 +231,9 @@ def test_trl_policy_losses(name, trl, whole):
     # A deviation: rows that left the loss still count in its mean over rows.
     scale = finished(whole).sum() / ROWS
   with jax.enable_x64(True):
-    advantages = np.broadcast_to(trl[f'{name}/advantages'][:, None].astype(np.float64), (ROWS, TIME))
+    advantages = np.broadcast_to(
+      trl[f'{name}/advantages'][:, None].astype(np.float64), (ROWS, TIME)
+    )
     loss = policy_loss(config, batch, advantages=advantages)
     entropy = jnp.zeros((ROWS, TIME))
     assert_equal(trl, name, lambda x: scale * loss(x, entropy), whole['logprobs'], tolerance=EXACT)
@@ -237,9 +256,17 @@ def scored(rewards):
   ('name', 'rewards', 'found'),
   [
     ('grpo', 'rewards', lambda rewards: group_advantages(rewards, GROUPS, eps=1e-4)),
-    ('dr_grpo', 'rewards', lambda rewards: group_advantages(rewards, GROUPS, normalize_by_std=False)),
+    (
+      'dr_grpo',
+      'rewards',
+      lambda rewards: group_advantages(rewards, GROUPS, normalize_by_std=False),
+    ),
     ('scaled by group', 'odd_rewards', lambda rewards: group_advantages(rewards, GROUPS, eps=1e-4)),
-    ('not scaled', 'odd_rewards', lambda rewards: group_advantages(rewards, GROUPS, normalize_by_std=False)),
+    (
+      'not scaled',
+      'odd_rewards',
+      lambda rewards: group_advantages(rewards, GROUPS, normalize_by_std=False),
+    ),
     ('rloo', 'odd_rewards', lambda rewards: leave_one_out(rewards, GROUPS)),
   ],
 )
@@ -261,7 +288,9 @@ def test_trl_rloo_has_our_gradient_where_the_policy_is_the_one_that_sampled(trl,
 
 def dpo_of(config, batch):
   chunks = chunks_of(batch)
-  return lambda x: total(dpo(config, SETTING).loss(TokenLogprobs(joined(x), joined(0.0 * x)), chunks, {})[0])
+  return lambda x: total(
+    dpo(config, SETTING).loss(TokenLogprobs(joined(x), joined(0.0 * x)), chunks, {})[0]
+  )
 
 
 @pytest.mark.parametrize(
@@ -278,12 +307,16 @@ def test_trl_dpo(name, config, trl, whole):
     assert_equal(trl, name, dpo_of(config, whole), whole['logprobs'], tolerance=EXACT)
 
 
-@pytest.mark.parametrize(('name', 'center'), [('reward model', 0.0), ('reward model centered', 0.1)])
+@pytest.mark.parametrize(
+  ('name', 'center'), [('reward model', 0.0), ('reward model centered', 0.1)]
+)
 def test_trl_reward_model(name, center, trl, whole):
   config = RewardModelConfig(margin=float(whole['margin']), center_rewards_coefficient=center)
   with jax.enable_x64(True):
     chunks = chunks_of(whole)
-    loss = lambda x: total(reward_model(config, SETTING).loss(SequenceScores(x.reshape(ROWS // 2, 2)), chunks, {})[0])
+    loss = lambda x: total(
+      reward_model(config, SETTING).loss(SequenceScores(x.reshape(ROWS // 2, 2)), chunks, {})[0]
+    )
     assert_equal(trl, name, loss, whole['scores'], tolerance=EXACT)
 
 
@@ -291,7 +324,9 @@ BY_ROW = {'loss_agg_mode': 'seq-mean-token-mean'}
 TUNIX = {
   'sequence-mean-token-mean': ours(**BY_ROW),
   'token-mean': ours(),
-  'sequence-mean-token-scale': ours(loss_agg_mode='seq-mean-token-sum-norm', loss_scale_factor=float(TIME)),
+  'sequence-mean-token-scale': ours(
+    loss_agg_mode='seq-mean-token-sum-norm', loss_scale_factor=float(TIME)
+  ),
   'seq-mean-token-sum': ours(loss_agg_mode='seq-mean-token-sum'),
   'sequence-mean-token-sum-norm': ours(loss_agg_mode='seq-mean-token-sum', clip_ratio_high=0.28),
   'dual clip': ours(**BY_ROW, clip_ratio_c=1.5),
@@ -307,7 +342,9 @@ TUNIX = {
 
 
 def outputs_of(logits, batch, temperature):
-  """Our logprobs and entropies [rows, time] of logits [rows, 1 + time, vocab]: they are the hidden states."""
+  """Our logprobs and entropies [rows, time] of logits [rows, 1 + time, vocab]: they are the hidden
+  states.
+  """
   tokens = jnp.asarray(np.concatenate([batch['prompt'], batch['tokens']], axis=1))
   scale = jnp.full(tokens.shape, temperature, logits.dtype)
   kernel = jnp.eye(VOCAB, dtype=logits.dtype)
@@ -373,13 +410,17 @@ def test_equal_rewards_give_a_signal_in_tunix_and_none_here(tunix):
   assert (group_advantages([float(np.float32(2.3))] * 10, ['0'] * 10).advantages == 0.0).all()
 
 
-@pytest.mark.parametrize(('name', 'gamma', 'lam'), [('gae', 0.9, 0.8), ('gae undiscounted', 1.0, 1.0)])
+@pytest.mark.parametrize(
+  ('name', 'gamma', 'lam'), [('gae', 0.9, 0.8), ('gae undiscounted', 1.0, 1.0)]
+)
 def test_tunix_gae_carries_through_holes_as_ours_does(name, gamma, lam, tunix, holed):
   mask = holed['mask']
   rows = zip(holed['token_rewards'], holed['old_values'], mask, strict=True)
   found = [masked_gae(*row, gamma=gamma, lam=lam) for row in rows]
   advantages = whiten([row for row, _ in found], list(mask))
-  np.testing.assert_allclose(np.stack(advantages)[mask], tunix[f'{name}/advantages'][mask], rtol=SINGLE, atol=1e-5)
+  np.testing.assert_allclose(
+    np.stack(advantages)[mask], tunix[f'{name}/advantages'][mask], rtol=SINGLE, atol=1e-5
+  )
   returns = np.stack([row for _, row in found])
   np.testing.assert_allclose(returns[mask], tunix[f'{name}/returns'][mask], rtol=SINGLE, atol=1e-5)
 
@@ -395,4 +436,6 @@ def test_tunix_overlong_penalty_is_ours_up_to_the_limit_and_does_not_stop_there(
 @pytest.mark.parametrize(('name', 'smoothing'), [('dpo', 0.0), ('dpo smoothed', 0.2)])
 def test_tunix_dpo(name, smoothing, tunix, holed):
   loss = dpo_of(DpoConfig(beta=0.3, label_smoothing=smoothing), holed)
-  assert_equal(tunix, name, lambda x: loss(outputs_of(x, holed, 1.0)[0]), holed['logits'], tolerance=SINGLE)
+  assert_equal(
+    tunix, name, lambda x: loss(outputs_of(x, holed, 1.0)[0]), holed['logits'], tolerance=SINGLE
+  )

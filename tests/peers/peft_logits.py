@@ -1,9 +1,10 @@
-"""What the peft library makes of exported adapters: its logits with them beside the base, and merged into it.
+"""What the peft library makes of exported adapters: its logits with them beside the base, and
+merged into it.
 
   python peft_logits.py CASES RESULTS.npz
 
-CASES holds a folder per case, with base/, adapter/, merged/ and tokens.npy. Runs in the peers' environment
-(launch/install_peers.sh) and imports nothing of this project.
+CASES holds a folder per case, with base/, adapter/, merged/ and tokens.npy. Runs in the peers'
+environment (launch/install_peers.sh) and imports nothing of this project.
 """
 
 import os
@@ -39,8 +40,12 @@ def main(cases, results):
     model = adapted.from_pretrained(case / 'adapter', dtype=torch.float32, **options)
     found[f'{case.name}/adapted'] = logits(model, tokens)
     found[f'{case.name}/merged by peft'] = logits(model.merge_and_unload(), tokens)
-    found[f'{case.name}/merged'] = logits(plain.from_pretrained(case / 'merged', dtype=torch.float32), tokens)
-    found[f'{case.name}/base'] = logits(plain.from_pretrained(case / 'base', dtype=torch.float32, **options), tokens)
+    found[f'{case.name}/merged'] = logits(
+      plain.from_pretrained(case / 'merged', dtype=torch.float32), tokens
+    )
+    found[f'{case.name}/base'] = logits(
+      plain.from_pretrained(case / 'base', dtype=torch.float32, **options), tokens
+    )
   np.savez(results, **found)
 
 

@@ -1,4 +1,6 @@
-"""Exported adapters, live: the peft library loads them below our own weights, and its logits are ours."""
+"""Exported adapters, live: the peft library loads them below our own weights, and its logits are
+ours.
+"""
 
 import subprocess
 
@@ -20,12 +22,18 @@ pytestmark = pytest.mark.full
 PAD, EOS = 0, 1
 CASES = {
   'qwen2': (tiny('qwen2', 40), ModelOptions(lora=LoraConfig(rank=4, alpha=12))),
-  'qwen3 scanned': (tiny('qwen3', 40), ModelOptions(lora=LoraConfig(rank=3, alpha=7), scan_layers=True)),
+  'qwen3 scanned': (
+    tiny('qwen3', 40),
+    ModelOptions(lora=LoraConfig(rank=3, alpha=7), scan_layers=True),
+  ),
   'llama some targets': (
     tiny('llama', 40, tie_word_embeddings=False),
     ModelOptions(lora=LoraConfig(rank=2, alpha=2, targets=('down', 'query'))),
   ),
-  'reward model': (tiny('llama', 40, head='scalar'), ModelOptions(lora=LoraConfig(rank=4, alpha=8))),
+  'reward model': (
+    tiny('llama', 40, head='scalar'),
+    ModelOptions(lora=LoraConfig(rank=4, alpha=8)),
+  ),
 }
 
 
@@ -42,15 +50,20 @@ def logits(model, tree, tokens):
 
 
 def write(folder, name):
-  """Base, adapter and merged model as a run leaves them behind; our own logits of base and adapted model."""
+  """Base, adapter and merged model as a run leaves them behind; our own logits of base and adapted
+  model.
+  """
   spec, options = CASES[name]
   model = build_model(spec, options)
   trained, base = lora.split(jax.jit(model.init)(jax.random.key(0)), spec, options)
   rng = np.random.default_rng(7)
   trained = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), trained)
   whole = lora.join(trained, base)
-  write_model = lambda part, tree: export(folder / part, tree, spec, tokenizer_dir=None, eos_ids=(EOS,), pad_id=PAD)
-  # A base is a language model, or at least has an output of its own; the trained one comes with the adapter.
+  write_model = lambda part, tree: export(
+    folder / part, tree, spec, tokenizer_dir=None, eos_ids=(EOS,), pad_id=PAD
+  )
+  # A base is a language model, or at least has an output of its own; the trained one comes with the
+  # adapter.
   write_model(
     'base',
     lora.join(base, {'head': {'kernel': np.zeros((1, spec.hidden_size), np.float32)}})
@@ -69,11 +82,18 @@ def ours_and_theirs(tmp_path_factory):
     pytest.skip('.venv-peers is missing: launch/install_peers.sh makes it')
   folder = tmp_path_factory.mktemp('peft')
   ours = {name: write(folder / 'cases' / name, name) for name in CASES}
-  command = [PEERS_PYTHON, ROOT / 'tests/peers/peft_logits.py', folder / 'cases', folder / 'results.npz']
+  command = [
+    PEERS_PYTHON,
+    ROOT / 'tests/peers/peft_logits.py',
+    folder / 'cases',
+    folder / 'results.npz',
+  ]
   process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
   assert process.returncode == 0, process.stderr[-3000:]
   # It says so where it finds weights that it has no use for, or misses some.
-  assert 'missing' not in process.stderr.lower() and 'unexpected' not in process.stderr.lower(), process.stderr[-3000:]
+  assert 'missing' not in process.stderr.lower() and 'unexpected' not in process.stderr.lower(), (
+    process.stderr[-3000:]
+  )
   return ours, dict(np.load(folder / 'results.npz'))
 
 
@@ -81,5 +101,7 @@ def ours_and_theirs(tmp_path_factory):
 def test_peft_gives_our_logits_beside_and_merged(ours_and_theirs, name):
   ours, theirs = ours_and_theirs
   for kind in ('adapted', 'merged by peft', 'merged'):
-    np.testing.assert_allclose(theirs[f'{name}/{kind}'], ours[name], rtol=0, atol=2e-5, err_msg=kind)
+    np.testing.assert_allclose(
+      theirs[f'{name}/{kind}'], ours[name], rtol=0, atol=2e-5, err_msg=kind
+    )
   assert np.abs(theirs[f'{name}/base'] - ours[name]).max() > 0.05

@@ -1,9 +1,11 @@
-"""Equality with the six libraries that no test runs: our functions against numbers that theirs gave once.
+"""Equality with the six libraries that no test runs: our functions against numbers that theirs gave
+once.
 
-tests/support/fixtures/peers_recorded.json holds, for each case, the function that was called, its options, its inputs
-(names of columns, all made for this purpose) and what came back: values, and gradients where the function has one. Here
-stand our arguments for each case. What docs/reference/equality.md calls a deviation is asserted as one, where possible
-by the step that turns our numbers into theirs.
+tests/support/fixtures/peers_recorded.json holds, for each case, the function that was called, its
+options, its inputs (names of columns, all made for this purpose) and what came back: values, and
+gradients where the function has one. Here stand our arguments for each case. What
+docs/reference/equality.md calls a deviation is asserted as one, where possible by the step that
+turns our numbers into theirs.
 """
 
 import functools
@@ -37,7 +39,9 @@ RECORD = json.loads((FIXTURES / 'peers_recorded.json').read_text())
 COLUMNS = {name: np.asarray(column) for name, column in RECORD['inputs'].items()}
 CASES = {case['case']: case for case in RECORD['cases']}
 TOLERANCE = {'float64': 1e-8, 'float32': 1e-6, 'epsilon': 1e-7}
-"""Tolerances by a peer's precision; 'epsilon' is float64 with 1e-8 in a denominator, which a ratio of e¹² magnifies."""
+"""Tolerances by a peer's precision; 'epsilon' is float64 with 1e-8 in a denominator, which a ratio
+of e¹² magnifies.
+"""
 ROWS, TIME = COLUMNS['mask'].shape
 SETTING = Setting(max_response_length=TIME)
 
@@ -54,17 +58,25 @@ def inputs_of(case):
 
 def assert_same(case, name, ours, *, where=None):
   """`ours` is what the peer gave, as near as its precision allows; only at `where`, if given."""
-  theirs, ours = np.asarray(case['expected'][name]), np.asarray(ours).reshape(np.shape(case['expected'][name]))
+  theirs, ours = (
+    np.asarray(case['expected'][name]),
+    np.asarray(ours).reshape(np.shape(case['expected'][name])),
+  )
   if where is not None:
     assert np.any(where)
     theirs, ours = theirs[where], ours[where]
   tolerance = TOLERANCE[case['precision']]
-  np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * max(np.abs(theirs).max(), 1e-3))
+  np.testing.assert_allclose(
+    ours, theirs, rtol=tolerance, atol=tolerance * max(np.abs(theirs).max(), 1e-3)
+  )
 
 
 def assert_not_same(case, name, ours, *, where):
   """At each of `where`, ours is something else by far more than rounding."""
-  theirs, ours = np.asarray(case['expected'][name]), np.asarray(ours).reshape(np.shape(case['expected'][name]))
+  theirs, ours = (
+    np.asarray(case['expected'][name]),
+    np.asarray(ours).reshape(np.shape(case['expected'][name])),
+  )
   assert np.any(where) and (np.abs(ours - theirs)[where] > 1e-4 * np.abs(theirs)[where]).all()
 
 
@@ -100,7 +112,10 @@ def chunks_of(roles):
     columns['advantages'] = joined(by_token(roles['advantages']))
   if 'old_values' in roles:
     columns |= {'values': joined(roles['old_values']), 'returns': joined(roles['returns'])}
-  unread = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()}
+  unread = {
+    name: jnp.zeros(x.shape, x.dtype)
+    for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()
+  }
   return Chunks(**(unread | columns))
 
 
@@ -117,8 +132,11 @@ def outputs_of(logprobs):
   return TokenLogprobs(joined(logprobs), jnp.zeros((ROWS // 2, 2 * TIME)))
 
 
-def policy(cls=GrpoConfig, *, given=lambda roles: {}, times=lambda roles: 1.0, shared=False, **options):
-  """Our configuration for a policy loss, without the dual clip and the correction that peers leave out by default.
+def policy(
+  cls=GrpoConfig, *, given=lambda roles: {}, times=lambda roles: 1.0, shared=False, **options
+):
+  """Our configuration for a policy loss, without the dual clip and the correction that peers leave
+  out by default.
 
   Args:
     given: inputs that are not the peer's.
@@ -152,8 +170,15 @@ def row_means(x, mask):
 def weights_of(roles, mode='token'):
   """Importance weights without a limit, [rows, time]."""
   chunks = chunks_of(roles)
-  columns = (chunks.proximal_logprobs, chunks.behaviour_logprobs, chunks.loss_mask, chunks.segment_ids)
-  return np.asarray(importance_weights(*columns, segments=2, mode=mode, threshold=np.inf)).reshape(ROWS, TIME)
+  columns = (
+    chunks.proximal_logprobs,
+    chunks.behaviour_logprobs,
+    chunks.loss_mask,
+    chunks.segment_ids,
+  )
+  return np.asarray(importance_weights(*columns, segments=2, mode=mode, threshold=np.inf)).reshape(
+    ROWS, TIME
+  )
 
 
 def geometric_means(roles):
@@ -186,14 +211,22 @@ def mean_of_halves(**options):
     roles = inputs_of(case)
     upper = np.arange(ROWS)[:, None] < ROWS // 2
     halves = [chunks_of(roles | {'mask': roles['mask'] * half}) for half in (upper, ~upper)]
-    assert_loss(case, lambda x: sum(total(loss(outputs_of(x), half, {})[0]) for half in halves) / 2, roles['logprobs'])
+    assert_loss(
+      case,
+      lambda x: sum(total(loss(outputs_of(x), half, {})[0]) for half in halves) / 2,
+      roles['logprobs'],
+    )
 
   return check
 
 
 def unlimited(*, ratio, ours, loss_agg_mode, clip_ratio_low=0.2, clip_ratio_high=0.28):
   """A clipped loss without a limit on log ratios; with ours it is far smaller."""
-  clip = {'clip_ratio_low': clip_ratio_low, 'clip_ratio_high': clip_ratio_high, 'clip_ratio_c': None}
+  clip = {
+    'clip_ratio_low': clip_ratio_low,
+    'clip_ratio_high': clip_ratio_high,
+    'clip_ratio_c': None,
+  }
 
   def check(case):
     roles = inputs_of(case)
@@ -201,7 +234,9 @@ def unlimited(*, ratio, ours, loss_agg_mode, clip_ratio_low=0.2, clip_ratio_high
 
     def loss(x, limit=np.inf):
       log_ratio = ratio(joined(x), chunks, limit)
-      return aggregated(clipped_surrogate(log_ratio, chunks.advantages, **clip).loss, chunks, loss_agg_mode)
+      return aggregated(
+        clipped_surrogate(log_ratio, chunks.advantages, **clip).loss, chunks, loss_agg_mode
+      )
 
     assert_loss(case, loss, roles['logprobs'])
     assert loss(roles['logprobs'], limit=ours) < 0.2 * case['expected']['loss']
@@ -219,7 +254,9 @@ def of_sequence(logprobs, chunks, limit):
 
 
 def aggregated(losses, chunks, mode):
-  numerator, denominator = aggregate(losses, chunks.loss_mask, chunks.segment_ids, segments=2, mode=mode)
+  numerator, denominator = aggregate(
+    losses, chunks.loss_mask, chunks.segment_ids, segments=2, mode=mode
+  )
   return numerator / denominator
 
 
@@ -239,7 +276,9 @@ def estimate(as_theirs=None, **options):
     found = lambda x: kl_estimate(x, chunks.reference_logprobs, mask=chunks.loss_mask, **options)
     values, gradient = by_row(found, roles['logprobs'])
     if as_theirs:
-      values, gradient = as_theirs(values, gradient, np.where(roles['mask'] > 0, distance(roles), 0.0))
+      values, gradient = as_theirs(
+        values, gradient, np.where(roles['mask'] > 0, distance(roles), 0.0)
+      )
     assert_same(case, 'values', values)
     assert_same(case, 'gradient', gradient)
 
@@ -249,7 +288,9 @@ def estimate(as_theirs=None, **options):
 def by_row(found, at):
   """(values, gradient of their sum) of a function of chunks, [rows, time]."""
   total, gradient = jax.vjp(found, joined(at))
-  return np.asarray(total).reshape(ROWS, TIME), np.asarray(gradient(jnp.ones_like(total))[0]).reshape(ROWS, TIME)
+  return np.asarray(total).reshape(ROWS, TIME), np.asarray(
+    gradient(jnp.ones_like(total))[0]
+  ).reshape(ROWS, TIME)
 
 
 def distance(roles):
@@ -270,9 +311,13 @@ def unbiased(kind):
     roles = inputs_of(case)
     chunks = chunks_of(roles)
     columns = (chunks.reference_logprobs, chunks.proximal_logprobs, chunks.loss_mask)
-    values, _ = by_row(lambda x: kl_estimate(x, columns[0], kind=kind, mask=columns[2]), roles['logprobs'])
+    values, _ = by_row(
+      lambda x: kl_estimate(x, columns[0], kind=kind, mask=columns[2]), roles['logprobs']
+    )
     assert_same(case, 'values', np.clip(values, -10, 10))
-    slope = lambda **limits: by_row(lambda x: unbiased_kl(x, *columns, kind='k2', **limits), roles['logprobs'])[1]
+    slope = lambda **limits: by_row(
+      lambda x: unbiased_kl(x, *columns, kind='k2', **limits), roles['logprobs']
+    )[1]
     beyond = (roles['mask'] > 0) & (np.abs(distance(roles)) > 20)
     assert_same(case, 'gradient', slope(log_ratio_limit=np.inf))
     assert_same(case, 'gradient', slope(), where=~beyond)
@@ -282,9 +327,11 @@ def unbiased(kind):
 
 
 def weighted_kl(kind, *, coefficient, proximal='logprobs'):
-  """NeMo-RL's: an estimate times a ratio that keeps its gradient, limited to ±10, averaged over tokens.
+  """NeMo-RL's: an estimate times a ratio that keeps its gradient, limited to ±10, averaged over
+  tokens.
 
-  Of k3 that is our `unbiased_kl` at tokens where it is not limited; of k1 and k2 the gradient is d + 1, d²/2 + d.
+  Of k3 that is our `unbiased_kl` at tokens where it is not limited; of k1 and k2 the gradient is d
+  + 1, d²/2 + d.
   """
 
   def check(case):
@@ -310,11 +357,14 @@ def weighted_kl(kind, *, coefficient, proximal='logprobs'):
 
 
 def slime_kl(*, coefficient, kind):
-  """The policy's loss and slime's `use_unbiased_kl`, an estimate times a ratio that keeps its gradient, by row.
+  """The policy's loss and slime's `use_unbiased_kl`, an estimate times a ratio that keeps its
+  gradient, by row.
 
   The gradient of k2 is that of E[d²/2]; of k3 it is ours, and 0 where `low_var_kl` is limited.
   """
-  base = policy_gradient(GrpoConfig(clip_ratio_high=0.28, clip_ratio_c=None, rollout_is='none', **BY_ROW), SETTING).loss
+  base = policy_gradient(
+    GrpoConfig(clip_ratio_high=0.28, clip_ratio_c=None, rollout_is='none', **BY_ROW), SETTING
+  ).loss
 
   def check(case):
     roles = inputs_of(case)
@@ -323,7 +373,9 @@ def slime_kl(*, coefficient, kind):
       jnp.asarray(roles['logprobs'])
     )
     ratio = np.where(mask, np.exp(roles['logprobs'] - roles['proximal']), 0.0)
-    found = lambda x: kl_estimate(x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask, limit=np.inf)
+    found = lambda x: kl_estimate(
+      x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask, limit=np.inf
+    )
     values = ratio * by_row(found, roles['logprobs'])[0]
     slopes = ratio * d if kind == 'k3' else values + ratio * d
     if case['options']['kl_loss_type'] == 'low_var_kl':
@@ -349,7 +401,9 @@ def penalised(kind, coef):
 
 def penalties(roles, mask, *, kind, coef, limit=np.inf):
   rows = zip(roles['logprobs'], roles['reference'], mask, strict=True)
-  return np.clip(np.stack([kl_penalty(*row, kind=kind, coef=coef) for row in rows]), -coef * limit, coef * limit)
+  return np.clip(
+    np.stack([kl_penalty(*row, kind=kind, coef=coef) for row in rows]), -coef * limit, coef * limit
+  )
 
 
 # Losses of the critic, of pairs and on given tokens.
@@ -384,7 +438,10 @@ def critic_by_row(*, times=lambda roles: 1.0, cliprange_value=0.5):
 def critic_at_the_edge(case):
   """A value exactly at the end of its range has 3/4 of their gradient: the halves of two ties."""
   roles = inputs_of(case)
-  chunks, loss = chunks_of(roles), policy_gradient(PpoConfig(cliprange_value=0.5), SETTING).critic_loss
+  chunks, loss = (
+    chunks_of(roles),
+    policy_gradient(PpoConfig(cliprange_value=0.5), SETTING).critic_loss,
+  )
   function = lambda x: total(loss(TokenValues(joined(x)), chunks, {})[0])
   value, gradient = jax.value_and_grad(function)(jnp.asarray(roles['values']))
   edge = (np.abs(roles['values'] - roles['old_values']) == 0.5) & (roles['mask'] > 0)
@@ -427,7 +484,9 @@ def pairs_of_sums(**options):
   def check(case):
     roles = inputs_of(case)
     reference = jnp.asarray(roles['reference_chosen'] - roles['reference_rejected'])
-    assert_loss(case, lambda x: dpo_loss(x - roles['rejected'], reference, **options).mean(), roles['chosen'])
+    assert_loss(
+      case, lambda x: dpo_loss(x - roles['rejected'], reference, **options).mean(), roles['chosen']
+    )
 
   return check
 
@@ -435,7 +494,9 @@ def pairs_of_sums(**options):
 def pairs_of_scores(case):
   roles = inputs_of(case)
   margins = jnp.asarray(roles.get('margin', np.zeros(len(roles['chosen']))))
-  loss = lambda x: bradley_terry_loss(x - jnp.asarray(roles['rejected']), target_margin=margins).mean()
+  loss = lambda x: bradley_terry_loss(
+    x - jnp.asarray(roles['rejected']), target_margin=margins
+  ).mean()
   assert_loss(case, loss, roles['chosen'])
 
 
@@ -444,7 +505,11 @@ def likelihood(*, mean):
     roles = inputs_of(case)
     mask = roles['mask'] > 0
     count = mask.sum() if mean else 1.0
-    assert_loss(case, lambda x: jnp.where(mask, negative_log_likelihood(x), 0.0).sum() / count, roles['logprobs'])
+    assert_loss(
+      case,
+      lambda x: jnp.where(mask, negative_log_likelihood(x), 0.0).sum() / count,
+      roles['logprobs'],
+    )
 
   return check
 
@@ -457,7 +522,9 @@ def group_ids(roles):
 
 
 def grouped(rule, *, singles=None, spread=False):
-  """Advantages within groups; `singles` is what the peer gives to a group of one, a function of its reward."""
+  """Advantages within groups; `singles` is what the peer gives to a group of one, a function of its
+  reward.
+  """
 
   def check(case):
     roles = inputs_of(case)
@@ -480,7 +547,9 @@ centred = functools.partial(group_advantages, normalize_by_std=False)
 
 
 def off_by(least, most):
-  """The peer's GRPO loses digits: its largest error, relative to the largest advantage, lies between these."""
+  """The peer's GRPO loses digits: its largest error, relative to the largest advantage, lies
+  between these.
+  """
 
   def check(case):
     roles = inputs_of(case)
@@ -503,7 +572,9 @@ def signal_of_equal_rewards(least):
 
 
 def deviation_of_the_others(case):
-  """NeMo-RL's default: mean and deviation are both of a group's other rewards, where those are not all equal."""
+  """NeMo-RL's default: mean and deviation are both of a group's other rewards, where those are not
+  all equal.
+  """
   roles = inputs_of(case)
   rewards, ids = roles['rewards'], np.array(group_ids(roles))
   centred_by_others = leave_one_out(rewards.tolist(), ids.tolist()).advantages
@@ -511,7 +582,9 @@ def deviation_of_the_others(case):
   for i, (reward, group) in enumerate(zip(rewards, ids, strict=True)):
     others = np.delete(rewards, i)[np.delete(ids, i) == group]
     assert np.isclose(centred_by_others[i], reward - others.mean())
-    expected[i] = (reward - others.mean()) / (others.std(ddof=1) + 1e-6 if others.std() > 0 else 1.0)
+    expected[i] = (reward - others.mean()) / (
+      others.std(ddof=1) + 1e-6 if others.std() > 0 else 1.0
+    )
   assert_same(case, 'advantages', expected)
 
 
@@ -543,11 +616,15 @@ def kept_groups(case):
 def dense_rewards(roles, mask):
   if 'token_rewards' in roles:
     return roles['token_rewards']
-  return np.stack([place_rewards(row, reward) for row, reward in zip(mask, roles['rewards'], strict=True)])
+  return np.stack(
+    [place_rewards(row, reward) for row, reward in zip(mask, roles['rewards'], strict=True)]
+  )
 
 
 def whitened(rows, mask, *, population=False, **options):
-  """Over all valid tokens; by the population's deviation, ours is multiplied with √(n / (n - 1))."""
+  """Over all valid tokens; by the population's deviation, ours is multiplied with √(n / (n -
+  1)).
+  """
   n = mask.sum()
   scale = np.sqrt(n / (n - 1)) if population else 1.0
   return scale * np.stack(whiten(list(rows), list(mask), **options))
@@ -557,7 +634,8 @@ def returns_of(*, gamma, whiten_with=None, span=None, kl=None):
   """REINFORCE++: returns, and advantages whitened with these options.
 
   Args:
-    span: name of a mask whose tokens are those that the peer's sum walks over; None: the trained ones.
+    span: name of a mask whose tokens are those that the peer's sum walks over; None: the trained
+      ones.
     kl: (kind, coefficient) of the penalty in the reward.
   """
 
@@ -568,10 +646,14 @@ def returns_of(*, gamma, whiten_with=None, span=None, kl=None):
     if kl:
       rewards = rewards + penalties(roles, mask, kind=kl[0], coef=kl[1])
     walked = mask if span is None else COLUMNS[span] > 0
-    returns = [token_returns(reward, row, gamma=gamma) for reward, row in zip(rewards, walked, strict=True)]
+    returns = [
+      token_returns(reward, row, gamma=gamma) for reward, row in zip(rewards, walked, strict=True)
+    ]
     returns = np.where(mask, np.stack(returns), 0.0)
     if span is not None:
-      ours = [token_returns(reward, row, gamma=gamma) for reward, row in zip(rewards, mask, strict=True)]
+      ours = [
+        token_returns(reward, row, gamma=gamma) for reward, row in zip(rewards, mask, strict=True)
+      ]
       assert not np.allclose(np.stack(ours), returns)
     assert_same(case, 'returns', returns)
     advantages = returns if whiten_with is None else whitened(returns, mask, **whiten_with)
@@ -588,7 +670,9 @@ def returns_by_turn(case):
   for row, (rewards, valid) in enumerate(zip(roles['token_rewards'], mask, strict=True)):
     for run in re.finditer('1+', ''.join('01'[int(on)] for on in valid)):
       turn = np.arange(TIME)[run.start() : run.end()]
-      returns[row, turn] = token_returns(rewards[turn], np.ones(len(turn), bool), gamma=case['options']['gamma'])
+      returns[row, turn] = token_returns(
+        rewards[turn], np.ones(len(turn), bool), gamma=case['options']['gamma']
+      )
   assert_same(case, 'returns', returns)
   assert_same(case, 'advantages', whitened(returns, mask))
 
@@ -614,14 +698,20 @@ def gae(*, whiten_with=None, span=None, values_at=None, kl=None, limit=np.inf):
 
     def estimated(values, walked):
       rows = zip(rewards, values, walked, last, strict=True)
-      pairs = [masked_gae(r, v, m, gamma=gamma, lam=lam, last_value=float(end)) for r, v, m, end in rows]
+      pairs = [
+        masked_gae(r, v, m, gamma=gamma, lam=lam, last_value=float(end)) for r, v, m, end in rows
+      ]
       return (np.where(mask, np.stack(part), 0.0) for part in zip(*pairs, strict=True))
 
     advantages, returns = estimated(values, mask if span is None else COLUMNS[span] > 0)
     if span is not None:
       assert not np.allclose(next(estimated(roles['values'], mask)), advantages)
     assert_same(case, 'returns', returns)
-    assert_same(case, 'advantages', advantages if whiten_with is None else whitened(advantages, mask, **whiten_with))
+    assert_same(
+      case,
+      'advantages',
+      advantages if whiten_with is None else whitened(advantages, mask, **whiten_with),
+    )
 
   return check
 
@@ -640,7 +730,9 @@ def whitened_baseline(*, population=False):
 
 
 def whitened_rewards(*, kl=None):
-  """NeMo-RL's REINFORCE++ without a baseline: each token has the reward less its own penalty, not those after it."""
+  """NeMo-RL's REINFORCE++ without a baseline: each token has the reward less its own penalty, not
+  those after it.
+  """
 
   def check(case):
     roles = inputs_of(case)
@@ -650,7 +742,9 @@ def whitened_rewards(*, kl=None):
     if kl:
       penalty = penalties(roles, mask, kind=kl[0], coef=kl[1])
       rewards, dense = rewards + penalty, dense + penalty
-    ours = np.stack([token_returns(reward, row, gamma=1.0) for reward, row in zip(rewards, mask, strict=True)])
+    ours = np.stack(
+      [token_returns(reward, row, gamma=1.0) for reward, row in zip(rewards, mask, strict=True)]
+    )
     assert np.allclose(ours, dense) == (kl is None)
     assert_same(case, 'advantages', whitened(dense, mask, population=True))
 
@@ -668,7 +762,9 @@ def whitened_values(*, factor=lambda variance: 1.0, role='values', **options):
 
 
 def normalized_with_padding(case):
-  """SkyRL takes the mean over padding and holes too, the deviation around it over the trained tokens."""
+  """SkyRL takes the mean over padding and holes too, the deviation around it over the trained
+  tokens.
+  """
   roles = inputs_of(case)
   mask, x = roles['mask'] > 0, roles['advantages']
   expected = (x - x.mean()) / np.sqrt(((x - x.mean())[mask] ** 2).mean())
@@ -695,7 +791,11 @@ def overlong(*, stops):
 
 def controlled(case):
   options = case['options']
-  config = AdaptiveKl(init_coef=options['init_kl_coef'], target=options['target_kl'], horizon=float(options['horizon']))
+  config = AdaptiveKl(
+    init_coef=options['init_kl_coef'],
+    target=options['target_kl'],
+    horizon=float(options['horizon']),
+  )
   coefficients, coefficient = [], config.init_coef
   for measured in options['measured']:
     coefficient = adapted(coefficient, measured, options['n_steps'], config)
@@ -721,7 +821,9 @@ K1 = ('k1', 0.1)
 
 VERL = {
   'vanilla, token-mean': policy(clip_ratio_c=3.0, **HIGH),
-  'vanilla, seq-mean-token-sum': policy(clip_ratio_c=3.0, loss_agg_mode='seq-mean-token-sum', **HIGH),
+  'vanilla, seq-mean-token-sum': policy(
+    clip_ratio_c=3.0, loss_agg_mode='seq-mean-token-sum', **HIGH
+  ),
   'vanilla, seq-mean-token-mean': policy(clip_ratio_c=3.0, **BY_ROW, **HIGH),
   # Its default is the padded length.
   'vanilla, seq-mean-token-sum-norm': policy(
@@ -742,11 +844,19 @@ VERL = {
   'cispo': policy(CispoConfig, **CISPO),
   'cispo, far': policy(CispoConfig, **CISPO),
   'gpg': policy(CispoConfig, clip_ratio_low=0.0, clip_ratio_high=0.0),
-  'rollout_is=token': policy(clip_ratio_c=3.0, rollout_is='token', rollout_is_threshold=1.3, **HIGH),
-  'rollout_is=sequence': policy(clip_ratio_c=3.0, rollout_is='sequence', rollout_is_threshold=1.3, **HIGH),
+  'rollout_is=token': policy(
+    clip_ratio_c=3.0, rollout_is='token', rollout_is_threshold=1.3, **HIGH
+  ),
+  'rollout_is=sequence': policy(
+    clip_ratio_c=3.0, rollout_is='sequence', rollout_is_threshold=1.3, **HIGH
+  ),
   'rollout_is=token, lo_hi': policy(clip_ratio_c=3.0, rollout_is='icepop', **BAND, **HIGH),
-  'rollout_is=token, tie at 1': policy(clip_ratio_c=3.0, rollout_is='icepop', rollout_is_lower=1.0, **HIGH),
-  'rollout_is=token, far': policy(clip_ratio_c=3.0, rollout_is='token', rollout_is_threshold=5e9, **HIGH),
+  'rollout_is=token, tie at 1': policy(
+    clip_ratio_c=3.0, rollout_is='icepop', rollout_is_lower=1.0, **HIGH
+  ),
+  'rollout_is=token, far': policy(
+    clip_ratio_c=3.0, rollout_is='token', rollout_is_threshold=5e9, **HIGH
+  ),
   # Rows outside of the two are dropped, which no option of ours does.
   'rollout_is=sequence, lo_hi': policy(
     clip_ratio_c=3.0,
@@ -767,11 +877,16 @@ VERL = {
     clip_ratio_c=3.0,
     rollout_rs_low=1 / 1.15,
     rollout_rs_high=1 / 0.9,
-    times=lambda roles: roles['mask'].sum() / (roles['mask'] * within(geometric_means(roles), 1 / 1.15, 1 / 0.9)).sum(),
+    times=lambda roles: (
+      roles['mask'].sum()
+      / (roles['mask'] * within(geometric_means(roles), 1 / 1.15, 1 / 0.9)).sum()
+    ),
     **HIGH,
   ),
   'bypass, ppo_clip': policy(clip_ratio_c=3.0, bypass_old_logprobs=True, **HIGH),
-  'bypass, reinforce': policy(CispoConfig, bypass_old_logprobs=True, clip_ratio_low=1.0, clip_ratio_high=0.6),
+  'bypass, reinforce': policy(
+    CispoConfig, bypass_old_logprobs=True, clip_ratio_low=1.0, clip_ratio_high=0.6
+  ),
   'kl k1': estimate(kind='k1'),
   'kl k2': estimate(kind='k2'),
   'kl low_var_kl': estimate(kind='k3'),
@@ -822,7 +937,8 @@ OPENRLHF = {
   'correction seq, mask': policy(**UNWEIGHTED, **GEOMETRIC, **HIGH),
   # The log of a weight is limited to ±20 in ours.
   'correction token, clip, far': policy(
-    given=without(lambda roles: np.minimum(np.exp(roles['proximal'] - roles['behaviour']), 5e9)), **HIGH
+    given=without(lambda roles: np.minimum(np.exp(roles['proximal'] - roles['behaviour']), 5e9)),
+    **HIGH,
   ),
   'kl k1': estimate(to_ten, kind='k1'),
   'kl k2': estimate(to_ten, kind='k2'),
@@ -883,24 +999,32 @@ AREAL = {
   ),
   'ratio, token, clamp': policy(rollout_is='token', rollout_is_threshold=1.3, **HIGH),
   'ratio, token, clamp, lower': policy(rollout_is='token', **BAND, **HIGH),
-  'ratio, token, mask': policy(rollout_is='icepop', rollout_is_lower=0.0, rollout_is_threshold=1.3, **HIGH),
+  'ratio, token, mask': policy(
+    rollout_is='icepop', rollout_is_lower=0.0, rollout_is_threshold=1.3, **HIGH
+  ),
   'ratio, token, mask, lower': policy(rollout_is='icepop', **BAND, **HIGH),
   # The weight of a row that is kept is its geometric mean, at each of its tokens.
   'ratio, sequence, mask': policy(
-    given=without(lambda roles: geometric_means(roles) * within(geometric_means(roles), 0.9, 1.15)), **HIGH
+    given=without(lambda roles: geometric_means(roles) * within(geometric_means(roles), 0.9, 1.15)),
+    **HIGH,
   ),
   'kl_k1, token, mask': policy(
     rollout_is='icepop', rollout_is_lower=np.exp(-0.375), rollout_is_threshold=np.exp(0.25), **HIGH
   ),
   'kl_k2, token, mask': policy(
-    rollout_is='icepop', rollout_is_lower=np.exp(-np.sqrt(0.125)), rollout_is_threshold=np.exp(np.sqrt(0.125)), **HIGH
+    rollout_is='icepop',
+    rollout_is_lower=np.exp(-np.sqrt(0.125)),
+    rollout_is_threshold=np.exp(np.sqrt(0.125)),
+    **HIGH,
   ),
   'kl_k3, token, mask': policy(
     **UNWEIGHTED,
     given=without(lambda roles: 1 / weights_of(roles) - 1 + np.log(weights_of(roles)) <= 0.0625),
     **HIGH,
   ),
-  'kl_k1, sequence, mask': policy(**UNWEIGHTED, rollout_rs_low=np.exp(-0.125), rollout_rs_high=np.exp(0.125), **HIGH),
+  'kl_k1, sequence, mask': policy(
+    **UNWEIGHTED, rollout_rs_low=np.exp(-0.125), rollout_rs_high=np.exp(0.125), **HIGH
+  ),
   # The row's means are over the tokens that were not rejected; ours are over all.
   'sequence with ratio, token, mask': policy(
     GspoConfig,
@@ -926,7 +1050,9 @@ AREAL = {
   'reward norm group of three, two rows left': last_group_is_whole,
   'reward norm group, equal rewards': grouped(group_advantages),
   # It adds eps to the deviation, ours to the variance.
-  'adv norm batch': whitened_values(factor=lambda variance: np.sqrt(variance + 1e-8) / (np.sqrt(variance) + 1e-5)),
+  'adv norm batch': whitened_values(
+    factor=lambda variance: np.sqrt(variance + 1e-8) / (np.sqrt(variance) + 1e-5)
+  ),
   'gae': gae(),
   'gae, rows that fill the width': gae(),
   'gae, kl in the reward': gae(kl=K1),
@@ -943,14 +1069,18 @@ NEMO = {
   'log ratios of 25': unlimited(ratio=of_token, ours=20.0, **TOKEN_MEAN),
   'sequence_level_importance_ratios': policy(GspoConfig, **NARROW),
   'sequence_level_importance_ratios, token_advantages': policy(GspoConfig, shared=True, **NARROW),
-  'sequence_level_importance_ratios, mean log ratio of 12': unlimited(ratio=of_sequence, ours=10.0, **NARROW, **BY_ROW),
+  'sequence_level_importance_ratios, mean log ratio of 12': unlimited(
+    ratio=of_sequence, ours=10.0, **NARROW, **BY_ROW
+  ),
   'cispo': policy(CispoConfig, **CISPO),
   'tis': policy(rollout_is='token', rollout_is_threshold=1.3, **HIGH),
   'tis, min': policy(rollout_is='token', **BAND, **HIGH),
   'icepop': policy(rollout_is='icepop', **BAND, **HIGH),
   'icepop, tie at 1': policy(rollout_is='icepop', rollout_is_lower=1.0, **HIGH),
   'seq-mask-tis': policy(**UNWEIGHTED, **GEOMETRIC, **HIGH),
-  'correction by sequence': policy(GspoConfig, rollout_is='sequence', rollout_is_threshold=np.inf, **NARROW),
+  'correction by sequence': policy(
+    GspoConfig, rollout_is='sequence', rollout_is_threshold=np.inf, **NARROW
+  ),
   'correction by token, no limit': policy(**UNWEIGHTED, **HIGH),
   'calculate_kl k1': estimate(to_ten, kind='k1'),
   'calculate_kl k2': estimate(to_ten, kind='k2'),
@@ -961,7 +1091,9 @@ NEMO = {
   'kl loss k2, far_reference': weighted_kl('k2', coefficient=0.5),
   'kl loss k3, reference': weighted_kl('k3', coefficient=0.5),
   'kl loss k3, far_reference': weighted_kl('k3', coefficient=0.5),
-  'kl loss k3, use_on_policy_kl_approximation': weighted_kl('k3', coefficient=0.5, proximal='behaviour'),
+  'kl loss k3, use_on_policy_kl_approximation': weighted_kl(
+    'k3', coefficient=0.5, proximal='behaviour'
+  ),
   'value loss': critic(),
   'value loss, no clip': critic(cliprange_value=None),
   'value loss, scale': critic(times=lambda roles: 2.0),
@@ -980,15 +1112,27 @@ NEMO = {
   'overlong penalty': overlong(stops=False),
 }
 _NEMO_GROUPS = ('rewards, groups_of_four', 'tied_rewards, groups_of_four', 'rewards, ragged_groups')
-NEMO |= {f'grpo, leave one out True, normalized True, {name}': deviation_of_the_others for name in _NEMO_GROUPS[:2]}
-NEMO |= {f'grpo, leave one out True, normalized False, {name}': grouped(leave_one_out) for name in _NEMO_GROUPS}
-NEMO |= {f'grpo, leave one out False, normalized True, {name}': grouped(grpo) for name in _NEMO_GROUPS}
-NEMO |= {f'grpo, leave one out False, normalized False, {name}': grouped(centred) for name in _NEMO_GROUPS}
+NEMO |= {
+  f'grpo, leave one out True, normalized True, {name}': deviation_of_the_others
+  for name in _NEMO_GROUPS[:2]
+}
+NEMO |= {
+  f'grpo, leave one out True, normalized False, {name}': grouped(leave_one_out)
+  for name in _NEMO_GROUPS
+}
+NEMO |= {
+  f'grpo, leave one out False, normalized True, {name}': grouped(grpo) for name in _NEMO_GROUPS
+}
+NEMO |= {
+  f'grpo, leave one out False, normalized False, {name}': grouped(centred) for name in _NEMO_GROUPS
+}
 SKYRL = {
   'regular, token_mean': policy(**HIGH),
   'regular, sequence_mean': policy(**BY_ROW, **HIGH),
   'regular, sequence_mean, a row without tokens': policy(times=live_rows, **BY_ROW, **HIGH),
-  'regular, seq_mean_token_sum_norm': policy(loss_agg_mode='seq-mean-token-sum-norm', loss_scale_factor=20.0, **HIGH),
+  'regular, seq_mean_token_sum_norm': policy(
+    loss_agg_mode='seq-mean-token-sum-norm', loss_scale_factor=20.0, **HIGH
+  ),
   'regular, token_mean_legacy': mean_of_halves(**HIGH),
   'regular, prompt_mean': mean_of_halves(**HIGH),
   'dual_clip': policy(clip_ratio_c=1.5, **HIGH),
@@ -1015,8 +1159,12 @@ SKYRL = {
   'token mask with tis': policy(rollout_is='icepop', **BAND, **HIGH),
   'token mask without tis': policy(given=without(kept_by_token), **HIGH),
   'sequence mask geometric': policy(**GEOMETRIC, **HIGH),
-  'sequence mask geometric with tis': policy(rollout_is='token', rollout_is_threshold=1.3, **GEOMETRIC, **HIGH),
-  'sequence mask product': policy(given=without(lambda roles: within(weights_of(roles, 'sequence'), 0.5, 2.0)), **HIGH),
+  'sequence mask geometric with tis': policy(
+    rollout_is='token', rollout_is_threshold=1.3, **GEOMETRIC, **HIGH
+  ),
+  'sequence mask product': policy(
+    given=without(lambda roles: within(weights_of(roles, 'sequence'), 0.5, 2.0)), **HIGH
+  ),
   'outlier mask': policy(
     given=without(lambda roles: within(weights_of(roles), 0.3, 3.0).all(-1, keepdims=True)), **HIGH
   ),
@@ -1096,8 +1244,17 @@ SLIME = {
   'ppo, mask_no_holes': gae(),
   'ppo, kl_coef': gae(kl=('k3', 0.1)),
 }
-PEERS = {'verl': VERL, 'OpenRLHF': OPENRLHF, 'AReaL': AREAL, 'NeMo-RL': NEMO, 'SkyRL': SKYRL, 'slime': SLIME}
-CHECKS = {f'{peer}: {name}': check for peer, checks in PEERS.items() for name, check in checks.items()}
+PEERS = {
+  'verl': VERL,
+  'OpenRLHF': OPENRLHF,
+  'AReaL': AREAL,
+  'NeMo-RL': NEMO,
+  'SkyRL': SKYRL,
+  'slime': SLIME,
+}
+CHECKS = {
+  f'{peer}: {name}': check for peer, checks in PEERS.items() for name, check in checks.items()
+}
 
 
 def test_every_recorded_case_is_checked():

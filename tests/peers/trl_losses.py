@@ -1,9 +1,11 @@
-"""TRL's losses and advantages of given numbers, from its own trainers: the forward pass alone is replaced.
+"""TRL's losses and advantages of given numbers, from its own trainers: the forward pass alone is
+replaced.
 
   python trl_losses.py BATCH.npz RESULTS.npz
 
-Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. What each case configures
-is in the dictionaries below; peers/losses_test.py says which of our arguments are meant to give the same.
+Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. What
+each case configures is in the dictionaries below; peers/losses_test.py says which of our arguments
+are meant to give the same.
 """
 
 import os
@@ -17,8 +19,22 @@ import numpy as np
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+from transformers import (
+  LlamaConfig,
+  LlamaForCausalLM,
+  LlamaForSequenceClassification,
+  PreTrainedTokenizerFast,
+)
+from trl import (
+  DPOConfig,
+  DPOTrainer,
+  GRPOConfig,
+  GRPOTrainer,
+  RewardConfig,
+  RewardTrainer,
+  RLOOConfig,
+  RLOOTrainer,
+)
 
 PAD, EOS, START = 0, 1, 2
 SAMPLER = {'rollout': True}
@@ -28,13 +44,26 @@ GRPO = {
   'grpo': {'loss_type': 'grpo'},
   'grpo delta': {'loss_type': 'grpo', 'delta': 1.5},
   'bnpo': {'loss_type': 'bnpo'},
-  'dapo in two micro-batches': {'loss_type': 'dapo', 'epsilon_high': 0.28, 'gradient_accumulation_steps': 2},
+  'dapo in two micro-batches': {
+    'loss_type': 'dapo',
+    'epsilon_high': 0.28,
+    'gradient_accumulation_steps': 2,
+  },
   'dr_grpo': {'loss_type': 'dr_grpo', 'scale_rewards': 'none'},
   'cispo': {'loss_type': 'cispo', 'epsilon_high': 1.3},
   'cispo default': {'loss_type': 'cispo'},
   'sapo': {'loss_type': 'sapo'},
-  'sapo temperatures': {'loss_type': 'sapo', 'sapo_temperature_pos': 2.0, 'sapo_temperature_neg': 5.0},
-  'sequence': {'loss_type': 'grpo', 'importance_sampling_level': 'sequence', 'epsilon': 0.03, 'epsilon_high': 0.04},
+  'sapo temperatures': {
+    'loss_type': 'sapo',
+    'sapo_temperature_pos': 2.0,
+    'sapo_temperature_neg': 5.0,
+  },
+  'sequence': {
+    'loss_type': 'grpo',
+    'importance_sampling_level': 'sequence',
+    'epsilon': 0.03,
+    'epsilon_high': 0.04,
+  },
   'sequence dapo': {'loss_type': 'dapo', 'importance_sampling_level': 'sequence', 'epsilon': 0.03},
   'kl': {'loss_type': 'dapo', 'beta': 0.3, 'use_bias_correction_kl': False},
   'kl corrected': {'loss_type': 'dapo', 'beta': 0.3},
@@ -78,7 +107,9 @@ def tokenizer():
 
 def tiny_models(folder):
   """The trainers insist on having a model; what it computes is never used."""
-  size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, pad_token_id=PAD)
+  size = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, pad_token_id=PAD
+  )
   config = LlamaConfig(vocab_size=32, num_labels=1, eos_token_id=EOS, **size)
   LlamaForCausalLM(config).save_pretrained(f'{folder}/lm')
   LlamaForSequenceClassification(config).save_pretrained(f'{folder}/scalar')
@@ -86,7 +117,14 @@ def tiny_models(folder):
 
 
 def common(folder, options):
-  return {'output_dir': folder, 'use_cpu': True, 'report_to': 'none', 'bf16': False, 'disable_tqdm': True, **options}
+  return {
+    'output_dir': folder,
+    'use_cpu': True,
+    'report_to': 'none',
+    'bf16': False,
+    'disable_tqdm': True,
+    **options,
+  }
 
 
 def score(prompts, completions, score, **_):
@@ -94,7 +132,9 @@ def score(prompts, completions, score, **_):
 
 
 def policy_gradient_trainer(cls, options, model, folder, batch, rewards):
-  """A trainer whose rollouts, scores and logprobs are the batch's. Returns it with its annotated rollouts."""
+  """A trainer whose rollouts, scores and logprobs are the batch's. Returns it with its annotated
+  rollouts.
+  """
   options = dict(options)
   from_sampler = options.pop('rollout', False)
   inputs = [{'prompt': 'a', 'score': None if np.isnan(r) else float(r)} for r in rewards]
@@ -110,12 +150,18 @@ def policy_gradient_trainer(cls, options, model, folder, batch, rewards):
   cut = lambda name: [batch[name][i, :length].tolist() for i, length in enumerate(batch['lengths'])]
 
   def rollout(prompts, trainer):
-    fields = {'prompt_ids': batch['prompt'].tolist(), 'completion_ids': cut('tokens'), 'logprobs': cut('behaviour')}
+    fields = {
+      'prompt_ids': batch['prompt'].tolist(),
+      'completion_ids': cut('tokens'),
+      'logprobs': cut('behaviour'),
+    }
     return fields | {'env_mask': [list(map(int, row)) for row in cut('mask')]}
 
   more = {'rollout_func': rollout} if cls is GRPOTrainer else {}
   dataset = Dataset.from_list(inputs)
-  trainer = cls(model, score, args=args, train_dataset=dataset, processing_class=tokenizer(), **more)
+  trainer = cls(
+    model, score, args=args, train_dataset=dataset, processing_class=tokenizer(), **more
+  )
   if cls is RLOOTrainer:
     texts = ['a'] * len(inputs)
     trainer._generate = lambda prompts: (batch['prompt'].tolist(), cut('tokens'), texts)
@@ -149,21 +195,28 @@ def loss_and_gradient(trainer, rollouts, values):
 
 def grpo(batch, model, folder):
   for name, options in GRPO.items():
-    trainer, rollouts = policy_gradient_trainer(GRPOTrainer, options, model, folder, batch, batch['rewards'])
+    trainer, rollouts = policy_gradient_trainer(
+      GRPOTrainer, options, model, folder, batch, batch['rewards']
+    )
     loss, gradient = loss_and_gradient(trainer, rollouts, batch['logprobs'])
     yield f'{name}/loss', loss
     yield f'{name}/gradient', gradient
     yield f'{name}/advantages', rollouts['advantages'].numpy()
   for name, scale in (('scaled by group', 'group'), ('not scaled', 'none')):
     options = {'scale_rewards': scale}
-    _, rollouts = policy_gradient_trainer(GRPOTrainer, options, model, folder, batch, batch['odd_rewards'])
+    _, rollouts = policy_gradient_trainer(
+      GRPOTrainer, options, model, folder, batch, batch['odd_rewards']
+    )
     yield f'{name}/advantages', rollouts['advantages'].numpy()
 
 
 def rloo(batch, model, folder):
-  trainer, rollouts = policy_gradient_trainer(RLOOTrainer, {'beta': 0.0}, model, folder, batch, batch['odd_rewards'])
+  trainer, rollouts = policy_gradient_trainer(
+    RLOOTrainer, {'beta': 0.0}, model, folder, batch, batch['odd_rewards']
+  )
   yield 'rloo/advantages', rollouts['advantages'].numpy()
-  # Its ratio is of whole sequences: where the policy is the one that sampled, gradients can be compared.
+  # Its ratio is of whole sequences: where the policy is the one that sampled, gradients can be
+  # compared.
   _, gradient = loss_and_gradient(trainer, rollouts, batch['proximal'])
   yield 'rloo/gradient', gradient
 
@@ -174,14 +227,20 @@ def dpo(batch, model, folder):
   # One prompt token, which no logprob belongs to.
   completion_mask = torch.tensor(np.pad(batch['mask'], ((0, 0), (1, 0)))).long()
   tokens = torch.tensor(np.concatenate([batch['prompt'], batch['tokens']], axis=1))
-  inputs = {'input_ids': tokens, 'attention_mask': torch.ones_like(tokens), 'completion_mask': completion_mask}
+  inputs = {
+    'input_ids': tokens,
+    'attention_mask': torch.ones_like(tokens),
+    'completion_mask': completion_mask,
+  }
   shape = batch['mask'].shape
 
   def outputs(logprobs):
     """As its fused head gives them: 0 where a token has no label."""
     zeros = torch.zeros(shape)
     masked = torch.where(torch.tensor(batch['mask']), logprobs, 0.0)
-    return types.SimpleNamespace(log_probs=masked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    return types.SimpleNamespace(
+      log_probs=masked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
 
   for name, options in DPO.items():
     args = DPOConfig(**common(folder, options))

@@ -2,7 +2,8 @@
 
   python trl_rewards.py RESULTS.json
 
-Runs in the peers' environment (launch/install_peers.sh), with this project's `rewards.adapters` on PYTHONPATH.
+Runs in the peers' environment (launch/install_peers.sh), with this project's `rewards.adapters` on
+PYTHONPATH.
 """
 
 import json
@@ -33,19 +34,28 @@ FUNCTIONS = {
 
 
 def ours(name, completion):
-  task = Task(taskset='t', domain='general', prompt=tuple(PROMPT), truth=None, fields={'prompt': PROMPT})
+  task = Task(
+    taskset='t', domain='general', prompt=tuple(PROMPT), truth=None, fields={'prompt': PROMPT}
+  )
   attempt = Attempt(uid='u', task=task, completion=completion, finish_reason='stop', response_len=5)
   return trl_scorer(function=name)(attempt).value
 
 
 def theirs(function):
   batch = [[{'role': 'assistant', 'content': completion}] for completion in COMPLETIONS]
-  given = {'prompts': [PROMPT] * len(batch), 'completion_ids': [[1] * 5] * len(batch), 'trainer_state': None}
+  given = {
+    'prompts': [PROMPT] * len(batch),
+    'completion_ids': [[1] * 5] * len(batch),
+    'trainer_state': None,
+  }
   return function(completions=batch, **given)
 
 
 def main(results):
-  said = [{'ours': [ours(n, text) for text in COMPLETIONS], 'theirs': theirs(f)} for n, f in FUNCTIONS.items()]
+  said = [
+    {'ours': [ours(n, text) for text in COMPLETIONS], 'theirs': theirs(f)}
+    for n, f in FUNCTIONS.items()
+  ]
   pathlib.Path(results).write_text(json.dumps(said))
 
 

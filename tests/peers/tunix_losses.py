@@ -1,9 +1,11 @@
-"""Tunix's losses and advantages of given numbers, from its own functions: the model returns given logits or values.
+"""Tunix's losses and advantages of given numbers, from its own functions: the model returns given
+logits or values.
 
   python tunix_losses.py BATCH.npz RESULTS.npz
 
-Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. What each case configures
-is in the dictionaries below; peers/losses_test.py says which of our arguments are meant to give the same.
+Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. What
+each case configures is in the dictionaries below; peers/losses_test.py says which of our arguments
+are meant to give the same.
 """
 
 import os
@@ -29,7 +31,10 @@ GRPO = {
   'token-mean': {'loss_agg_mode': 'token-mean'},
   'sequence-mean-token-scale': {'loss_agg_mode': 'sequence-mean-token-scale'},
   'seq-mean-token-sum': {'loss_agg_mode': 'seq-mean-token-sum'},
-  'sequence-mean-token-sum-norm': {'loss_agg_mode': 'sequence-mean-token-sum-norm', 'epsilon_high': 0.28},
+  'sequence-mean-token-sum-norm': {
+    'loss_agg_mode': 'sequence-mean-token-sum-norm',
+    'epsilon_high': 0.28,
+  },
   'dual clip': {'epsilon_c': 1.5},
   'gspo-token': {'loss_algo': 'gspo-token', 'epsilon': 0.03, 'epsilon_high': 0.04},
   'sampler_is': {'sampler_is': 'token', 'sampler_is_threshold': 1.2},
@@ -93,7 +98,8 @@ def policy(batch):
     options = {'beta': 0.0, **options}
     dual = options.pop('epsilon_c', None)
     config = AgenticGRPOConfig(**options)
-    # Its learner sets the one from the rollouts' configuration; the other is read where it is there.
+    # Its learner sets the one from the rollouts' configuration; the other is read where it is
+    # there.
     config.temperature, config.epsilon_c = float(batch['temperature']), dual
     weights = None
     if config.sampler_is:
@@ -101,12 +107,16 @@ def policy(batch):
       ratio = jnp.exp(batch['proximal'] - batch['behaviour'])
       weights = jnp.minimum(ratio, config.sampler_is_threshold) * batch['mask']
     given = example(batch, reference=config.beta > 0, weights=weights)
-    loss = lambda model, given=given, config=config: algo_core.grpo_loss_fn(model, given, config, **IDS)
+    loss = lambda model, given=given, config=config: algo_core.grpo_loss_fn(
+      model, given, config, **IDS
+    )
     yield from results(name, loss, batch['logits'])
   for name, options in PPO.items():
     config = PPOConfig(**options)
     given = example(batch)
-    loss = lambda model, given=given, config=config: algo_core.ppo_policy_loss_fn(model, given, config, **IDS)
+    loss = lambda model, given=given, config=config: algo_core.ppo_policy_loss_fn(
+      model, given, config, **IDS
+    )
     yield from results(name, loss, batch['logits'])
 
 
@@ -118,7 +128,9 @@ def critic(batch):
 
 def divergences(batch):
   for name, options in KL.items():
-    found = lambda logprobs, o=options: common.compute_kl_divergence(logprobs, batch['far_reference'], **o)
+    found = lambda logprobs, o=options: common.compute_kl_divergence(
+      logprobs, batch['far_reference'], **o
+    )
     yield f'{name}/values', np.asarray(found(batch['logprobs']))
     yield f'{name}/gradient', np.asarray(jax.grad(lambda x, f=found: f(x).sum())(batch['logprobs']))
 
@@ -132,7 +144,9 @@ def advantages(batch):
   yield 'grpo of equal rewards/advantages', algo_core.compute_advantages(equal, len(equal))
   for name, gamma, lam in (('gae', 0.9, 0.8), ('gae undiscounted', 1.0, 1.0)):
     mask = batch['mask'].astype(jnp.float32)
-    found, returns = algo_core.compute_gae_advantages(batch['token_rewards'], batch['old_values'], mask, gamma, lam)
+    found, returns = algo_core.compute_gae_advantages(
+      batch['token_rewards'], batch['old_values'], mask, gamma, lam
+    )
     yield f'{name}/advantages', np.asarray(found)
     yield f'{name}/returns', np.asarray(returns)
 
@@ -140,7 +154,10 @@ def advantages(batch):
 def overlong(batch):
   buffer = {'overlong_buffer_length': 4, 'overlong_buffer_penalty': 2.0, 'max_response_length': 10}
   texts = ['x' * int(length) for length in batch['overlong_lengths']]
-  yield 'overlong/rewards', np.array(dapo_learner.reward_shaping([], texts, None, overlong_buffer=buffer))
+  yield (
+    'overlong/rewards',
+    np.array(dapo_learner.reward_shaping([], texts, None, overlong_buffer=buffer)),
+  )
 
 
 def dpo(batch):

@@ -1,4 +1,6 @@
-"""The audit must find what it is there to find: each test breaks one thing behind the writer's back."""
+"""The audit must find what it is there to find: each test breaks one thing behind the writer's
+back.
+"""
 
 import sqlite3
 
@@ -58,41 +60,76 @@ def test_the_report_adds_up(directory):
 @pytest.mark.parametrize(
   ('statement', 'problem'),
   [
-    ("UPDATE samples SET state = 'trained' WHERE uid = 'g/2'", 'g/2 (attempt 1): the index says trained'),
-    ("DELETE FROM samples WHERE uid = 'g/0'", 'g/0 (attempt 1): has transitions and was never issued'),
-    ("DELETE FROM transitions WHERE uid = 'g/4'", 'g/4 (attempt 1): was issued and has no transition'),
-    ("DELETE FROM transitions WHERE uid = 'g/4'", '5 samples were issued, but the states add up to 4'),
-    ("DELETE FROM transitions WHERE uid = 'g/0' AND state = 'admitted'", 'went from stored to trained'),
-    ("UPDATE transitions SET step = 9 WHERE uid = 'g/0' AND state = 'admitted'", 'trained at step 0, after admitted'),
-    ("UPDATE samples SET step = 5 WHERE uid = 'g/0'", 'first transition is issued at step 0, issued at 5'),
     (
-      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/0', 'trained', '')",
+      "UPDATE samples SET state = 'trained' WHERE uid = 'g/2'",
+      'g/2 (attempt 1): the index says trained',
+    ),
+    (
+      "DELETE FROM samples WHERE uid = 'g/0'",
+      'g/0 (attempt 1): has transitions and was never issued',
+    ),
+    (
+      "DELETE FROM transitions WHERE uid = 'g/4'",
+      'g/4 (attempt 1): was issued and has no transition',
+    ),
+    (
+      "DELETE FROM transitions WHERE uid = 'g/4'",
+      '5 samples were issued, but the states add up to 4',
+    ),
+    (
+      "DELETE FROM transitions WHERE uid = 'g/0' AND state = 'admitted'",
+      'went from stored to trained',
+    ),
+    (
+      "UPDATE transitions SET step = 9 WHERE uid = 'g/0' AND state = 'admitted'",
+      'trained at step 0, after admitted',
+    ),
+    (
+      "UPDATE samples SET step = 5 WHERE uid = 'g/0'",
+      'first transition is issued at step 0, issued at 5',
+    ),
+    (
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/0', 'trained', "
+      "'')",
       'g/0: trained 2 times, max_uses is 1',
     ),
     (
-      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (0, 1, 'g/0', 'trained', '')",
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (0, 1, 'g/0', 'trained', "
+      "'')",
       'g/0: trained twice in the batch of step 0',
     ),
     (
-      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/3', 'dropped', 'x')",
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/3', 'dropped', "
+      "'x')",
       'g/3 (attempt 1): went from expired to dropped',
     ),
     (
-      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/2', 'stored', '')",
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/2', 'stored', "
+      "'')",
       'g/2 (attempt 1): accepted more than once',
     ),
     (
-      "INSERT INTO samples SELECT NULL, uid, 2, group_id, 't', 0, 'usual', 0, step, state, changed, last, 0, 1 "
+      "INSERT INTO samples SELECT NULL, uid, 2, group_id, 't', 0, 'usual', 0, step, state, "
+      'changed, last, 0, 1 '
       "FROM samples WHERE uid = 'g/0'",
       'g/0: counts in 2 attempts',
     ),
-    ("DELETE FROM open_segment WHERE uid = 'g/2'", 'g/2 (attempt 1): is admitted, bytes in the open segment 0'),
-    ("DELETE FROM segment_rows WHERE uid = 'g/1'", 'g/1 (attempt 1): is trained, bytes in the open segment 0'),
+    (
+      "DELETE FROM open_segment WHERE uid = 'g/2'",
+      'g/2 (attempt 1): is admitted, bytes in the open segment 0',
+    ),
+    (
+      "DELETE FROM segment_rows WHERE uid = 'g/1'",
+      'g/1 (attempt 1): is trained, bytes in the open segment 0',
+    ),
     ("DELETE FROM segment_rows WHERE uid = 'g/1'", 'the index names other rows than the 2 sealed'),
     ('DELETE FROM segments', 'has rows in the index and is not in it'),
     ("UPDATE scores SET uid = 'g/9'", 'g/9 (attempt 1): in scores and was never issued'),
     ('UPDATE segment_rows SET row = 1 - row + 10', 'cannot be read: it has 2 rows'),
-    ("UPDATE open_segment SET payload = x'00' WHERE uid = 'g/2'", 'open segment, g/2: not a sample'),
+    (
+      "UPDATE open_segment SET payload = x'00' WHERE uid = 'g/2'",
+      'open segment, g/2: not a sample',
+    ),
   ],
 )
 def test_the_audit_finds(directory, statement, problem):
@@ -120,23 +157,44 @@ def test_partitions_uses_and_scores_are_told(mixed):
 @pytest.mark.parametrize(
   ('statement', 'problem'),
   [
-    ("UPDATE samples SET uses = 1 WHERE uid = 'g/0'", 'g/0 (attempt 1): the index says changed, last, admitted, uses'),
-    ("UPDATE samples SET admitted = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted'),
-    ("UPDATE samples SET last = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted, uses'),
-    ("UPDATE samples SET changed = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted'),
+    (
+      "UPDATE samples SET uses = 1 WHERE uid = 'g/0'",
+      'g/0 (attempt 1): the index says changed, last, admitted, uses',
+    ),
+    (
+      "UPDATE samples SET admitted = 1 WHERE uid = 'g/1'",
+      'g/1 (attempt 1): the index says changed, last, admitted',
+    ),
+    (
+      "UPDATE samples SET last = 1 WHERE uid = 'g/1'",
+      'g/1 (attempt 1): the index says changed, last, admitted, uses',
+    ),
+    (
+      "UPDATE samples SET changed = 1 WHERE uid = 'g/1'",
+      'g/1 (attempt 1): the index says changed, last, admitted',
+    ),
     ("UPDATE samples SET version = 7 WHERE uid = 'g/0'", 'row 0 is of version 0, the index says 7'),
     (
       "UPDATE samples SET version = 7 WHERE uid = 'g/1'",
       'open segment: the row of g/1 is of version 0, the index says 7',
     ),
-    ("UPDATE samples SET version = NULL WHERE uid = 'g/1'", 'g/1 (attempt 1): version None, accepted 1 times'),
-    ("UPDATE samples SET version = 0 WHERE uid = 'x'", 'x (attempt 1): version 0, accepted 0 times'),
+    (
+      "UPDATE samples SET version = NULL WHERE uid = 'g/1'",
+      'g/1 (attempt 1): version None, accepted 1 times',
+    ),
+    (
+      "UPDATE samples SET version = 0 WHERE uid = 'x'",
+      'x (attempt 1): version 0, accepted 0 times',
+    ),
     ("UPDATE samples SET partition = 'usual' WHERE uid = 'x'", 'x: trained 3 times, max_uses is 2'),
     (
       "UPDATE samples SET partition = 'usual' WHERE uid = 'y'",
       'y (attempt 1): went from issued to admitted, being usual',
     ),
-    ("UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'", 'went from issued to stored, being expert'),
+    (
+      "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
+      'went from issued to stored, being expert',
+    ),
     (
       "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
       'g/1 (attempt 1): is admitted (expert), bytes in the open segment 1, in a sealed one 0',
@@ -146,7 +204,8 @@ def test_partitions_uses_and_scores_are_told(mixed):
       'expert trained: the index counts 9',
     ),
     (
-      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (2, 1, 'x', 'trained', '')",
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (2, 1, 'x', 'trained', "
+      "'')",
       'x: trained twice in the batch of step 2',
     ),
     ("UPDATE meta SET json = '1' WHERE key = 'max_uses'", 'g/0: trained 2 times, max_uses is 1'),
@@ -163,7 +222,9 @@ def test_rows_of_another_sample_are_found(directory):
   with sqlite3.connect(directory / 'index.sqlite') as db:
     db.execute("UPDATE segment_rows SET uid = CASE uid WHEN 'g/0' THEN 'x' ELSE 'g/0' END")
     db.execute("UPDATE segment_rows SET uid = 'g/1' WHERE uid = 'x'")
-    db.execute("UPDATE open_segment SET payload = ? WHERE uid = 'g/2'", (encode(make_sample('g/3')),))
+    db.execute(
+      "UPDATE open_segment SET payload = ? WHERE uid = 'g/2'", (encode(make_sample('g/3')),)
+    )
   problems = audit(directory).problems
   assert any('row 0 is g/0, the index says g/1' in line for line in problems)
   assert any('row 1 is g/1, the index says g/0' in line for line in problems)
@@ -171,14 +232,20 @@ def test_rows_of_another_sample_are_found(directory):
 
 
 def test_damaged_rows_are_found_and_named_alone(directory):
-  """One flipped byte in the used part of the file, in turn: the audit names row 0 or row 1, or both if all is lost."""
+  """One flipped byte in the used part of the file, in turn: the audit names row 0 or row 1, or both
+  if all is lost.
+  """
   (path,) = (directory / 'segments').iterdir()
   whole = path.read_bytes()
   found = set()
   for place in [place for place, byte in enumerate(whole) if byte][::20]:
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
     problems = audit(directory).problems
-    found.add(tuple(row for row in (0, 1) if any(f'rows [{row}] cannot be read' in line for line in problems)))
+    found.add(
+      tuple(
+        row for row in (0, 1) if any(f'rows [{row}] cannot be read' in line for line in problems)
+      )
+    )
     assert len(problems) <= 2
   assert {(0,), (1,)} <= found
 
@@ -196,7 +263,9 @@ def test_a_sample_that_no_result_can_reach_is_found(tmp_path):
   store.at(0).append([make_sample('g/0')])
   assert audit(store).ok, 'the other may come'
   store.at(0).admit(['g/0'])
-  assert audit(store).problems == ('g/1 (attempt 1): is issued, and its group g has ended without it',)
+  assert audit(store).problems == (
+    'g/1 (attempt 1): is issued, and its group g has ended without it',
+  )
   store.at(0).drop(['g/1'], 'given up')
   assert audit(store).ok
 

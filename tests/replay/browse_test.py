@@ -33,7 +33,12 @@ def run(tmp_path):
 def command(run, *flags, expect=0):
   buffer = [sys.executable, 'launch/buffer.py', f'--workdir={run}', *flags]
   done = subprocess.run(
-    buffer, cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {'PYTHONPATH': str(ROOT)}
+    buffer,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
   assert done.returncode == expect, done.stderr
   return (done.stderr if expect == 2 else done.stdout).splitlines()
@@ -41,7 +46,10 @@ def command(run, *flags, expect=0):
 
 def test_the_summary_says_what_is_there(run):
   lines = browse.summary(run / 'replay')
-  assert lines[0] == 'samples, usual, 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
+  assert (
+    lines[0]
+    == 'samples, usual, 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
+  )
   assert lines[1] == 'uses of those trained, usual, max_uses 1: 1 times 2'
   assert lines[2] == 'attempts of the run: 1'
   assert lines[3].startswith('sealed segments 1: 2 samples, ')
@@ -86,7 +94,9 @@ def test_a_task_is_told_with_what_became_of_its_samples(run):
     with store.transaction():
       store.at(step).offer([task])
       group = f'g/{step}'
-      row = lambda i, group=group, step=step: Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step)
+      row = lambda i, group=group, step=step: Issue(
+        uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step
+      )
       store.at(step).issue([row(0), row(1)])
   store.at(3).drop(['g/2/0'], 'timeout')
   assert not audit(store).ok, 'the samples of before are of no task that is known'
@@ -106,7 +116,9 @@ def test_samples_are_found_by_state_and_task_those_that_changed_last_first(run):
   assert found() == ['g/3', 'g/2', 'g/1', 'g/0'] and found(limit=2) == ['g/3', 'g/2']
   assert found(state='trained') == ['g/1', 'g/0'] and found(state='void') == []
   (entry,) = browse.find(run / 'replay', state='dropped')
-  assert (entry.uid, entry.task_id) == ('g/2', entry.task_id) and found(task=entry.task_id, state='dropped') == ['g/2']
+  assert (entry.uid, entry.task_id) == ('g/2', entry.task_id) and found(
+    task=entry.task_id, state='dropped'
+  ) == ['g/2']
   assert found(task='none') == []
   with pytest.raises(UserError, match="state 'lost': unknown; wanted one of issued, stored"):
     found(state='lost')
@@ -114,8 +126,17 @@ def test_samples_are_found_by_state_and_task_those_that_changed_last_first(run):
 
 def test_a_samples_history_is_told_whole(run):
   lines = browse.history(run / 'replay', 'g/0')
-  assert [line.partition(': ')[2] for line in lines[:4]] == ['issued', 'stored', 'admitted', 'trained']
-  assert 'score of' in lines[4] and lines[5].startswith('attempt 1, segments/') and ' tokens, of which ' in lines[5]
+  assert [line.partition(': ')[2] for line in lines[:4]] == [
+    'issued',
+    'stored',
+    'admitted',
+    'trained',
+  ]
+  assert (
+    'score of' in lines[4]
+    and lines[5].startswith('attempt 1, segments/')
+    and ' tokens, of which ' in lines[5]
+  )
   assert browse.history(run / 'replay', 'g/2')[3] == 'attempt 1, step 1: dropped (not selected)'
   with pytest.raises(UserError, match="sample 'g/9': never issued"):
     browse.history(run / 'replay', 'g/9')

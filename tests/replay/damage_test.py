@@ -1,4 +1,6 @@
-"""Damage on disk and results that should not come: named in one line, counted, and nothing else is lost."""
+"""Damage on disk and results that should not come: named in one line, counted, and nothing else is
+lost.
+"""
 
 import os
 import pathlib
@@ -53,7 +55,9 @@ def unreadable(path) -> list[int]:
 
 
 def flipped_row(path) -> None:
-  """Flips one byte such that the second record is lost: records are compressed, so it is found by trying."""
+  """Flips one byte such that the second record is lost: records are compressed, so it is found by
+  trying.
+  """
   content = path.read_bytes()
   for place in [place for place, byte in enumerate(content) if byte][::5]:
     path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
@@ -79,7 +83,9 @@ def test_a_damaged_segment_loses_its_own_samples_and_no_other(directory, damage,
   for uid, line in zip(lost, report.problems):
     assert line.startswith(f'{uid}: lost: segment ') and '\n' not in line and 'restore' in line
   assert f'bytes lost of {len(lost)}: {", ".join(lost)}' in report.lines
-  assert report.issued == 14 and report.states['trained'] == 12, 'what became of them is still known'
+  assert report.issued == 14 and report.states['trained'] == 12, (
+    'what became of them is still known'
+  )
   store = open_store(directory)
   store.recover(4)
   kept = [uid for uid in SEALED + WAITING if uid not in lost]
@@ -93,7 +99,9 @@ def test_a_damaged_segment_loses_its_own_samples_and_no_other(directory, damage,
 
 @pytest.mark.parametrize('damage', [truncated, pathlib.Path.unlink], ids=['truncated', 'missing'])
 def test_recovery_does_not_take_back_what_cannot_be_read(directory, damage):
-  """The seal of step 1 is to be undone: its bytes would go back to the open segment, and the file away."""
+  """The seal of step 1 is to be undone: its bytes would go back to the open segment, and the file
+  away.
+  """
   path = segment(directory, 1)
   whole = path.read_bytes()
   with sqlite3.connect(directory / 'index.sqlite') as db:  # sealed a step after it was accepted
@@ -107,7 +115,9 @@ def test_recovery_does_not_take_back_what_cannot_be_read(directory, damage):
   path.write_bytes(whole)
   store = open_store(directory)
   assert store.recover(2)['restored'] == 4
-  assert [encode(sample) for sample in store.read(SEALED[4:8])] == [encode(make_sample(uid)) for uid in SEALED[4:8]]
+  assert [encode(sample) for sample in store.read(SEALED[4:8])] == [
+    encode(make_sample(uid)) for uid in SEALED[4:8]
+  ]
 
 
 def test_the_command_names_the_lost_samples_and_fails(directory):
@@ -115,10 +125,18 @@ def test_the_command_names_the_lost_samples_and_fails(directory):
   buffer = [sys.executable, 'launch/buffer.py', f'--workdir={directory.parent}', '--audit']
   (directory.parent / 'replay').symlink_to(directory)
   done = subprocess.run(
-    buffer, cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {'PYTHONPATH': str(ROOT)}
+    buffer,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
   assert done.returncode == 1, done.stderr
-  assert 'bytes lost of 1: 1/1' in done.stdout and done.stdout.splitlines()[-1] == 'audit FAILED: 1 problems'
+  assert (
+    'bytes lost of 1: 1/1' in done.stdout
+    and done.stdout.splitlines()[-1] == 'audit FAILED: 1 problems'
+  )
 
 
 @pytest.mark.parametrize('size', [100, 4096, 20_000, -4096])
@@ -131,7 +149,9 @@ def test_a_truncated_index_is_one_line_and_the_segments_stay_readable(directory,
     assert '\n' not in str(caught.value)
   reader = open_segment_reader(directory / 'segments')
   found = [
-    sample.uid for step in range(3) for sample in reader.read([(segment(directory, step).name, i) for i in range(4)])
+    sample.uid
+    for step in range(3)
+    for sample in reader.read([(segment(directory, step).name, i) for i in range(4)])
   ]
   assert found == SEALED
 
@@ -161,7 +181,9 @@ def test_an_index_of_a_newer_program_is_refused_and_left_as_it_is(directory):
   with pytest.raises(UserError, match='it has schema 4, wanted 3; use another --workdir'):
     open_store(directory)
   for look in (audit, browse.summary):
-    with pytest.raises(UserError, match='schema 4, this program reads 3; use the one that wrote it'):
+    with pytest.raises(
+      UserError, match='schema 4, this program reads 3; use the one that wrote it'
+    ):
       look(directory)
   with sqlite3.connect(path) as db:
     assert db.execute('SELECT count(*) FROM attempts').fetchone() == (1,)
@@ -192,7 +214,8 @@ def test_a_score_twice_is_counted_and_the_newest_by_each_scorer_holds(directory)
   assert [score.value for score in store.scores(['w/0'])['w/0']] == [0.75]
   store.close()
   assert audit(directory).ok and audit(directory).rescored == 2
-  assert 'scores of answer, ok: 2, mean 0.5; 2 given again' in browse.summary(directory)  # (0.75 + 0.25) / 2
+  # (0.75 + 0.25) / 2
+  assert 'scores of answer, ok: 2, mean 0.5; 2 given again' in browse.summary(directory)
 
 
 def test_a_sample_that_is_never_scored_stays_in_sight(directory):
@@ -203,6 +226,8 @@ def test_a_sample_that_is_never_scored_stays_in_sight(directory):
   store.at(4).score([score_of('n/1')])
   store.close()
   report = audit(directory)
-  assert report.ok and report.live == ('n/0', 'n/1', 'n/2', 'w/0', 'w/1') and report.unscored == ('n/0',)
+  assert (
+    report.ok and report.live == ('n/0', 'n/1', 'n/2', 'w/0', 'w/1') and report.unscored == ('n/0',)
+  )
   assert 'stored and never scored 1: n/0' in report.lines
   assert [entry.uid for entry in browse.find(directory, state='stored')] == ['n/1', 'n/0']

@@ -69,7 +69,11 @@ def test_priority_is_version_minus_decay_times_uses():
 
 
 def test_a_used_group_rests_for_the_cooldown_and_an_old_one_is_left_out():
-  groups = [group('used', version=4, uses=1, last_used=5), group('old', version=3), group('new', version=4)]
+  groups = [
+    group('used', version=4, uses=1, last_used=5),
+    group('old', version=3),
+    group('new', version=4),
+  ]
   drawn = lambda step, **config: set(draw(groups, DrawConfig(**config), count=3, step=step, seed=0))
   assert 'used' not in drawn(6) and 'used' in drawn(7)  # used in batch 5, at rest in batch 6
   assert 'used' in drawn(6, cooldown=0) and 'used' not in drawn(5, cooldown=0)
@@ -78,7 +82,9 @@ def test_a_used_group_rests_for_the_cooldown_and_an_old_one_is_left_out():
 
 
 @given(pools(), CONFIGS, st.integers(0, 12), st.integers(0, 2**40), st.randoms())
-def test_a_draw_takes_distinct_ready_groups_whatever_their_listing(pool, config, count, seed, shuffle):
+def test_a_draw_takes_distinct_ready_groups_whatever_their_listing(
+  pool, config, count, seed, shuffle
+):
   step, groups = pool
   drawn = draw(groups, config, count=count, step=step, seed=seed)
   ready = {
@@ -104,7 +110,9 @@ def test_nothing_left_out_comes_before_what_was_drawn(pool, decay):
     ('priority', lambda g: (g.version - decay * g.uses, -g.uses, g.admitted, g.issued)),
   ):
     config = DrawConfig(order=order, decay=decay, cooldown=0)
-    drawn = [worth(by_id[name]) for name in draw(groups, config, count=len(groups), step=step, seed=0)]
+    drawn = [
+      worth(by_id[name]) for name in draw(groups, config, count=len(groups), step=step, seed=0)
+    ]
     assert drawn == sorted(drawn, reverse=True)
 
 
@@ -130,7 +138,9 @@ def test_the_shuffle_is_the_same_everywhere():
   assert found == ['g3', 'g2', 'g4', 'g1', 'g0']  # of NumPy's Philox, whose stream is fixed
 
 
-@pytest.mark.parametrize('bad', [{'decay': -1.0}, {'decay': float('inf')}, {'cooldown': -1}, {'max_age': -1}])
+@pytest.mark.parametrize(
+  'bad', [{'decay': -1.0}, {'decay': float('inf')}, {'cooldown': -1}, {'max_age': -1}]
+)
 def test_a_configuration_that_cannot_be_meant_is_refused(bad):
   (name,) = bad
   with pytest.raises(UserError, match=rf'draw\.{name}: .*wanted'):

@@ -29,7 +29,10 @@ def test_a_step_from_issue_to_trained(tmp_path):
   store.at(0).drop(['g/1'], 'unscorable')
   store.at(0).record_plan({'uids': ['g/2', 'g/0']})
   refs = store.at(0).seal(['g/2', 'g/0'])
-  assert refs == {'g/2': ('00000000-001-000.arrayrecord', 0), 'g/0': ('00000000-001-000.arrayrecord', 1)}
+  assert refs == {
+    'g/2': ('00000000-001-000.arrayrecord', 0),
+    'g/0': ('00000000-001-000.arrayrecord', 1),
+  }
   store.at(0).trained(['g/0', 'g/2'])
   assert states(store, uids) == ['trained', 'dropped', 'trained', 'issued']
   assert [s.value for s in store.scores(['g/0'])['g/0']] == [0.75]
@@ -167,7 +170,8 @@ def test_undo_hand_worked(tmp_path):
   assert store.attempt == 2
   with pytest.raises(ValueError, match='call recover first'):
     store.at(2).issue(issues(['x']))
-  # transitions: late stored; new stored, admitted, trained; stored admitted; sealed trained; dropped dropped
+  # transitions: late stored; new stored, admitted, trained; stored admitted; sealed trained;
+  # dropped dropped
   assert store.recover(2) == {
     'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1, 'open_segment': 1,
     'void': 3, 'files': 3,
@@ -199,7 +203,10 @@ def test_undo_hand_worked(tmp_path):
     store.at(2).issue(issues(['trained0']))
   store.at(2).append([sample['new']])
   store.at(2).admit(['new', 'dropped'])
-  assert store.at(2).seal(['new', 'sealed', 'dropped'])['sealed'] == ('00000002-003-000.arrayrecord', 1)
+  assert store.at(2).seal(['new', 'sealed', 'dropped'])['sealed'] == (
+    '00000002-003-000.arrayrecord',
+    1,
+  )
   store.at(2).trained(['new', 'sealed', 'dropped'])
   assert audit(store).ok
   assert audit(store).issued == 11
@@ -222,7 +229,9 @@ def test_visits_are_those_of_the_named_stages_that_no_crash_made_void(tmp_path):
     uid=f'{stage}/{task}/{visit}/0', group_id=f'{stage}/{task}/{visit}', task_id=task, visit=visit
   )
   store = open_store(tmp_path)
-  store.at(0).issue([row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)])
+  store.at(0).issue(
+    [row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)]
+  )
   store.at(0).drop(['one/s:a/0/0', 'one/s:a/1/0', 'one/s:b/0/0'], 'timeout')
   store.at(1).issue([row('one', 's:a', 2)])
   assert store.visits(['one']) == {'s:a': 3, 's:b': 1} and store.visits([]) == {}
@@ -282,7 +291,9 @@ def test_threads_share_one_store(tmp_path):
 
 
 def fill_until_full(directory: str) -> None:
-  """Runs in a process whose files may not grow beyond a limit, which is how a full disk looks to a writer."""
+  """Runs in a process whose files may not grow beyond a limit, which is how a full disk looks to a
+  writer.
+  """
   resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   store = open_store(directory)
@@ -297,7 +308,9 @@ def fill_until_full(directory: str) -> None:
 
 
 def test_full_disk_is_one_line_and_loses_nothing(tmp_path):
-  child = multiprocessing.get_context('spawn').Process(target=fill_until_full, args=(str(tmp_path),))
+  child = multiprocessing.get_context('spawn').Process(
+    target=fill_until_full, args=(str(tmp_path),)
+  )
   child.start()
   child.join(60)
   assert child.exitcode == 70
@@ -306,7 +319,9 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path):
   report = audit(store)
   assert report.ok, report.lines
   assert report.issued >= 32
-  assert report.issued == report.states['admitted'] + report.states['stored'] + report.states['void']
+  assert (
+    report.issued == report.states['admitted'] + report.states['stored'] + report.states['void']
+  )
 
 
 def test_a_reader_sees_whole_transactions_while_a_process_writes(tmp_path):

@@ -1,4 +1,6 @@
-"""What a draw needs of the store: partitions, versions, uses, groups, eviction; and all of it after a crash."""
+"""What a draw needs of the store: partitions, versions, uses, groups, eviction; and all of it after
+a crash.
+"""
 
 import dataclasses
 
@@ -36,7 +38,9 @@ def test_a_sample_is_of_the_oldest_weights_that_generated_any_of_it(tmp_path):
     Segment(start=start, end=start + 4, version=Version(attempt, step), engine='e', finish='stop')
     for start, attempt, step in ((4, 2, 1), (8, 1, 2))
   )
-  store.at(3).append([dataclasses.replace(make_sample('g/0'), segments=parts), make_sample('g/1', version=3)])
+  store.at(3).append(
+    [dataclasses.replace(make_sample('g/0'), segments=parts), make_sample('g/1', version=3)]
+  )
   assert [entry.version for entry in store.entries(['g/0', 'g/1']).values()] == [1, 3]
   store.at(3).admit(['g/0', 'g/1'])
   assert store.candidates(3) == [Group('g', ('g/0', 'g/1'), 1, 0, None, 3, 1)]
@@ -69,20 +73,27 @@ def test_expert_rows_join_without_bytes_and_are_trained_again_and_again(tmp_path
     (lambda s: s.at(1).issue(experts(['y'])), "y: partition 'expert', wanted 'usual'"),
     (lambda s: s.at(1).join(issues(['y'])), "y: partition 'usual', wanted 'expert'"),
     (lambda s: s.at(1).join(experts(['g/0'])), 'join g/0: already admitted, usual, of group'),
-    (lambda s: s.at(1).join([dataclasses.replace(experts(['x'])[0], task_id='f')]), "wanted expert, 'x', 'f'"),
+    (
+      lambda s: s.at(1).join([dataclasses.replace(experts(['x'])[0], task_id='f')]),
+      "wanted expert, 'x', 'f'",
+    ),
     (lambda s: s.at(1).issue(issues(['x'])), 'issue x: already admitted'),
     (lambda s: s.at(1).append([dataclasses.replace(make_sample('x'), task_id='e')]), None),
     (lambda s: s.at(1).drop(['x'], 'any'), 'x: is admitted, cannot become dropped'),
     (lambda s: s.at(1).expire(['x']), 'x: is admitted, cannot become expired'),
     (lambda s: s.at(1).seal(['x']), 'seal x: the bytes of expert rows are not in the store'),
-    (lambda s: (s.at(1).trained(['x']), s.at(1).trained(['x'])), 'the batch of step 1 has already trained on it'),
+    (
+      lambda s: (s.at(1).trained(['x']), s.at(1).trained(['x'])),
+      'the batch of step 1 has already trained on it',
+    ),
   ],
 )
 def test_what_is_not_done_with_expert_rows(tmp_path, change, message):
   store = open_store(tmp_path)
   store.at(0).join(experts(['x']))
   store_group(store, ['g/0'], 0)
-  if message is None:  # a result for a static row: counted as one that nobody waits for, and nothing changes
+  # a result for a static row: counted as one that nobody waits for, and nothing changes
+  if message is None:
     assert change(store) == [] and store.counts()['duplicates'] == 1
   else:
     with pytest.raises(ValueError, match=message):
@@ -97,7 +108,9 @@ def test_uses_are_counted_up_to_the_most_allowed(tmp_path):
   store_group(store, ['h/0', 'h/1'], 1, version=1)
   for step in (1, 2):
     train(store, ['g/0', 'g/1'], step)
-    assert [g.group_id for g in store.candidates(step)] == ['h'], 'a batch does not draw a group twice'
+    assert [g.group_id for g in store.candidates(step)] == ['h'], (
+      'a batch does not draw a group twice'
+    )
   assert store.candidates(3) == [
     Group('g', ('g/0', 'g/1'), 0, 2, 2, 0, 1),
     Group('h', ('h/0', 'h/1'), 1, 0, None, 1, 3),
@@ -139,7 +152,9 @@ def test_groups_of_which_anything_is_too_old_are_left_out_whole(tmp_path):
   store.at(3).drop(['rest/0'], 'timeout')  # It is none of the group any more, however old.
   for oldest in (None, 0, 1, 2, 3, 4):
     found = store.candidates(4, oldest_version=oldest)
-    assert found == [group for group in store.candidates(4) if oldest is None or group.version >= oldest]
+    assert found == [
+      group for group in store.candidates(4) if oldest is None or group.version >= oldest
+    ]
   assert [g.group_id for g in store.candidates(4, oldest_version=2)] == ['g2', 'g3', 'rest']
 
 
@@ -164,9 +179,12 @@ def test_eviction_takes_whole_groups_that_wait_the_oldest_first(tmp_path):
   store_group(store, ['late/0'], 6, version=0)
   before = states(store, ['g0/0', 'g1/0', 'g2/0'])
   assert store.at(6).evict(before_version=0, capacity=None) == {'version': 0, 'capacity': 0}
-  # Waiting: late (version 0), g3, g4, g5. Before version 4: late, g3. Of g4 and g5 there is room for one.
+  # Waiting: late (version 0), g3, g4, g5. Before version 4: late, g3. Of g4 and g5 there is room
+  # for one.
   assert store.at(6).evict(before_version=4, capacity=1) == {'version': 3, 'capacity': 2}
-  assert states(store, ['late/0', 'g3/0', 'g3/1', 'g4/0', 'g4/1', 'g5/0']) == ['expired'] * 5 + ['admitted']
+  assert states(store, ['late/0', 'g3/0', 'g3/1', 'g4/0', 'g4/1', 'g5/0']) == ['expired'] * 5 + [
+    'admitted'
+  ]
   assert states(store, ['g0/0', 'g1/0', 'g2/0']) == before == ['trained', 'admitted', 'admitted']
   store.at(6).trained(['g1/0', 'g1/1'])
   assert checked(store).reasons == {'expired(version)': 3, 'expired(capacity)': 2}
@@ -194,7 +212,9 @@ def test_a_crash_takes_uses_versions_evictions_and_joined_rows_back_to_the_commi
   store.at(1).append([make_sample('late/0', version=1)])
   store.at(1).evict(before_version=1, capacity=None)
   store.at(2).trained(['z', 'x'])
-  assert states(store, ['h/0', 'x', 'z']) == ['expired', 'trained', 'trained'] and uses(store, ['g/0', 'x']) == [2, 3]
+  assert states(store, ['h/0', 'x', 'z']) == ['expired', 'trained', 'trained'] and uses(
+    store, ['g/0', 'x']
+  ) == [2, 3]
   store.close()
 
   store = open_store(tmp_path, max_uses=3)
@@ -218,7 +238,9 @@ def test_a_crash_takes_uses_versions_evictions_and_joined_rows_back_to_the_commi
 
 @pytest.mark.parametrize('order', ['newest', 'shuffled', 'priority'])
 def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path, order):
-  """Six batches in one go, and with a crash after the fourth and a start from the commit of the third."""
+  """Six batches in one go, and with a crash after the fourth and a start from the commit of the
+  third.
+  """
 
   def run(store, first, last):
     drawn = []

@@ -1,4 +1,6 @@
-"""What a store's index does not name is kept until a person says otherwise; what a commit names has to be there."""
+"""What a store's index does not name is kept until a person says otherwise; what a commit names has
+to be there.
+"""
 
 import os
 import pathlib
@@ -86,10 +88,16 @@ def test_what_nothing_claims_is_shown_until_it_is_cleared(replay):
   assert audit(replay).unclaimed == () and browse.unclaimed(replay) == []
   (replay / 'segments' / 'stranger').write_bytes(b'x' * 250_000)
   (line,) = browse.unclaimed(replay)
-  assert line == 'segments/, not in the index (a start moves it to quarantine/): 0.2 MB in 1 file: stranger'
+  assert (
+    line
+    == 'segments/, not in the index (a start moves it to quarantine/): 0.2 MB in 1 file: stranger'
+  )
   restart(replay, STEPS)
   (line,) = browse.unclaimed(replay)
-  assert line == 'quarantine/, claimed by nothing (--clear_quarantine removes it): 0.2 MB in 1 file: stranger'
+  assert (
+    line
+    == 'quarantine/, claimed by nothing (--clear_quarantine removes it): 0.2 MB in 1 file: stranger'
+  )
   report = audit(replay)
   assert report.ok and line in report.lines and line in browse.summary(replay)
   assert quarantine.clear(replay) == {'stranger': 250_000}
@@ -102,7 +110,12 @@ def test_the_command_clears_it(replay):
   restart(replay, STEPS)
   buffer = [sys.executable, 'launch/buffer.py', f'--workdir={replay.parent}', '--clear_quarantine']
   done = subprocess.run(
-    buffer, cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | {'PYTHONPATH': str(ROOT)}
+    buffer,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout == f'removed 0.2 MB in 1 files from {replay / "quarantine"}\n'
@@ -145,7 +158,9 @@ def test_another_store_in_its_place_is_said(replay, tmp_path):
   (gone,) = missing(replay, step=2, store=name)
   assert gone == f'store {name} ({replay / "index.sqlite"} is store {other})'
   (gone,) = missing(replay, step=2, store=None)
-  assert gone.startswith('2 of the plans of 2 batches'), 'one that names none finds nothing of its own'
+  assert gone.startswith('2 of the plans of 2 batches'), (
+    'one that names none finds nothing of its own'
+  )
 
 
 def test_an_older_copy_of_the_index_is_said(replay):
@@ -164,7 +179,8 @@ def test_segments_of_committed_batches_are_wanted_and_found_in_quarantine(replay
   (replay / 'segments' / first).rename(replay / 'quarantine' / first)
   (gone,) = missing(replay, step=2, store=name)
   assert gone == (
-    f'of 2 sealed segments in {replay / "segments"} 2 files: {first}, {second} (1 of them in quarantine/: move them '
+    f'of 2 sealed segments in {replay / "segments"} 2 files: {first}, {second} (1 of them in '
+    'quarantine/: move them '
     'back)'
   )
 

@@ -1,8 +1,9 @@
-"""A process is killed between any two steps of the store, and at random times; then recovered and audited.
+"""A process is killed between any two steps of the store, and at random times; then recovered and
+audited.
 
-The child runs one step off: each step it issues a group, drops one sample, leaves one unanswered until the next step,
-and trains on what the step before admitted. It writes each call down once the call has returned; the model of what must
-be there (`expected`) knows nothing else.
+The child runs one step off: each step it issues a group, drops one sample, leaves one unanswered
+until the next step, and trains on what the step before admitted. It writes each call down once the
+call has returned; the model of what must be there (`expected`) knows nothing else.
 """
 
 import json
@@ -37,7 +38,9 @@ def newest_commit(log: list) -> int:
 
 
 def expected(log: list) -> dict[str, str]:
-  """The state of every sample whose issue was acknowledged, after a recovery to the newest commit."""
+  """The state of every sample whose issue was acknowledged, after a recovery to the newest
+  commit.
+  """
   changes: dict[str, list[tuple[int, str]]] = {}
   for name, uids, step in [*log, ['start', [], newest_commit(log)]]:
     if name == 'start':
@@ -104,7 +107,11 @@ def check(directory: pathlib.Path) -> None:
   assert report.issued == sum(report.states.values())
   wanted = expected(log)
   (unacknowledged,) = [
-    {entry for entry in store._db.execute('SELECT uid, state FROM samples') if entry[0] not in wanted}
+    {
+      entry
+      for entry in store._db.execute('SELECT uid, state FROM samples')
+      if entry[0] not in wanted
+    }
   ]
   assert {state for _, state in unacknowledged} <= {'void'}
   assert {uid: str(entry.state) for uid, entry in store.entries(list(wanted)).items()} == wanted
@@ -150,7 +157,9 @@ def kill_at(number: int):
 
 
 def die_everywhere(base: pathlib.Path, stride: int) -> None:
-  """Forks children that die at points 1, 1 + stride, …: first of a fresh run, each once more in the run resumed."""
+  """Forks children that die at points 1, 1 + stride, …: first of a fresh run, each once more in the
+  run resumed.
+  """
   number, count = 1, None
   while count is None:
     directory = base / f'{number:05d}'
@@ -171,13 +180,16 @@ def die_everywhere(base: pathlib.Path, stride: int) -> None:
 
 def start_child(*args) -> subprocess.Popen:
   return subprocess.Popen(
-    [sys.executable, __file__, *map(str, args)], env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+    [sys.executable, __file__, *map(str, args)],
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
   )
 
 
 @pytest.fixture
 def base(tmp_path):
-  """A directory in memory, where there is room; like a disk, it outlives the processes that are killed here."""
+  """A directory in memory, where there is room; like a disk, it outlives the processes that are
+  killed here.
+  """
   memory = pathlib.Path('/dev/shm')
   has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30
   with tempfile.TemporaryDirectory(dir=memory if has_room else tmp_path) as directory:
@@ -198,7 +210,8 @@ def test_killed_at_random_times_and_resumed(tmp_path):
   for seed in range(4):
     child = start_child('run', tmp_path)
     draw, deadline = random.Random(seed), time.monotonic() + 60
-    wanted = len(read_log(tmp_path)) + draw.randint(20, 60)  # a step is 5 to 8 lines, every second one commits
+    # a step is 5 to 8 lines, every second one commits
+    wanted = len(read_log(tmp_path)) + draw.randint(20, 60)
     while len(read_log(tmp_path)) < wanted and child.poll() is None and time.monotonic() < deadline:
       time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.02))

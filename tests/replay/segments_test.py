@@ -5,7 +5,12 @@ import pytest
 from stored import make_sample
 
 from jaxrl_llm.core.records.sample import encode
-from jaxrl_llm.replay.segments import SegmentError, SegmentSource, open_segment_reader, write_segment
+from jaxrl_llm.replay.segments import (
+  SegmentError,
+  SegmentSource,
+  open_segment_reader,
+  write_segment,
+)
 
 UIDS = [f'g/{i}' for i in range(6)]
 
@@ -19,7 +24,13 @@ def sealed(tmp_path):
 
 def test_rows_come_back_bit_for_bit_in_the_order_asked(sealed):
   reader = open_segment_reader(sealed)
-  refs = [('b.arrayrecord', 1), ('a.arrayrecord', 3), ('b.arrayrecord', 0), ('a.arrayrecord', 0), ('b.arrayrecord', 1)]
+  refs = [
+    ('b.arrayrecord', 1),
+    ('a.arrayrecord', 3),
+    ('b.arrayrecord', 0),
+    ('a.arrayrecord', 0),
+    ('b.arrayrecord', 1),
+  ]
   wanted = [encode(make_sample(uid)) for uid in ('g/5', 'g/3', 'g/4', 'g/0', 'g/5')]
   assert [encode(sample) for sample in reader.read(refs)] == wanted
   assert [encode(sample) for sample in pickle.loads(pickle.dumps(reader)).read(refs)] == wanted
@@ -49,12 +60,16 @@ def test_many_files_stay_within_the_open_limit(tmp_path):
   reader = open_segment_reader(tmp_path)
   reader._max_open = 3
   for _ in range(2):
-    assert [s.uid for s in reader.read([(f'{n}.arrayrecord', 0) for n in range(10)])] == [f'g/{n}' for n in range(10)]
+    assert [s.uid for s in reader.read([(f'{n}.arrayrecord', 0) for n in range(10)])] == [
+      f'g/{n}' for n in range(10)
+    ]
   assert len(reader._open) == 3
 
 
 def test_any_flipped_byte_is_an_error_or_harmless_never_another_row(sealed):
-  """ArrayRecord hashes chunks; here every 5th byte of the used part of the file is flipped in turn."""
+  """ArrayRecord hashes chunks; here every 5th byte of the used part of the file is flipped in
+  turn.
+  """
   path = sealed / 'a.arrayrecord'
   whole = path.read_bytes()
   wanted = [encode(make_sample(uid)) for uid in UIDS[:4]]
@@ -82,7 +97,9 @@ def test_damage_names_file_and_rows(sealed, damage):
     path.write_bytes(path.read_bytes()[:300])
   else:
     row = 4
-  with pytest.raises(SegmentError, match=rf'a\.arrayrecord: rows \[{row}\] cannot be read: .*restore it'):
+  with pytest.raises(
+    SegmentError, match=rf'a\.arrayrecord: rows \[{row}\] cannot be read: .*restore it'
+  ):
     open_segment_reader(sealed).read([('a.arrayrecord', row)])
 
 

@@ -1,4 +1,6 @@
-"""Scorers of whole groups: after all members' own scores, of one task alone, in training as in evaluation."""
+"""Scorers of whole groups: after all members' own scores, of one task alone, in training as in
+evaluation.
+"""
 
 import asyncio
 import itertools
@@ -40,8 +42,12 @@ def group_scores(scorers, completions, **config):
 
 
 def test_a_group_is_judged_with_all_scores_of_its_members_the_unscorable_ones_too():
-  scores, counts = group_scores({'ranks': (RANKS, {}), 'length': (LENGTH, {})}, ['abc', 'x', 'ab', 'abc'])
-  assert [[s.scorer for s in of] for of in scores] == [['ranks', 'length']] * 4, 'in the configuration’s order'
+  scores, counts = group_scores(
+    {'ranks': (RANKS, {}), 'length': (LENGTH, {})}, ['abc', 'x', 'ab', 'abc']
+  )
+  assert [[s.scorer for s in of] for of in scores] == [['ranks', 'length']] * 4, (
+    'in the configuration’s order'
+  )
   assert [of[0].value for of in scores] == [2.0, 0.0, 1.0, 2.0]
   assert [of[0].uid for of in scores] == ['u0', 'u1', 'u2', 'u3']
   assert len({str(of[0].evidence) for of in scores}) == 1
@@ -50,22 +56,33 @@ def test_a_group_is_judged_with_all_scores_of_its_members_the_unscorable_ones_to
     'truths': ['42'],
     'scores': [[['length', value, 'ok']] for value in (3.0, None, 2.0, 3.0)],
   }
-  assert (counts['ranks/ok'], counts['length/ok'], counts['unscorable']) == (1, 4, 1), 'one call for a group'
+  assert (counts['ranks/ok'], counts['length/ok'], counts['unscorable']) == (1, 4, 1), (
+    'one call for a group'
+  )
 
 
 @pytest.mark.parametrize(
   ('scorer', 'status', 'text'),
   [
-    (rewards_scorers.one_too_few, Status.ERROR, 'ValueError: scorer returned 1 verdicts for a group of 2'),
+    (
+      rewards_scorers.one_too_few,
+      Status.ERROR,
+      'ValueError: scorer returned 1 verdicts for a group of 2',
+    ),
     (rewards_scorers.length, Status.ERROR, 'TypeError: '),
     (rewards_scorers.group_dies, Status.CRASHED, 'the worker process died'),
   ],
 )
 def test_its_failure_is_that_of_all_members(scorer, status, text):
-  scorers = {'length': (LENGTH, {}), 'bad': (PerGroup(scorer), {'on_failure': 'zero', 'retries': 1})}
+  scorers = {
+    'length': (LENGTH, {}),
+    'bad': (PerGroup(scorer), {'on_failure': 'zero', 'retries': 1}),
+  }
   scores, counts = group_scores(scorers, ['a', 'ab'])
   assert [(s.scorer, s.status, s.value) for _, s in scores] == [('bad', status, 0.0)] * 2
-  assert all(of[1].evidence['error'].startswith(text) and of[1].evidence['calls'] == 2 for of in scores)
+  assert all(
+    of[1].evidence['error'].startswith(text) and of[1].evidence['calls'] == 2 for of in scores
+  )
   assert (counts[f'bad/{status}'], counts['bad/zeroed'], counts['bad/retried']) == (2, 2, 1)
 
 
@@ -87,7 +104,9 @@ def tasks_with_truths(count):
 
 
 def explored(tokenizer, store, scorers, *, batches=1, **config):
-  exploration = exploring.Exploration(tokenizer, store, None, scorers=scorers, tasks=tasks_with_truths(24), **config)
+  exploration = exploring.Exploration(
+    tokenizer, store, None, scorers=scorers, tasks=tasks_with_truths(24), **config
+  )
 
   async def main():
     async with started(scorers):
@@ -97,7 +116,9 @@ def explored(tokenizer, store, scorers, *, batches=1, **config):
 
 
 def test_a_scorer_never_sees_another_tasks_truth(tokenizer, store):
-  """Eight groups at a time, whose samples end in any order: all that a scorer was given is of its own task."""
+  """Eight groups at a time, whose samples end in any order: all that a scorer was given is of its
+  own task.
+  """
   seen = []
 
   async def tells(a):
@@ -105,7 +126,9 @@ def test_a_scorer_never_sees_another_tasks_truth(tokenizer, store):
     return Verdict(value=1.0)
 
   scorers = pool({'tells': (awaited(tells), {}), 'ranks': (RANKS, {})}, workers=2)
-  exploration, batches = explored(tokenizer, store, scorers, groups_per_batch=4, group_size=3, bound=1, batches=2)
+  exploration, batches = explored(
+    tokenizer, store, scorers, groups_per_batch=4, group_size=3, bound=1, batches=2
+  )
   truths = {f'grpo/{task.uid}/0': task.truth for task in exploration.tasks}
   assert len(set(seen)) >= 8 and all(truths[group] == truth for group, truth in seen)
   members = [chosen.scored for batch, _ in batches for chosen in batch]
@@ -121,7 +144,9 @@ def test_a_scorer_never_sees_another_tasks_truth(tokenizer, store):
 
 
 def test_a_failure_that_drops_the_group_drops_all_of_it_with_its_reason(tokenizer, store):
-  """Task 1's second sample makes the strict scorer fail: batch 0 is tasks 0 and 2, and task 1's group is not ranked."""
+  """Task 1's second sample makes the strict scorer fail: batch 0 is tasks 0 and 2, and task 1's
+  group is not ranked.
+  """
 
   async def strict(a):
     if a.task.truth == 'truth 1' and a.uid.endswith('/1'):
@@ -131,7 +156,10 @@ def test_a_failure_that_drops_the_group_drops_all_of_it_with_its_reason(tokenize
   scorers = pool({'strict': (awaited(strict), {'on_failure': 'drop_group'}), 'ranks': (RANKS, {})})
   exploration, ((batch, counts),) = explored(tokenizer, store, scorers)
   assert [c.scored.task.truth for c in batch] == ['truth 0', 'truth 0', 'truth 2', 'truth 2']
-  assert {key: n for key, n in counts.items() if n} == {'dropped/scorer_failed': 2, 'dropped/groups': 1}
+  assert {key: n for key, n in counts.items() if n} == {
+    'dropped/scorer_failed': 2,
+    'dropped/groups': 1,
+  }
   report = audit(store)
   assert report.ok and report.reasons == {'dropped(scorer failed)': 2}
   assert (scorers.counts['strict/dropped_groups'], scorers.counts['strict/unscorable']) == (1, 0)

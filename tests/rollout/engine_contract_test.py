@@ -1,4 +1,5 @@
-"""The contract of engines, against those of the catalogue and one of a user's own, as a configuration names them.
+"""The contract of engines, against those of the catalogue and one of a user's own, as a
+configuration names them.
 
 vLLM's servers are fake here (the real ones: vllm_test).
 """
@@ -21,7 +22,9 @@ from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 
 MODEL = serving.model_of('qwen2', tied=True)
-CONFIG = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)
+CONFIG = EmbeddedConfig(
+  slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False
+)
 OWN = {'engine': 'fixtures.own_engine:ENGINE', 'engine_options': {'embedded': to_json(CONFIG)}}
 
 
@@ -57,7 +60,9 @@ def test_fleet_of_fake_servers(tmp_path):
   async def main():
     shape = dict(max_model_len=serving.LENGTH, vocab_size=serving.VOCAB)
     servers = [FakeServer(Sampled(MODEL.spec, config=CONFIG), **shape) for _ in range(2)]
-    addresses = [await server.start(uds=str(tmp_path / f'{i}.sock')) for i, server in enumerate(servers)]
+    addresses = [
+      await server.start(uds=str(tmp_path / f'{i}.sock')) for i, server in enumerate(servers)
+    ]
     vllm = VllmConfig(addresses=tuple(addresses), publish_dir=str(tmp_path / 'published'))
     fleet = built(tmp_path, engine='vllm', vllm=vllm)
     await fleet.start()

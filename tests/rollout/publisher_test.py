@@ -1,4 +1,6 @@
-"""Published weights are whole, own copies; neither a version that is served is sent again nor weights that are."""
+"""Published weights are whole, own copies; neither a version that is served is sent again nor
+weights that are.
+"""
 
 import asyncio
 
@@ -58,8 +60,12 @@ def mesh():
 def params_on(mesh, scale=1):
   kernel = np.arange(32, dtype=np.float32).reshape(8, 4) * scale
   return {
-    'layers': {'0': {'kernel': jax.device_put(kernel, sharding(mesh, ('mlp', 'embed'), kernel.shape))}},
-    'norm': {'scale': jax.device_put(jnp.ones(4, jnp.bfloat16) * scale, sharding(mesh, ('norm',), (4,)))},
+    'layers': {
+      '0': {'kernel': jax.device_put(kernel, sharding(mesh, ('mlp', 'embed'), kernel.shape))}
+    },
+    'norm': {
+      'scale': jax.device_put(jnp.ones(4, jnp.bfloat16) * scale, sharding(mesh, ('norm',), (4,)))
+    },
   }
 
 
@@ -92,8 +98,16 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
     await publisher.publish(params_on(mesh, 2), Version(0, 1), moved=1)
     # Another attempt's step 1 is another version.
     await publisher.publish(params_on(mesh, 3), Version(1, 1), moved=2)
-    assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 1), Version(1, 1)]
-    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 2, 3] and not engine.relabelled
+    assert [version for _, version in engine.loaded] == [
+      Version(0, 0),
+      Version(0, 1),
+      Version(1, 1),
+    ]
+    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [
+      1,
+      2,
+      3,
+    ] and not engine.relabelled
     device.close()
 
   asyncio.run(main())
@@ -102,14 +116,18 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
 def test_after_all_was_sent_once_only_what_changes_is(mesh):
   async def main():
     engine, device = RecordingEngine(), DeviceThread()
-    publisher = Publisher(engine, Gatherer(mesh), device, changing=lambda params: {'norm': params['norm']})
+    publisher = Publisher(
+      engine, Gatherer(mesh), device, changing=lambda params: {'norm': params['norm']}
+    )
     engine.refuse = True
     with pytest.raises(RuntimeError, match='refused'):
       await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
     engine.refuse = False
     for step in (0, 1, 2):
       await publisher.publish(params_on(mesh, step + 1), Version(0, step), moved=step)
-    assert [sorted(params) for params, _ in engine.loaded] == [['layers/0/kernel', 'norm/scale']] + 2 * [['norm/scale']]
+    assert [sorted(params) for params, _ in engine.loaded] == [
+      ['layers/0/kernel', 'norm/scale']
+    ] + 2 * [['norm/scale']]
     assert engine.loaded[2][0]['norm/scale'][0] == 3
     device.close()
 
@@ -192,7 +210,10 @@ def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
     engine.refuse = False
     # What was refused had moved; the engine still has the weights of 0.
     await publisher.publish(params_on(mesh), Version(0, 2), moved=2)
-    assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 2)] and not engine.relabelled
+    assert [version for _, version in engine.loaded] == [
+      Version(0, 0),
+      Version(0, 2),
+    ] and not engine.relabelled
     device.close()
 
   asyncio.run(main())

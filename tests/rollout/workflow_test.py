@@ -1,4 +1,6 @@
-"""A workflow in the master's own process is held to what explorer processes are held to: each sample wanted, once."""
+"""A workflow in the master's own process is held to what explorer processes are held to: each
+sample wanted, once.
+"""
 
 import dataclasses
 
@@ -24,7 +26,10 @@ class Wrong:
     self._workflow, self._change, self.text = workflow, change, workflow.text
 
   async def run(self, task, visit, **how):
-    runs = sorted([one async for one in self._workflow.run(task, visit, **how)], key=lambda one: one[0].sample_index)
+    runs = sorted(
+      [one async for one in self._workflow.run(task, visit, **how)],
+      key=lambda one: one[0].sample_index,
+    )
     for one in self._change(runs):
       yield one
 
@@ -32,8 +37,14 @@ class Wrong:
 def longer(one):
   """Another sample under the same name."""
   sample, text = one
-  grown = {name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]] for name in ('tokens', 'role', 'loss_mask')}
-  more = {name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]] for name in ('sampled', 'behaviour_logprobs')}
+  grown = {
+    name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]]
+    for name in ('tokens', 'role', 'loss_mask')
+  }
+  more = {
+    name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]]
+    for name in ('sampled', 'behaviour_logprobs')
+  }
   return dataclasses.replace(sample, **grown, **more), f'{text}!'
 
 
@@ -48,11 +59,26 @@ def wrong(tokenizer, change):
 WRONG = [
   (lambda runs: runs[:1], f'group {GROUP}: its workflow ended without sample 1 of 2'),
   (lambda runs: [], f'group {GROUP}: its workflow ended without sample 0 of 2'),
-  (lambda runs: [runs[0], longer(runs[0])], f'group {GROUP}: its workflow ended without sample 1 of 2'),
-  (lambda runs: [renamed(runs[0], sample_index=2)], f'sample {GROUP}/0 has index 2, wanted one of 2'),
-  (lambda runs: [renamed(runs[0], sample_index=-1)], f'sample {GROUP}/0 has index -1, wanted one of 2'),
-  (lambda runs: [renamed(runs[0], sample_index=1)], f'sample {GROUP}/0 of group {GROUP}, wanted sample {GROUP}/1'),
-  (lambda runs: [renamed(runs[0], group_id='other')], f'sample {GROUP}/0 of group other, wanted sample {GROUP}/0'),
+  (
+    lambda runs: [runs[0], longer(runs[0])],
+    f'group {GROUP}: its workflow ended without sample 1 of 2',
+  ),
+  (
+    lambda runs: [renamed(runs[0], sample_index=2)],
+    f'sample {GROUP}/0 has index 2, wanted one of 2',
+  ),
+  (
+    lambda runs: [renamed(runs[0], sample_index=-1)],
+    f'sample {GROUP}/0 has index -1, wanted one of 2',
+  ),
+  (
+    lambda runs: [renamed(runs[0], sample_index=1)],
+    f'sample {GROUP}/0 of group {GROUP}, wanted sample {GROUP}/1',
+  ),
+  (
+    lambda runs: [renamed(runs[0], group_id='other')],
+    f'sample {GROUP}/0 of group other, wanted sample {GROUP}/0',
+  ),
 ]
 NAMES = ['one missing', 'none', 'one twice', 'above', 'below', 'name of another', 'another group']
 
@@ -61,7 +87,9 @@ NAMES = ['one missing', 'none', 'one twice', 'above', 'below', 'name of another'
 def test_samples_that_are_not_those_wanted_are_one_line(tokenizer, change, problem):
   async def check():
     workflow = wrong(tokenizer, change)
-    runs = checked_run(workflow, TASK, 0, stage='grpo', samples=2, sampling=Sampling(temperature=1.0))
+    runs = checked_run(
+      workflow, TASK, 0, stage='grpo', samples=2, sampling=Sampling(temperature=1.0)
+    )
     with pytest.raises(RunError) as caught:
       [one async for one in runs]
     assert str(caught.value).startswith('rollout.workflow: ') and problem in str(caught.value)
@@ -71,7 +99,9 @@ def test_samples_that_are_not_those_wanted_are_one_line(tokenizer, change, probl
 
 
 @pytest.mark.parametrize(('change', 'problem'), WRONG, ids=NAMES)
-def test_they_end_a_run_and_leave_nothing_that_the_audit_does_not_account_for(tokenizer, store, change, problem):
+def test_they_end_a_run_and_leave_nothing_that_the_audit_does_not_account_for(
+  tokenizer, store, change, problem
+):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
   exploration.runner.workflow = Wrong(exploration.runner.workflow, change)
   with pytest.raises(RunError, match=r'rollout\.workflow: '):
@@ -89,18 +119,24 @@ def test_of_two_samples_of_one_index_the_first_is_scored_stored_and_trained(toke
     return float(attempt.completion.endswith('!'))
 
   exploration = exploring.Exploration(tokenizer, store, judge)
-  exploration.runner.workflow = Wrong(exploration.runner.workflow, lambda runs: [*runs, longer(runs[0])])
+  exploration.runner.workflow = Wrong(
+    exploration.runner.workflow, lambda runs: [*runs, longer(runs[0])]
+  )
   ((batch, _),) = simulated(exploration.batches(1))
   assert len(batch) == len(said) == 4 and not any(text.endswith('!') for text in said)
   members = [chosen.scored for chosen in batch]
   assert [member.reward.value for member in members] == [0.0] * 4
   stored = store.read([member.sample.uid for member in members])
-  assert [one.tokens.tolist() for one in stored] == [member.sample.tokens.tolist() for member in members]
+  assert [one.tokens.tolist() for one in stored] == [
+    member.sample.tokens.tolist() for member in members
+  ]
   report = audit(store)
   assert report.ok and (report.duplicates, report.rescored) == (0, 0)
 
 
-@pytest.mark.parametrize(('change', 'problem'), [WRONG[0], WRONG[1], WRONG[3]], ids=[NAMES[0], NAMES[1], NAMES[3]])
+@pytest.mark.parametrize(
+  ('change', 'problem'), [WRONG[0], WRONG[1], WRONG[3]], ids=[NAMES[0], NAMES[1], NAMES[3]]
+)
 def test_evaluations_are_held_to_it_too(tokenizer, change, problem):
   scorers = exploring.FakeScorers(lambda attempt: 1.0)
   evaluator = Evaluator(workflow=wrong(tokenizer, change), scorers=scorers, rewards=scorers.config)

@@ -1,4 +1,6 @@
-"""Commits are whole or absent, come back bit for bit on any mesh, and survive kills, flipped bytes and full disks."""
+"""Commits are whole or absent, come back bit for bit on any mesh, and survive kills, flipped bytes
+and full disks.
+"""
 
 import os
 import resource
@@ -33,7 +35,9 @@ def whole(mesh, tree):
 
 
 def state_on(mesh, seed=0):
-  """Sharded float32 and bfloat16 with the values that copying through text or another dtype would lose."""
+  """Sharded float32 and bfloat16 with the values that copying through text or another dtype would
+  lose.
+  """
   rng = np.random.default_rng(seed)
   odd = np.array([[-0.0, np.nan, np.inf, np.finfo(np.float32).smallest_subnormal]] * 4, np.float32)
   host = {
@@ -42,7 +46,8 @@ def state_on(mesh, seed=0):
     'odd': odd,
   }
   params = {
-    name: jax.device_put(value, sharding(mesh, ('vocab', 'embed'), value.shape)) for name, value in host.items()
+    name: jax.device_put(value, sharding(mesh, ('vocab', 'embed'), value.shape))
+    for name, value in host.items()
   }
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   count = whole(mesh, jnp.int32(seed))
@@ -87,7 +92,9 @@ def test_a_commit_comes_back_bit_for_bit_on_another_mesh(tmp_path, mesh, shape):
   state = state_on(mesh, seed=1)
   checkpoints(tmp_path).save(1, state, None, best=None)
   data, fsdp, tensor = shape
-  other = build_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+  other = build_mesh(
+    MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+  )
   like = state_on(other, seed=2)
   restored = checkpoints(tmp_path).restore(1, like)
   assert_same_bits(restored, state)
@@ -154,7 +161,9 @@ def test_every_flipped_byte_is_found_and_told_in_one_line(tmp_path, one):
   assert_same_bits(saved.restore(1, one), one)
 
 
-@pytest.mark.parametrize('damage', [lambda f: f.unlink(), lambda f: f.write_bytes(f.read_bytes()[:-1])])
+@pytest.mark.parametrize(
+  'damage', [lambda f: f.unlink(), lambda f: f.write_bytes(f.read_bytes()[:-1])]
+)
 def test_a_lost_or_cut_file_is_found(tmp_path, one, damage):
   saved = checkpoints(tmp_path)
   saved.save(1, one, HOST, best=None)
@@ -228,7 +237,9 @@ def assert_nothing_lost(saved, path, one, before, caught, reason):
 def small_disk(tmp_path):
   disk = tmp_path / 'disk'
   disk.mkdir()
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=400k', 'tmpfs', disk], capture_output=True, check=False)
+  mounted = subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', 'size=400k', 'tmpfs', disk], capture_output=True, check=False
+  )
   if mounted.returncode:
     pytest.skip('no right to mount a small file system')
   yield disk
@@ -260,7 +271,9 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(tmp_path, mesh, 
   try:
     with pytest.raises(CheckpointFailed) as caught:
       # Also one of the eight parts that devices write for themselves is too large for a file.
-      saved.save(2, {'x': whole(mesh, np.random.default_rng(0).normal(size=2_000_000))}, HOST, best=None)
+      saved.save(
+        2, {'x': whole(mesh, np.random.default_rng(0).normal(size=2_000_000))}, HOST, best=None
+      )
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert_nothing_lost(saved, tmp_path, one, before, caught, 'File too large')
@@ -312,7 +325,9 @@ for step in range(1, 10_000):
 def kill_while_saving(path, ready) -> None:
   """Starts a process that saves without end, and kills it as soon as `ready` says so."""
   env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
-  saver = subprocess.Popen([sys.executable, '-c', SAVER, str(path)], env={**env, 'PYTHONPATH': str(ROOT)})
+  saver = subprocess.Popen(
+    [sys.executable, '-c', SAVER, str(path)], env={**env, 'PYTHONPATH': str(ROOT)}
+  )
   try:
     while not ready():
       assert saver.poll() is None
@@ -398,7 +413,9 @@ os._exit(code)
 
 
 def pair(path, limited: str) -> tuple[list[int], list[str]]:
-  """Exit codes and stderr of two processes of one job that save together; those in `limited` meet a full disk."""
+  """Exit codes and stderr of two processes of one job that save together; those in `limited` meet a
+  full disk.
+  """
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     port = probe.getsockname()[1]

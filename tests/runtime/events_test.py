@@ -1,4 +1,6 @@
-"""events.jsonl: what one start writes, what the next one finds, and what a reader makes of damage."""
+"""events.jsonl: what one start writes, what the next one finds, and what a reader makes of
+damage.
+"""
 
 import errno
 import json
@@ -20,7 +22,8 @@ def lines(workdir):
 
 
 def test_a_reply_names_its_request_goes_the_other_way_and_says_how_long_it_took(tmp_path):
-  # At 13 and 20 more than a second has passed since lines were last written: the clock is read once more.
+  # At 13 and 20 more than a second has passed since lines were last written: the clock is read once
+  # more.
   clock = iter([10.0, 10.5, 10.75, 13.0, 13.0, 20.0, 20.0, 20.0]).__next__
   log = EventLog(tmp_path, attempt=2, step=7, clock=clock)
   first = log.request(Edge.ROLLOUT, group='g/0', count=4)
@@ -31,7 +34,12 @@ def test_a_reply_names_its_request_goes_the_other_way_and_says_how_long_it_took(
   log.close()
   asked, other, answer, last = lines(tmp_path)
   assert (asked['id'], other['id'], answer['id'], answer['of'], last['of']) == (0, 1, 2, 0, 1)
-  assert (asked['from'], asked['to'], answer['from'], answer['to']) == ('master', 'rollout', 'rollout', 'master')
+  assert (asked['from'], asked['to'], answer['from'], answer['to']) == (
+    'master',
+    'rollout',
+    'rollout',
+    'master',
+  )
   assert [row['kind'] for row in lines(tmp_path)] == ['request', 'request', 'reply', 'reply']
   assert answer['s'] == 2.5 and answer['t'] - asked['t'] == pytest.approx(2.5, abs=2e-6)
   assert {(row['attempt'], row['step']) for row in lines(tmp_path)} == {(2, 7)}
@@ -72,7 +80,11 @@ def test_a_line_that_a_kill_tore_spoils_no_later_one(tmp_path, cut):
   log.close()
   found = list(events.read(file))
   whole = [(e.attempt, e.step, e.id, e.fields['group']) for e in found if e is not None]
-  kept = [(0, 0, 0, 'a'), (0, 0, 1, 'b'), (1, 5, 0, 'c')] if cut == 1 else [(0, 0, 0, 'a'), (1, 5, 0, 'c')]
+  kept = (
+    [(0, 0, 0, 'a'), (0, 0, 1, 'b'), (1, 5, 0, 'c')]
+    if cut == 1
+    else [(0, 0, 0, 'a'), (1, 5, 0, 'c')]
+  )
   assert whole == kept and found.count(None) == (cut > 1)
 
 
@@ -128,13 +140,17 @@ def test_a_full_disk_is_one_clear_line_and_what_was_not_written_is_forgotten(tmp
   log._file.close()
   log._file = Full(room=50)
   log.message(Edge.TASK, group='a')
-  with pytest.raises(RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); make room'):
+  with pytest.raises(
+    RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); make room'
+  ):
     log.advance(1)
   log.close()
 
 
 def test_a_log_that_cannot_be_opened_is_one_clear_line(tmp_path):
-  with pytest.raises(RunError, match=r'nowhere/events\.jsonl: cannot be written \(No such file or directory\)'):
+  with pytest.raises(
+    RunError, match=r'nowhere/events\.jsonl: cannot be written \(No such file or directory\)'
+  ):
     EventLog(tmp_path / 'nowhere', attempt=0)
 
 
@@ -148,8 +164,13 @@ def test_the_null_object_takes_everything():
 
 def test_every_edge_has_ends_and_is_documented_with_them():
   assert set(EDGES) == set(Edge)
-  table = re.findall(r'^\| `(\w+)` \| (.+?) → (.+?) \| (.+?) \| (.+?) \| (.+?) \|', DOCUMENT.read_text(), re.MULTILINE)
+  table = re.findall(
+    r'^\| `(\w+)` \| (.+?) → (.+?) \| (.+?) \| (.+?) \| (.+?) \|',
+    DOCUMENT.read_text(),
+    re.MULTILINE,
+  )
   kinds = {True: 'request, reply', False: 'message'}
   assert [row[:5] for row in table] == [
-    (edge, ends.source, ends.target, kinds[ends.answered], ends.diagram) for edge, ends in EDGES.items()
+    (edge, ends.source, ends.target, kinds[ends.answered], ends.diagram)
+    for edge, ends in EDGES.items()
   ]

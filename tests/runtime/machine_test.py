@@ -71,7 +71,10 @@ def test_memory_descriptors_and_disk_of_this_process_are_measured(tmp_path):
 
 
 def test_peak_device_memory_is_that_of_the_fullest_device(monkeypatch, tmp_path):
-  devices = [types.SimpleNamespace(memory_stats=lambda peak=peak: {'peak_bytes_in_use': peak}) for peak in (1e9, 3e9)]
+  devices = [
+    types.SimpleNamespace(memory_stats=lambda peak=peak: {'peak_bytes_in_use': peak})
+    for peak in (1e9, 3e9)
+  ]
   monkeypatch.setattr(jax, 'local_devices', lambda: devices)
   assert resources(tmp_path)['perf/max_memory_allocated_gb'] == 3.0
 

@@ -16,7 +16,11 @@ def test_means_divide_once_whatever_the_split():
 
 def test_merging_keeps_each_kind():
   left = {**metrics.spread('length', [3, 5]), 'tokens': metrics.Sum(8)}
-  right = {**metrics.spread('length', [10]), 'tokens': metrics.Sum(10), 'only/right': metrics.Mean(1.0, 4.0)}
+  right = {
+    **metrics.spread('length', [10]),
+    'tokens': metrics.Sum(10),
+    'only/right': metrics.Mean(1.0, 4.0),
+  }
   # lengths 3, 5, 10: mean 18 / 3; tokens 8 + 10; 1 / 4.
   assert metrics.resolve(metrics.merge(left, right)) == {
     'length/mean': 6.0,
@@ -28,7 +32,10 @@ def test_merging_keeps_each_kind():
 
 
 def test_a_mean_over_nothing_is_absent_and_not_zero():
-  assert metrics.resolve({'a': metrics.Mean(0.0, 0), 'b': 2, 'c': metrics.Mean(0.0, 3)}) == {'b': 2.0, 'c': 0.0}
+  assert metrics.resolve({'a': metrics.Mean(0.0, 0), 'b': 2, 'c': metrics.Mean(0.0, 3)}) == {
+    'b': 2.0,
+    'c': 0.0,
+  }
   assert metrics.spread('x', []) == {}
 
 

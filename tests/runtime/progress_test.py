@@ -29,8 +29,14 @@ class Clock:
 
 def shown(terminal=False, width=200):
   out, clock = io.StringIO(), Clock()
-  console = Console(file=out, force_terminal=terminal, width=width, legacy_windows=False, color_system=None)
-  return out, clock, progress.ProgressDisplay({'sft': 4, 'grpo': 10}, console=console, interval_s=5.0, clock=clock)
+  console = Console(
+    file=out, force_terminal=terminal, width=width, legacy_windows=False, color_system=None
+  )
+  return (
+    out,
+    clock,
+    progress.ProgressDisplay({'sft': 4, 'grpo': 10}, console=console, interval_s=5.0, clock=clock),
+  )
 
 
 def test_a_line_says_it_all():
@@ -38,7 +44,10 @@ def test_a_line_says_it_all():
   with display:
     display.step('grpo', 1, GRPO)
   # 14 steps in all, 4 + 1 done, 9 left at 2 s each; no loss beside a reward; no trend yet.
-  assert out.getvalue() == 'grpo step 1/10 | reward 0.5 | len 5.12 | KL 0.0003 | gen 0.10 s train 0.25 s | ETA 18 s\n'
+  assert (
+    out.getvalue()
+    == 'grpo step 1/10 | reward 0.5 | len 5.12 | KL 0.0003 | gen 0.10 s train 0.25 s | ETA 18 s\n'
+  )
 
 
 def test_supervised_steps_show_the_loss_and_guess_the_end():
@@ -82,7 +91,8 @@ def test_a_terminal_shows_one_bar_over_all_stages():
     display.step('grpo', 3, GRPO)
     display.note('evaluated')
   text = out.getvalue()
-  assert '7/14 steps' in text and ' 50%' in text and 'ETA 9 s' in text  # 7 left, median of 0.5 s and 2 s is 1.25 s
+  # 7 left, median of 0.5 s and 2 s is 1.25 s
+  assert '7/14 steps' in text and ' 50%' in text and 'ETA 9 s' in text
   assert 'grpo step 3/10 | reward 0.5' in text and 'evaluated' in text
 
 

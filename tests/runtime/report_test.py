@@ -1,4 +1,6 @@
-"""The report shows what the logs say, whatever they hold; in a browser it draws, answers to the mouse and sorts."""
+"""The report shows what the logs say, whatever they hold; in a browser it draws, answers to the
+mouse and sorts.
+"""
 
 import functools
 import itertools
@@ -35,11 +37,26 @@ BROWSER_FLAGS = [
   '--disable-component-update',
   '--disable-sync',
 ]
-WORDS = ['tree', 'river', 'moon', 'apple', 'stone', 'cat', 'light', 'green', 'hand', 'bread', 'sun', 'glass']
+WORDS = [
+  'tree',
+  'river',
+  'moon',
+  'apple',
+  'stone',
+  'cat',
+  'light',
+  'green',
+  'hand',
+  'bread',
+  'sun',
+  'glass',
+]
 
 
 def rollout(rng, *, stage, step, group, index, word, good):
-  """A row as the contract of rollouts/ says. The wrong answer copies the word, as the demonstrations do."""
+  """A row as the contract of rollouts/ says. The wrong answer copies the word, as the
+  demonstrations do.
+  """
   completion = word[::-1] if good else word
   tokens = [*completion, '<eos>']
   behaviour = -rng.exponential(0.2, len(tokens))
@@ -68,12 +85,22 @@ def group_rows(rng, step, group, accuracy):
   if rng.random() < 0.3:
     word = WORDS[rng.integers(len(WORDS))]
   rows = [
-    rollout(rng, stage='grpo', step=step, group=group, index=i, word=word, good=bool(rng.random() < accuracy))
+    rollout(
+      rng,
+      stage='grpo',
+      step=step,
+      group=group,
+      index=i,
+      word=word,
+      good=bool(rng.random() < accuracy),
+    )
     for i in range(8)
   ]
   rewards = np.array([row['reward'] for row in rows])
   for row in rows:
-    advantage = (row['reward'] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0.0
+    advantage = (
+      (row['reward'] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0.0
+    )
     row['advantages'] = np.full(len(row['tokens']), advantage, np.float32)
   return rows
 
@@ -83,7 +110,12 @@ def evaluate(rng, log, evals, stage, step, accuracy):
   rows = []
   for i, good in enumerate(correct):
     word = ''.join(np.random.default_rng(i).choice(list(string.ascii_lowercase), 4))
-    row = {'suite': 'spell', 'uid': f'{stage}/{i}', 'prompt': f'{word}>', 'completion': word[:: -1 if good else 1]}
+    row = {
+      'suite': 'spell',
+      'uid': f'{stage}/{i}',
+      'prompt': f'{word}>',
+      'completion': word[:: -1 if good else 1],
+    }
     rows.append(
       {
         **row,
@@ -95,8 +127,16 @@ def evaluate(rng, log, evals, stage, step, accuracy):
       }
     )
   evals.write(stage, step, 'spell', rows)
-  values = {'greedy': correct.mean(), 'mean@4': correct.mean() * 0.96, 'pass@4': min(1, correct.mean() * 1.1 + 0.05)}
-  log.write(stage, step, {f'val-core/spell/acc/{k}': v for k, v in values.items()} | {'val-aux/spell/num_tasks': 512})
+  values = {
+    'greedy': correct.mean(),
+    'mean@4': correct.mean() * 0.96,
+    'pass@4': min(1, correct.mean() * 1.1 + 0.05),
+  }
+  log.write(
+    stage,
+    step,
+    {f'val-core/spell/acc/{k}': v for k, v in values.items()} | {'val-aux/spell/num_tasks': 512},
+  )
 
 
 def make_run(workdir, *, sft_steps=500, grpo_steps=250, groups=16, every=50, restart=False):
@@ -133,8 +173,15 @@ def make_run(workdir, *, sft_steps=500, grpo_steps=250, groups=16, every=50, res
 
 def grpo_metrics(rng, i, rows):
   lengths = [len(row['tokens']) for row in rows]
-  timing = {'gen': 0.11 + 8 * (i == 1), 'reward': 0.004, 'adv': 0.003, 'update_actor': 0.05 + 5 * (i == 1)}
-  timing = {k: v * (1 + rng.exponential(0.08)) for k, v in timing.items()} | {'update_weights': 0.002}
+  timing = {
+    'gen': 0.11 + 8 * (i == 1),
+    'reward': 0.004,
+    'adv': 0.003,
+    'update_actor': 0.05 + 5 * (i == 1),
+  }
+  timing = {k: v * (1 + rng.exponential(0.08)) for k, v in timing.items()} | {
+    'update_weights': 0.002
+  }
   if i % 10 == 0:
     timing['save_checkpoint'] = 0.03
   return {
@@ -162,12 +209,16 @@ def grpo_metrics(rng, i, rows):
 
 @pytest.fixture(scope='module')
 def small(tmp_path_factory):
-  return make_run(tmp_path_factory.mktemp('runs') / 'small', sft_steps=20, grpo_steps=12, groups=2, every=6)
+  return make_run(
+    tmp_path_factory.mktemp('runs') / 'small', sft_steps=20, grpo_steps=12, groups=2, every=6
+  )
 
 
 def embedded(page):
   """The payload as a browser reads it: up to the first end tag of the data element."""
-  return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)[1])
+  return json.loads(
+    re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)[1]
+  )
 
 
 def test_series_hold_every_row_of_the_log(small):
@@ -189,12 +240,16 @@ def test_stages_follow_one_another_whether_or_not_steps_start_again(tmp_path):
     assert d['stages'][1] == {'name': 'grpo', 'start': 20, 'offset': offset, 'steps': 6}
   # The same curves and rollouts stand at the same places of the x-axis.
   assert data[0]['series'] == data[1]['series']
-  assert [row['x'] for row in data[0]['rollouts']['rows']] == [row['x'] for row in data[1]['rollouts']['rows']]
+  assert [row['x'] for row in data[0]['rollouts']['rows']] == [
+    row['x'] for row in data[1]['rollouts']['rows']
+  ]
 
 
 def test_headline_goes_from_the_first_to_the_last_evaluation(small):
   rows, _ = writers.read_jsonl(small / 'metrics.jsonl')
-  accuracy = [row['val-core/spell/acc/greedy'] for row in rows if 'val-core/spell/acc/greedy' in row]
+  accuracy = [
+    row['val-core/spell/acc/greedy'] for row in rows if 'val-core/spell/acc/greedy' in row
+  ]
   tile = report.payload(small)['summary'][0]
   assert tile['label'] == 'Accuracy, greedy: spell' and tile['value'] == f'{accuracy[-1]:.3f}'
   assert tile['detail'] == f'from 0.000 at sft 0, {accuracy[1]:.3f} at sft 20'
@@ -205,13 +260,22 @@ def test_evaluation_table(small):
   assert table['columns'] == [f'val-core/spell/acc/{k}' for k in ('greedy', 'mean@4', 'pass@4')] + [
     'val-aux/spell/num_tasks'
   ]
-  assert [(row['stage'], row['step']) for row in table['rows']] == [(0, 0), (0, 20), (1, 26), (1, 32)]
+  assert [(row['stage'], row['step']) for row in table['rows']] == [
+    (0, 0),
+    (0, 20),
+    (1, 26),
+    (1, 32),
+  ]
   assert table['rows'][0]['values'] == [0.0, 0.0, 0.05, 512]
 
 
 def test_answers_are_those_of_the_milestones_by_prompt(small):
   (suite,) = report.payload(small)['answers']
-  assert [(c['stage'], c['step']) for c in suite['columns']] == [('sft', 0), ('sft', 20), ('grpo', 32)]
+  assert [(c['stage'], c['step']) for c in suite['columns']] == [
+    ('sft', 0),
+    ('sft', 20),
+    ('grpo', 32),
+  ]
   assert suite['total'] == 512 and len(suite['rows']) == transcripts.MAX_ANSWERS
   last, _ = writers.read_jsonl(small / 'evals' / 'grpo' / '000032-spell.jsonl')
   by_prompt = {row['prompt']: (row['completion'], row['correct']) for row in last}
@@ -227,7 +291,8 @@ def test_rollouts_round_trip(small):
     assert [data['tokens'][t] for t in got['t']] == list(zip(want['token_ids'], want['tokens']))
     assert data['tasks'][got['k']]['prompt'] == want['prompt'] and got['r'] == want['reward']
     assert data['scores'][got['c']] == want['scores']
-    assert got['a'] == pytest.approx(want['advantages'][0], rel=1e-3)  # one number: GRPO's are equal in a sample
+    # one number: GRPO's are equal in a sample
+    assert got['a'] == pytest.approx(want['advantages'][0], rel=1e-3)
     difference = np.subtract(want['trainer_logprobs'], want['behaviour_logprobs'])
     assert got['d'] == pytest.approx(list(difference), rel=6e-3, abs=1e-12)
     assert got['b'] == pytest.approx(want['behaviour_logprobs'], rel=6e-5)
@@ -240,7 +305,9 @@ def test_a_large_run_is_sampled_evenly_and_says_so(small, monkeypatch):
   # A third of 12 steps is 4 (rounded down: 3 or 4): equal distances over 21 ... 32, ends included.
   steps = sorted({row['p'] for row in data['rows']})
   assert steps in ([21, 26, 32], [21, 25, 28, 32], [21, 27, 32])
-  assert data['shown'].startswith(f'{16 * len(steps)} rollouts: all of {len(steps)} steps out of 12 (evenly')
+  assert data['shown'].startswith(
+    f'{16 * len(steps)} rollouts: all of {len(steps)} steps out of 12 (evenly'
+  )
   # So little that even two steps are too much: whole groups of each.
   monkeypatch.setattr(transcripts, 'ROLLOUT_BYTES', sizes[0] // 2)
   data = report.payload(small)['rollouts']
@@ -289,7 +356,10 @@ def test_a_value_that_was_not_finite_is_a_gap_and_a_warning(tmp_path):
   log.close()
   data = report.payload(tmp_path)
   assert list(data['series']['actor/grad_norm']['y']) == [1.0, None, 3.0]
-  assert data['warnings'] == ['actor/grad_norm was not finite in 1 row, first at grpo 1.', '1 updates were skipped.']
+  assert data['warnings'] == [
+    'actor/grad_norm was not finite in 1 row, first at grpo 1.',
+    '1 updates were skipped.',
+  ]
 
 
 def test_steps_over_the_mismatch_budget_are_counted_in_a_warning(tmp_path):
@@ -308,7 +378,10 @@ def test_hostile_text_cannot_leave_the_data(small, tmp_path):
   hostile = {**row, 'prompt': HOSTILE, 'tokens': [HOSTILE] * len(row['tokens'])}
   (run / 'rollouts' / 'grpo' / '000021.jsonl').write_text(json.dumps(hostile))
   page = report.build(run).read_text()
-  assert embedded(page)['rollouts']['tasks'][0]['prompt'] == HOSTILE and embedded(page)['config']['note'] == HOSTILE
+  assert (
+    embedded(page)['rollouts']['tasks'][0]['prompt'] == HOSTILE
+    and embedded(page)['config']['note'] == HOSTILE
+  )
   # Exactly the data element and the report's script, and no other element of the run's making.
   assert page.count('<script') == 2 and page.count('</script') == 2 and '<img' not in page
 
@@ -316,7 +389,9 @@ def test_hostile_text_cannot_leave_the_data(small, tmp_path):
 def test_the_page_is_whole_and_the_same_each_time(small):
   page = report.build(small).read_text()
   assert page == report.build(small).read_text()
-  assert not re.search(r'(src|href)\s*=\s*["\']|@import|url\(\s*["\']?http', page.split('id="data"')[0])
+  assert not re.search(
+    r'(src|href)\s*=\s*["\']|@import|url\(\s*["\']?http', page.split('id="data"')[0]
+  )
   assert not re.findall(r'https?://(?!www\.w3\.org/2000/svg)[\w.]+', page)
   assert not re.findall(r'innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(', page)
 
@@ -324,7 +399,9 @@ def test_the_page_is_whole_and_the_same_each_time(small):
 def test_a_run_without_rows_or_extras_still_has_a_page(tmp_path):
   (tmp_path / 'metrics.jsonl').touch()
   data = embedded(report.build(tmp_path).read_text())
-  assert data['warnings'] == ['The run has written no metrics yet.'] and data['rollouts']['rows'] == []
+  assert (
+    data['warnings'] == ['The run has written no metrics yet.'] and data['rollouts']['rows'] == []
+  )
 
 
 def test_missing_input_is_one_line(tmp_path):
@@ -341,48 +418,82 @@ def test_missing_input_is_one_line(tmp_path):
     (['--workdir=/nowhere/at/all'], 'error: --workdir=/nowhere/at/all: no such directory'),
     ([], 'error: --workdir is missing'),
     (['--wrkdir=x'], 'error: --wrkdir: unknown flag; did you mean --workdir?'),
-    (['runs/x'], 'error: runs/x: unexpected argument; every value has a flag (--name=value), see --help'),
+    (
+      ['runs/x'],
+      'error: runs/x: unexpected argument; every value has a flag (--name=value), see --help',
+    ),
   ],
 )
 def test_the_command_refuses_bad_input_in_one_line(arguments, message):
-  done = subprocess.run([sys.executable, 'launch/report.py', *arguments], cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count('\n') == 1, done.stderr
+  done = subprocess.run(
+    [sys.executable, 'launch/report.py', *arguments], cwd=ROOT, capture_output=True, text=True
+  )
+  assert (
+    done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count('\n') == 1
+  ), done.stderr
 
 
 @pytest.mark.full
 def test_the_command_builds_the_page(small):
   done = subprocess.run(
-    [sys.executable, 'launch/report.py', f'--workdir={small}'], cwd=ROOT, capture_output=True, text=True, check=True
+    [sys.executable, 'launch/report.py', f'--workdir={small}'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
   )
   assert done.stdout.startswith(str(small / 'report.html'))
 
 
 @pytest.fixture(scope='module')
 def long_run(tmp_path_factory):
-  """Long, unfriendly text: many lines, leading spaces, markup, samples without reward, some cut at the limit."""
+  """Long, unfriendly text: many lines, leading spaces, markup, samples without reward, some cut at
+  the limit.
+  """
   rng = np.random.default_rng(1)
-  run = make_run(tmp_path_factory.mktemp('runs') / 'long', sft_steps=0, grpo_steps=3, groups=1, every=3)
+  run = make_run(
+    tmp_path_factory.mktemp('runs') / 'long', sft_steps=0, grpo_steps=3, groups=1, every=3
+  )
   rollouts = writers.RolloutsWriter(run)
   for step in (1, 2, 3):
     rows = []
     for i in range(4):
       row = rollout(rng, stage='grpo', step=step, group=0, index=i, word='tree', good=i == 1)
-      texts = [' Let', ' us', ' add', '\n', ' 12', '+', ' 30', HOSTILE, ' <b>', '&amp;', '\u2028', ' done'] * 30
+      texts = [
+        ' Let',
+        ' us',
+        ' add',
+        '\n',
+        ' 12',
+        '+',
+        ' 30',
+        HOSTILE,
+        ' <b>',
+        '&amp;',
+        '\u2028',
+        ' done',
+      ] * 30
       values = {'tokens': texts, 'token_ids': list(range(len(texts))), 'completion': ''.join(texts)}
-      logprobs = {k: rng.normal(-1, 0.3, len(texts)) for k in ('behaviour_logprobs', 'trainer_logprobs')}
+      logprobs = {
+        k: rng.normal(-1, 0.3, len(texts)) for k in ('behaviour_logprobs', 'trainer_logprobs')
+      }
       row |= values | logprobs | {'advantages': rng.normal(0, 1, len(texts))}
       row |= {
         'prompt': f'{HOSTILE}\n' + 'A shop sells apples and pears. ' * 20,
         'finish_reason': 'length' if i == 2 else 'stop',
       }
-      rows.append(row | {'reward': None if i == 3 else float(i == 1), 'task_id': f'gsm8k:{HOSTILE}'})
+      rows.append(
+        row | {'reward': None if i == 3 else float(i == 1), 'task_id': f'gsm8k:{HOSTILE}'}
+      )
     rollouts.write('grpo', step, rows)
   return run
 
 
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
-  binary = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+  binary = next(
+    filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
+  )
   if binary is None:
     pytest.skip('no chromium on this machine (Debian: apt-get install chromium chromium-driver)')
   options = webdriver.ChromeOptions()
@@ -445,19 +556,35 @@ def click(browser, selector):
 def test_curves_have_a_point_per_row(browser, small):
   opened(browser, small)
   series = report.payload(small)['series']
-  for key in ('critic/score/mean', 'val-core/spell/acc/greedy', 'actor/entropy', 'actor/grad_norm', 'actor/sft_loss'):
+  for key in (
+    'critic/score/mean',
+    'val-core/spell/acc/greedy',
+    'actor/entropy',
+    'actor/grad_norm',
+    'actor/sft_loss',
+  ):
     path = one(browser, f'path.raw[data-key="{key}"]').get_attribute('d')
     assert len(re.findall('[ML]', path)) == len(series[key]['x']), key
   # Time is stacked over all 32 training rows: each area goes there and back.
   area = one(browser, 'path.area[data-key="timing_s/gen"]').get_attribute('d')
   assert len(re.findall('[ML]', area)) == 2 * 32
   titles = texts(browser, '.chart h3')
-  wanted = ['Reward', 'Held-out accuracy', 'KL', 'Entropy', 'Response length', 'Gradient norm', 'Policy loss']
+  wanted = [
+    'Reward',
+    'Held-out accuracy',
+    'KL',
+    'Entropy',
+    'Response length',
+    'Gradient norm',
+    'Policy loss',
+  ]
   assert titles[:7] == wanted and 'Supervised loss' in titles and 'Time per phase' in titles
   # The stage boundary stands where GRPO begins: at step 20 of 0 ... 32.
   line = one(browser, '[data-chart="Held-out accuracy"] line.stage')
   axis = one(browser, '[data-chart="Held-out accuracy"] line.axis')
-  left, right, at = (float(n.get_attribute(a)) for n, a in ((axis, 'x1'), (axis, 'x2'), (line, 'x1')))
+  left, right, at = (
+    float(n.get_attribute(a)) for n, a in ((axis, 'x1'), (axis, 'x2'), (line, 'x1'))
+  )
   assert (at - left) / (right - left) == pytest.approx(20 / 32, abs=1e-3)
 
 
@@ -466,10 +593,15 @@ def test_a_point_is_drawn_at_its_value(browser, small):
   """The accuracy axis goes from 0 to 1: the height of each dot is the logged number."""
   opened(browser, small)
   chart = '[data-chart="Held-out accuracy"]'
-  grid = [float(n.get_attribute('y1')) for n in browser.find_elements(By.CSS_SELECTOR, f'{chart} line.grid')]
+  grid = [
+    float(n.get_attribute('y1'))
+    for n in browser.find_elements(By.CSS_SELECTOR, f'{chart} line.grid')
+  ]
   dots = browser.find_elements(By.CSS_SELECTOR, f'{chart} circle.f1')
   got = [(max(grid) - float(d.get_attribute('cy'))) / (max(grid) - min(grid)) for d in dots]
-  assert got == pytest.approx(list(report.payload(small)['series']['val-core/spell/acc/greedy']['y']), abs=1e-3)
+  assert got == pytest.approx(
+    list(report.payload(small)['series']['val-core/spell/acc/greedy']['y']), abs=1e-3
+  )
 
 
 @pytest.mark.full
@@ -485,7 +617,11 @@ def test_hovering_shows_the_values_there(browser, small):
     target = left + (step - 21) / 11 * (right - left) + 2
     ActionChains(browser).move_to_element_with_offset(svg, round(target - width / 2), 10).perform()
     wait(browser, lambda: one(browser, '#tip').is_displayed())
-    want = next(r['critic/score/mean'] for r in rows if r['training/global_step'] == step and 'critic/score/mean' in r)
+    want = next(
+      r['critic/score/mean']
+      for r in rows
+      if r['training/global_step'] == step and 'critic/score/mean' in r
+    )
     assert texts(browser, '#tip .head') == [f'grpo · step {step}']
     assert float(texts(browser, '#tip b')[0]) == pytest.approx(want, rel=1e-3)
   ActionChains(browser).move_to_element(one(browser, 'h1')).perform()
@@ -499,7 +635,11 @@ def test_hovering_shows_the_values_there(browser, small):
 def test_rollouts_sort_filter_and_turn_pages(browser, small):
   opened(browser, small)
   click(browser, 'button[data-value=flat]')
-  source = [r for step in range(21, 33) for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]]
+  source = [
+    r
+    for step in range(21, 33)
+    for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]
+  ]
   lengths = [len(row['tokens']) for row in source]
   shown = [int(t) for t in texts(browser, '.rollout .length')]
   assert shown == lengths[:60]  # by step, a page of 60
@@ -525,12 +665,16 @@ def test_rollouts_stand_under_their_task(browser, small):
   assert texts(browser, '.task .prompt')[0] == source[0]['prompt']
   assert texts(browser, '.task .facts b')[0] == source[0]['truth']
   first = texts(browser, '.task:first-child .tokens')
-  assert first[:8] == [''.join(row['tokens']) for row in source if row['task_id'] == source[0]['task_id']][:8]
+  assert (
+    first[:8]
+    == [''.join(row['tokens']) for row in source if row['task_id'] == source[0]['task_id']][:8]
+  )
 
 
 def colours(browser):
   return browser.execute_script(
-    "return [...document.querySelectorAll('.token')].map((n) => getComputedStyle(n).backgroundColor)"
+    "return [...document.querySelectorAll('.token')].map((n) => "
+    'getComputedStyle(n).backgroundColor)'
   )
 
 
@@ -538,7 +682,11 @@ def colours(browser):
 def test_tokens_are_coloured_by_what_is_chosen(browser, small):
   opened(browser, small)
   click(browser, 'button[data-value=flat]')
-  source = [r for step in range(21, 33) for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]][:60]
+  source = [
+    r
+    for step in range(21, 33)
+    for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]
+  ][:60]
 
   def signs(values):
     return [(v > 0) - (v < 0) for v in values]
@@ -559,37 +707,52 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, small):
   scroll_to(browser, token)
   ActionChains(browser).move_to_element(token).perform()
   tip = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
-  assert float(tip['sampler logprob']) == pytest.approx(source[0]['behaviour_logprobs'][0], rel=1e-3)
+  assert float(tip['sampler logprob']) == pytest.approx(
+    source[0]['behaviour_logprobs'][0], rel=1e-3
+  )
   assert float(tip['trainer − sampler']) == pytest.approx(pairs[0][0] - pairs[0][1], rel=6e-3)
 
 
 def token_table(browser):
   rows = browser.execute_script(
-    "return [...document.querySelectorAll('#tokens tbody tr')].map((r) => [...r.children].map((c) => c.textContent))"
+    "return [...document.querySelectorAll('#tokens tbody tr')].map((r) => [...r.children].map((c) "
+    '=> c.textContent))'
   )
-  return [(json.loads(text), int(count.replace(',', '')), float(mean), float(most)) for text, count, mean, most in rows]
+  return [
+    (json.loads(text), int(count.replace(',', '')), float(mean), float(most))
+    for text, count, mean, most in rows
+  ]
 
 
 def by_token(rows, least=1):
-  """(text, count, mean, largest |trainer - sampler|) of the tokens of rollouts, those that differ most first."""
+  """(text, count, mean, largest |trainer - sampler|) of the tokens of rollouts, those that differ
+  most first.
+  """
   found = {}
   for row in rows:
-    for token, *pair in zip(row['tokens'], row['trainer_logprobs'], row['behaviour_logprobs'], strict=True):
+    for token, *pair in zip(
+      row['tokens'], row['trainer_logprobs'], row['behaviour_logprobs'], strict=True
+    ):
       if None not in pair:
         found.setdefault(token, []).append(abs(pair[0] - pair[1]))
-  table = [(token, len(d), float(np.mean(d)), max(d)) for token, d in found.items() if len(d) >= least]
+  table = [
+    (token, len(d), float(np.mean(d)), max(d)) for token, d in found.items() if len(d) >= least
+  ]
   return sorted(table, key=lambda entry: -entry[2])
 
 
 def assert_same_table(found, wanted):
   assert [entry[:2] for entry in found] == [entry[:2] for entry in wanted]
   for got, want in zip(found, wanted):
-    assert got[2:] == pytest.approx(want[2:], rel=2e-2)  # differences are embedded with three digits
+    # differences are embedded with three digits
+    assert got[2:] == pytest.approx(want[2:], rel=2e-2)
 
 
 @pytest.fixture(scope='module')
 def differing(small, tmp_path_factory):
-  """The small run, but trainer and sampler differ by what the token says, and a tool wrote each first token."""
+  """The small run, but trainer and sampler differ by what the token says, and a tool wrote each
+  first token.
+  """
   run = tmp_path_factory.mktemp('runs') / 'differing'
   shutil.copytree(small, run)
   rollouts = writers.RolloutsWriter(run)
@@ -609,12 +772,21 @@ def differing(small, tmp_path_factory):
 @pytest.mark.full
 def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
   opened(browser, differing)
-  titles = ['KL from sampler to trainer', 'Effective sample size', 'Mean |difference|', 'Largest |difference|']
+  titles = [
+    'KL from sampler to trainer',
+    'Effective sample size',
+    'Mean |difference|',
+    'Largest |difference|',
+  ]
   assert texts(browser, '#mismatch .chart h3') == titles
   for path in browser.find_elements(By.CSS_SELECTOR, '#mismatch path.raw'):
     assert len(re.findall('[ML]', path.get_attribute('d'))) == 12
   assert texts(browser, '#mismatch p')[0].endswith('Warnings are logged above k3_kl 0.02.')
-  source = [r for step in range(21, 33) for r in writers.read_jsonl(differing / f'rollouts/grpo/{step:06d}.jsonl')[0]]
+  source = [
+    r
+    for step in range(21, 33)
+    for r in writers.read_jsonl(differing / f'rollouts/grpo/{step:06d}.jsonl')[0]
+  ]
   shown = token_table(browser)
   assert len(shown) == 12
   assert_same_table(shown, by_token(source)[:12])
@@ -629,14 +801,19 @@ def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
   assert first.value_of_css_property('background-color') == 'rgba(0, 0, 0, 0)'
   assert second.value_of_css_property('background-color') != 'rgba(0, 0, 0, 0)'
   scroll_to(browser, first)
-  for token, names in ((first, []), (second, ['sampler logprob', 'trainer logprob', 'trainer − sampler'])):
+  for token, names in (
+    (first, []),
+    (second, ['sampler logprob', 'trainer logprob', 'trainer − sampler']),
+  ):
     ActionChains(browser).move_to_element(token).perform()
     assert texts(browser, '#tip .row span') == ['advantage', *names]
 
 
 @pytest.fixture(scope='module')
 def timed(small, tmp_path_factory):
-  """The small run with events of its steps 29 to 32, 0.1 s each: four groups of 10 to 40 ms, then 40 ms of training."""
+  """The small run with events of its steps 29 to 32, 0.1 s each: four groups of 10 to 40 ms, then
+  40 ms of training.
+  """
   run = tmp_path_factory.mktemp('runs') / 'timed'
   shutil.copytree(small, run)
   now = 0.0
@@ -671,11 +848,15 @@ def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, tim
   assert len(bars('rollout')) == 5 and len(bars('training_data')) == 1
   assert texts(browser, '#timeline .bar .muted') == ['step 32: 200 ms']
   lengths = sorted(
-    float(bar.get_attribute('width')) for bar in bars('rollout') if 'unanswered' not in bar.get_attribute('class')
+    float(bar.get_attribute('width'))
+    for bar in bars('rollout')
+    if 'unanswered' not in bar.get_attribute('class')
   )
   (train,) = (float(bar.get_attribute('width')) for bar in bars('training_data'))
   assert [length / train for length in lengths] == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.02)
-  heads = [text for text in texts(browser, '.timeline svg > text') if text.startswith(('step', 'idle:'))]
+  heads = [
+    text for text in texts(browser, '.timeline svg > text') if text.startswith(('step', 'idle:'))
+  ]
   assert heads == ['step 32 · 100 ms', 'idle: trainer 60 %, rollout 60 %']
   longest = max(bars('rollout')[:4], key=lambda bar: float(bar.get_attribute('width')))
   scroll_to(browser, longest)
@@ -685,22 +866,31 @@ def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, tim
   facts = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
   lines, _ = writers.read_jsonl(timed / events.FILE)
   (reply,) = (row for row in lines if row.get('of') == int(facts['request']))
-  assert reply['id'] == int(facts['reply']) and facts['group'] == f'grpo/{HOSTILE}/3' and facts['count'] == '8'
+  assert (
+    reply['id'] == int(facts['reply'])
+    and facts['group'] == f'grpo/{HOSTILE}/3'
+    and facts['count'] == '8'
+  )
   (never,) = (bar for bar in bars('rollout') if 'unanswered' in bar.get_attribute('class'))
   ActionChains(browser).move_to_element(never).perform()
   wait(browser, lambda: texts(browser, '#tip > div')[0] == 'rollout · no reply')
   click(browser, '#timeline .bar > button')
-  assert texts(browser, '#timeline .bar .muted') == ['step 31: 100 ms'] and len(bars('rollout')) == 4
+  assert (
+    texts(browser, '#timeline .bar .muted') == ['step 31: 100 ms'] and len(bars('rollout')) == 4
+  )
   click(browser, '#timeline button[data-value="4"]')
   assert len(bars('rollout')) == 17 and len(bars('training_data')) == 4
   # A lane has a row for each of the four groups that overlap, and none of a row do.
   boxes = [
-    (float(b.get_attribute('y')), float(b.get_attribute('x')), float(b.get_attribute('width'))) for b in bars('rollout')
+    (float(b.get_attribute('y')), float(b.get_attribute('x')), float(b.get_attribute('width')))
+    for b in bars('rollout')
   ]
   assert len({y for y, _, _ in boxes}) == 4
   for y, x, width in boxes:
     assert all(x + width <= other + 0.1 or other <= x for row, other, _ in boxes if row == y)
-  path = one(browser, '[data-chart="Idle share"] path.raw[data-key="idle/rollout"]').get_attribute('d')
+  path = one(browser, '[data-chart="Idle share"] path.raw[data-key="idle/rollout"]').get_attribute(
+    'd'
+  )
   assert len(re.findall('[ML]', path)) == 4
   assert browser.execute_script('return window.hacked') is None and browser.get_log('browser') == []
 
@@ -717,7 +907,9 @@ def test_the_timeline_fits_its_card(browser, timed, width):
   assert browser.execute_script(outside) == []
   for row in ('2', '27'):  # neither of the two lines above the lanes overlaps itself
     heads = "return [...document.querySelectorAll(`.timeline svg > text[y='12'], .timeline svg > text[y='27']`)]"
-    boxes = browser.execute_script(f'{heads}.map((n) => [n.getAttribute("y"), n.getBBox().x, n.getBBox().width])')
+    boxes = browser.execute_script(
+      f'{heads}.map((n) => [n.getAttribute("y"), n.getBBox().x, n.getBBox().width])'
+    )
     line = sorted((x, length) for y, x, length in boxes if y == row)
     assert all(x + length <= after for (x, length), (after, _) in itertools.pairwise(line))
 
@@ -751,7 +943,10 @@ def test_a_full_run_fits_the_window_without_an_error(browser, full_run, long_run
         return box.left < card.left || box.right > card.right || box.bottom > card.bottom;
       }).map((text) => text.textContent)"""
     assert browser.execute_script(outside) == []
-    light = browser.execute_script('return getComputedStyle(document.body).backgroundColor') == 'rgb(246, 247, 249)'
+    light = (
+      browser.execute_script('return getComputedStyle(document.body).backgroundColor')
+      == 'rgb(246, 247, 249)'
+    )
     assert light == (scheme == 'light')
   for details in ('.chart .legend button', '#curves details summary', 'button[data-sort=reward]'):
     click(browser, details)

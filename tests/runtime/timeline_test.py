@@ -33,7 +33,9 @@ class Written:
     return self.log
 
   def step(self, number, start, *, rollout, train, source='rollouts'):
-    """A batch: weights at `start`, one group in flight during `rollout`, trained on during `train`."""
+    """A batch: weights at `start`, one group in flight during `rollout`, trained on during
+    `train`.
+    """
     weights = self.at(start).request(Edge.WEIGHTS, version=f'0.{number - 1}')
     self.at(start + 1).reply(weights)
     if source == 'rollouts':
@@ -47,8 +49,9 @@ class Written:
 
 @pytest.fixture
 def two_steps(tmp_path):
-  """Step 1 from 0 to 10: rollout 2 to 5, training 6 to 10. Step 2 from 10 to 20: commit 10 to 12, rollout 12 to 17,
-  training 18 to 20. A commit to 23 follows."""
+  """Step 1 from 0 to 10: rollout 2 to 5, training 6 to 10. Step 2 from 10 to 20: commit 10 to 12,
+  rollout 12 to 17, training 18 to 20. A commit to 23 follows.
+  """
   written = Written(tmp_path)
   written.step(1, 0, rollout=(2, 5), train=(6, 10))
   commit = written.log.request(Edge.COMMIT, commit=1)
@@ -83,7 +86,10 @@ def test_steps_that_a_crash_undid_are_those_of_the_attempt_that_made_them_again(
   written = Written(tmp_path)
   for number in (1, 2, 3):
     written.step(
-      number, 10 * number, rollout=(10 * number + 1, 10 * number + 2), train=(10 * number + 3, 10 * number + 9)
+      number,
+      10 * number,
+      rollout=(10 * number + 1, 10 * number + 2),
+      train=(10 * number + 3, 10 * number + 9),
     )
   written.at(40).request(Edge.ROLLOUT, group='lost', count=2)
   written.log.close()
@@ -99,7 +105,9 @@ def test_steps_that_a_crash_undid_are_those_of_the_attempt_that_made_them_again(
 def test_shares_and_rows_against_a_naive_count():
   draw = random.Random(0)
   for _ in range(50):
-    spans = sorted((draw.randrange(100), draw.randrange(1, 30)) for _ in range(draw.randrange(1, 25)))
+    spans = sorted(
+      (draw.randrange(100), draw.randrange(1, 30)) for _ in range(draw.randrange(1, 25))
+    )
     intervals = [(float(start), float(start + length)) for start, length in spans]
     start, end = sorted(draw.sample(range(140), 2))
     covered = sum(any(a <= second < b for a, b in intervals) for second in range(start, end))
@@ -116,15 +124,22 @@ def test_shares_and_rows_against_a_naive_count():
 def test_the_report_shows_the_last_steps_and_what_follows_them(two_steps, monkeypatch):
   data = timeline.payload(timeline.load(two_steps / events.FILE))
   assert [step['n'] for step in data['steps']] == [1, 2] and data['end'] == pytest.approx(23)
-  assert data['lanes'] == ['trainer', 'rollout', 'replay buffer', 'weights', 'checkpoints'] and data['hidden'] == 0
+  assert (
+    data['lanes'] == ['trainer', 'rollout', 'replay buffer', 'weights', 'checkpoints']
+    and data['hidden'] == 0
+  )
   assert json.loads(json.dumps(data, allow_nan=False)) == data
   monkeypatch.setattr(timeline, 'MAX_STEPS', 1)
   data = timeline.payload(timeline.load(two_steps / events.FILE))
   assert [(step['n'], step['t']) for step in data['steps']] == [(2, 0.0)]
   monkeypatch.setattr(timeline, 'MAX_STEPS', 12)
-  monkeypatch.setattr(timeline, 'MAX_SPANS', 7)  # of step 2 alone there are 7, with those that end at its start
+  # of step 2 alone there are 7, with those that end at its start
+  monkeypatch.setattr(timeline, 'MAX_SPANS', 7)
   data = timeline.payload(timeline.load(two_steps / events.FILE))
-  assert [step['n'] for step in data['steps']] == [2] and (len(data['spans']), data['hidden']) == (7, 0)
+  assert [step['n'] for step in data['steps']] == [2] and (len(data['spans']), data['hidden']) == (
+    7,
+    0,
+  )
   monkeypatch.setattr(timeline, 'MAX_SPANS', 4)
   data = timeline.payload(timeline.load(two_steps / events.FILE))
   assert (len(data['spans']), data['hidden']) == (4, 3)
@@ -138,7 +153,9 @@ def test_a_run_without_events_or_steps_has_no_timeline(tmp_path):
 
 
 def assert_valid_trace(rows):
-  """What a viewer asks for: spans that go forward, arrows from span to span, names for all processes and threads."""
+  """What a viewer asks for: spans that go forward, arrows from span to span, names for all
+  processes and threads.
+  """
   named = {'process_name': set(), 'thread_name': set()}
   for row in rows:
     if row['ph'] == 'M':
@@ -149,7 +166,9 @@ def assert_valid_trace(rows):
     assert (row['pid'], row['tid']) in named['process_name'] & named['thread_name']
     if row['ph'] == 'X':
       assert row['ts'] >= 0 and row['dur'] >= 0
-      spans.setdefault((row['pid'], row['tid']), []).append((row['ts'], row['ts'] + row['dur'], row['name']))
+      spans.setdefault((row['pid'], row['tid']), []).append(
+        (row['ts'], row['ts'] + row['dur'], row['name'])
+      )
     elif row['ph'] != 'M':
       arrows.setdefault((row['pid'], row['id']), []).append(row)
   for parts in arrows.values():
@@ -189,11 +208,15 @@ def test_the_trace_keeps_overlapping_groups_attempts_and_what_was_never_answered
     (2, 'attempt 1'),
     *((2, name) for name in ('trainer: messages', 'checkpoints')),
   }
-  (lost,) = {row['args']['group'] for row in rows if row['ph'] == 'X' and row['args'].get('unanswered')}
+  (lost,) = {
+    row['args']['group'] for row in rows if row['ph'] == 'X' and row['args'].get('unanswered')
+  }
   assert lost == 'g/2'
 
 
-def test_a_directory_without_events_and_a_file_that_cannot_be_written_are_one_line(two_steps, tmp_path):
+def test_a_directory_without_events_and_a_file_that_cannot_be_written_are_one_line(
+  two_steps, tmp_path
+):
   with pytest.raises(UserError, match=r'has no events\.jsonl'):
     perfetto.write(tmp_path / 'nowhere')
   with pytest.raises(UserError, match='--perfetto='):

@@ -1,4 +1,6 @@
-"""Logs survive a kill at any byte: what is committed stays, what is later goes, nothing appears twice."""
+"""Logs survive a kill at any byte: what is committed stays, what is later goes, nothing appears
+twice.
+"""
 
 import json
 import math
@@ -14,7 +16,9 @@ from jaxrl_llm.runtime import writers
 
 
 def events(path):
-  """The events of a TensorBoard file, framing and checksums checked, as tensorboardX understands them."""
+  """The events of a TensorBoard file, framing and checksums checked, as tensorboardX understands
+  them.
+  """
   from tensorboardX.proto import event_pb2
 
   data, found, at = path.read_bytes(), [], 0
@@ -38,7 +42,11 @@ def masked_crc32c(data):
 def board(workdir, stage='grpo'):
   """(step, {tag: value}) of every row event of a stage, over all its files."""
   found = [e for f in sorted((workdir / 'tensorboard' / stage).iterdir()) for e in events(f)]
-  return [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found if e.HasField('summary')]
+  return [
+    (e.step, {v.tag: v.simple_value for v in e.summary.value})
+    for e in found
+    if e.HasField('summary')
+  ]
 
 
 def run(workdir, steps, *, committed=0):
@@ -53,7 +61,9 @@ def run(workdir, steps, *, committed=0):
 
 def test_rows_are_as_the_contract_says(tmp_path):
   log = writers.MetricsWriter(tmp_path, committed=0)
-  log.write('sft', 3, {'z/loss': np.float32(0.5), 'a/count': np.int32(7), 'training/global_step': 99})
+  log.write(
+    'sft', 3, {'z/loss': np.float32(0.5), 'a/count': np.int32(7), 'training/global_step': 99}
+  )
   # A reader sees the row before the writer is closed.
   line = (tmp_path / 'metrics.jsonl').read_text()
   assert line == '{"stage": "sft", "training/global_step": 3, "a/count": 7, "z/loss": 0.5}\n'
@@ -84,7 +94,9 @@ def test_resumed_logs_equal_uninterrupted_ones(tmp_path, cut):
   event_file.write_bytes(event_file.read_bytes()[: event_file.stat().st_size - cut])
   run(killed, range(5, 9), committed=offset)
   assert path.read_bytes() == (tmp_path / 'whole' / 'metrics.jsonl').read_bytes()
-  assert board(killed) == board(tmp_path / 'whole') and [s for s, _ in board(killed)] == list(range(1, 9))
+  assert board(killed) == board(tmp_path / 'whole') and [s for s, _ in board(killed)] == list(
+    range(1, 9)
+  )
 
 
 def test_kept_rows_keep_their_wall_time(tmp_path):
@@ -115,7 +127,9 @@ def test_event_files_are_as_tensorboard_reads_them(tmp_path):
 
 
 def test_the_writers_import_neither_torch_nor_jax():
-  program = 'import jaxrl_llm.runtime.writers, sys; sys.exit(bool({"torch", "jax"} & set(sys.modules)))'
+  program = (
+    'import jaxrl_llm.runtime.writers, sys; sys.exit(bool({"torch", "jax"} & set(sys.modules)))'
+  )
   assert subprocess.run([sys.executable, '-c', program]).returncode == 0
 
 
@@ -157,7 +171,8 @@ def test_rollouts_of_later_steps_go_on_resume(tmp_path):
   evals.write('grpo', 2, 'held out', [{'uid': 'x'}])
   evals.write('grpo', 3, 'held out', [{'uid': 'x'}])
   (tmp_path / 'rollouts' / 'grpo' / '000001.jsonl.tmp').write_text('{"uid": "half')
-  assert rollouts.discard_later({'sft': 3, 'grpo': 2}) == 2  # grpo's third step and the half-written file
+  # grpo's third step and the half-written file
+  assert rollouts.discard_later({'sft': 3, 'grpo': 2}) == 2
   assert sorted(p.name for p in (tmp_path / 'rollouts').glob('*/*')) == sorted(
     ['000001.jsonl', '000002.jsonl', '000003.jsonl', '000001.jsonl', '000002.jsonl']
   )
@@ -181,7 +196,12 @@ def test_a_step_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_rows_of_arrays_round_trip_within_a_float32(tmp_path):
   logprobs = -np.random.default_rng(0).exponential(2.0, 100).astype(np.float32)
-  row = {'completion': 'é\u2028</script>', 'logprobs': logprobs, 'ids': np.arange(3), 'bad': [np.nan, np.float32(1)]}
+  row = {
+    'completion': 'é\u2028</script>',
+    'logprobs': logprobs,
+    'ids': np.arange(3),
+    'bad': [np.nan, np.float32(1)],
+  }
   row['deep'] = {'array': np.array([1.0, np.inf]), 'reward': None}
   path = writers.RolloutsWriter(tmp_path).write('grpo', 1, [row])
   (read,), corrupt = writers.read_jsonl(path)

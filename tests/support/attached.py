@@ -20,7 +20,9 @@ POLICY = (f'--config.policy.model={json.dumps(SHAPE)}',)
 @contextlib.contextmanager
 def fakes(folder, count=2):
   """Flags of a job that is attached to servers."""
-  write_config(folder, tiny('llama', serving.VOCAB, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0)
+  write_config(
+    folder, tiny('llama', serving.VOCAB, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0
+  )
   sockets = [folder / f'{i}.sock' for i in range(count)]
   processes = [
     subprocess.Popen(
@@ -44,7 +46,9 @@ def fakes(folder, count=2):
       time.sleep(0.02)
     addresses = json.dumps([f'unix:{socket}' for socket in sockets])
     yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
-    assert all(process.poll() is None for process in processes), 'attached servers outlive a trainer'
+    assert all(process.poll() is None for process in processes), (
+      'attached servers outlive a trainer'
+    )
   finally:
     for process in processes:
       process.kill()

@@ -45,7 +45,11 @@ def sample(i: int, rng: np.random.Generator) -> Sample:
     loss_mask=sampled,
     sampled=sampled,
     behaviour_logprobs=np.where(sampled, -1.0, 0).astype(np.float32),
-    segments=(Segment(start=prompt, end=prompt + answer, version=Version(0, 0), engine='fake', finish='stop'),),
+    segments=(
+      Segment(
+        start=prompt, end=prompt + answer, version=Version(0, 0), engine='fake', finish='stop'
+      ),
+    ),
     temperature=float(rng.choice([0.7, 1.3])),
   )
 
@@ -53,11 +57,15 @@ def sample(i: int, rng: np.random.Generator) -> Sample:
 SAMPLES = [sample(i, np.random.default_rng(i)) for i in range(8)]
 TASK = exploring.make_tasks(1)[0]
 TAKEN = {
-  s.uid: Scored(sample=s, task=TASK, completion='', scores=(), reward=Reward(value=float(i % 2), parts={}))
+  s.uid: Scored(
+    sample=s, task=TASK, completion='', scores=(), reward=Reward(value=float(i % 2), parts={})
+  )
   for i, s in enumerate(SAMPLES)
 }
 ROWS = tuple(
-  dataclasses.replace(rollout_row(Chosen(scored=scored), ('rows.arrayrecord', i)), source='rows.arrayrecord')
+  dataclasses.replace(
+    rollout_row(Chosen(scored=scored), ('rows.arrayrecord', i)), source='rows.arrayrecord'
+  )
   for i, scored in enumerate(TAKEN.values())
 )
 

@@ -1,4 +1,6 @@
-"""Simulated time for asyncio: an event loop whose clock jumps to the next timer instead of waiting for it."""
+"""Simulated time for asyncio: an event loop whose clock jumps to the next timer instead of waiting
+for it.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,25 @@ from typing import Any, TypeVar
 T = TypeVar('T')
 
 _SPEEDUP, _MAX_WAIT_S = 50.0, 0.1
-"""With sockets open, a jump over t seconds waits min(t / _SPEEDUP, _MAX_WAIT_S) real seconds for data on its way."""
+"""With sockets open, a jump over t seconds waits min(t / _SPEEDUP, _MAX_WAIT_S) real seconds for
+data on its way.
+"""
 _THREAD_DEADLINE_S = 120.0
 """Real seconds to wait for a thread when there is nothing else to wait for."""
 
 
 LOOP_CLOCK = types.SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-"""Stands in for the module `time` in code that runs on the loop, so that it measures simulated time."""
+"""Stands in for the module `time` in code that runs on the loop, so that it measures simulated
+time.
+"""
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
   """An event loop whose clock jumps to the next timer when nothing else is left to do.
 
-  Traffic between its tasks and calls in its executor take no simulated time. The loop does not suit tests that wait for
-  another process, which it cannot see, nor tasks that retry without a pause: time stands still while there is work.
+  Traffic between its tasks and calls in its executor take no simulated time. The loop does not suit
+  tests that wait for another process, which it cannot see, nor tasks that retry without a pause:
+  time stands still while there is work.
   """
 
   def __init__(self):
@@ -63,6 +70,8 @@ class _Jumping(selectors.DefaultSelector):
 
 
 def simulated(main: Coroutine[Any, Any, T], *, deadline_s: float = 60.0) -> T:
-  """Runs `main` on a SimulatedLoop; its result, or TimeoutError after `deadline_s` simulated seconds."""
+  """Runs `main` on a SimulatedLoop; its result, or TimeoutError after `deadline_s` simulated
+  seconds.
+  """
   with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
     return runner.run(asyncio.wait_for(main, deadline_s))

@@ -1,4 +1,6 @@
-"""Hostile programs: right and wrong solutions with seeded compositions of attacks around them; and canaries."""
+"""Hostile programs: right and wrong solutions with seeded compositions of attacks around them; and
+canaries.
+"""
 
 from __future__ import annotations
 
@@ -161,10 +163,11 @@ _HARM = {
     except OSError: pass
   """,
 }
-"""Actions that harm a host or reveal it, in little time; CANARY is a directory of the host that anybody may write to.
+"""Actions that harm a host or reveal it, in little time; CANARY is a directory of the host that
+anybody may write to.
 
-What depends on who is first, such as a signal to a process that is about to start, is left to `hostile`: a verdict on
-it is the program's own luck.
+What depends on who is first, such as a signal to a process that is about to start, is left to
+`hostile`: a verdict on it is the program's own luck.
 """
 
 _CHEAT = {
@@ -239,7 +242,9 @@ _CHEAT = {
       except OSError: pass
   """,
 }
-"""Actions that try to decide a verdict. The verdict on a right solution may be anything, but is always the same."""
+"""Actions that try to decide a verdict. The verdict on a right solution may be anything, but is
+always the same.
+"""
 
 _RIGHT = {
   'add': 'def f(x, y): return x + y',
@@ -250,7 +255,8 @@ _RIGHT = {
 _WRONG = (
   'def f(*args): return None',
   'def f(*args): return Same() if "Same" in globals() else args',
-  'class f:\n  def __new__(cls, *args): return Same() if "Same" in globals() else super().__new__(cls)',
+  'class f:\n  def __new__(cls, *args): return Same() if "Same" in globals() else '
+  'super().__new__(cls)',
   'def f(*args): raise SystemExit(0)',
   'def f(*args): raise StopIteration',
   'def f(*args):\n  import os\n  os._exit(0)',
@@ -280,7 +286,9 @@ _CASES = {
 
 
 def plant_canaries(folder: pathlib.Path, monkeypatch) -> str:
-  """A secret in files that anybody may read and write, the home directory's among them, and in the environment."""
+  """A secret in files that anybody may read and write, the home directory's among them, and in the
+  environment.
+  """
   secret = secrets.token_hex(16)
   for name in ('canary', 'home', 'run'):
     place = folder / name
@@ -327,7 +335,9 @@ def _program(draw: random.Random, canary: str) -> Program:
   if by_output:
     parts.append(_MAIN[task])
   text = '\n'.join(parts).replace('CANARY', canary).replace('SEED', str(draw.randrange(1000)))
-  return Program(text, right, tuple(chosen), () if by_output else _TESTS[task], _CASES[task] if by_output else ())
+  return Program(
+    text, right, tuple(chosen), () if by_output else _TESTS[task], _CASES[task] if by_output else ()
+  )
 
 
 def _placed(draw: random.Random, block: str) -> str:
@@ -341,7 +351,8 @@ def _placed(draw: random.Random, block: str) -> str:
       return f'def attack():\n{within}\nattack()'
     case 'thread':
       return (
-        f'import threading\ndef attack():\n{within}\none = threading.Thread(target=attack); one.start(); one.join()'
+        f'import threading\ndef attack():\n{within}\none = threading.Thread(target=attack); '
+        'one.start(); one.join()'
       )
     case 'child':
       return f'import os\nchild = os.fork()\nif child == 0:\n{within}\n  os._exit(0)\nos.waitpid(child, 0)'

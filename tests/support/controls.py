@@ -1,6 +1,8 @@
-"""Training whose learning signal is broken on purpose: `tests/support/controls.py CONTROL FLAGS_OF_TRAIN`.
+"""Training whose learning signal is broken on purpose: `tests/support/controls.py CONTROL
+FLAGS_OF_TRAIN`.
 
-Also the shortest example of an algorithm and a scorer of one's own: a function, and its name in a dictionary.
+Also the shortest example of an algorithm and a scorer of one's own: a function, and its name in a
+dictionary.
 """
 
 import numpy as np

@@ -46,8 +46,12 @@ class Setting:
     self.tokenizer = make_tokenizer(directory / 'tokenizer')
     self.engine = FakeEngine(self.tokenizer)
     self.hub = FakeHub(self.engine)
-    self.build = build or (lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most))
-    welcome = Welcome(workflow=workflow or WorkflowConfig(), max_tokens=4, tokenizer=self.tokenizer.files)
+    self.build = build or (
+      lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most)
+    )
+    welcome = Welcome(
+      workflow=workflow or WorkflowConfig(), max_tokens=4, tokenizer=self.tokenizer.files
+    )
     self.crew = Crew(
       self.hub,
       ExplorersConfig(**{'processes': 0, 'listen': listen(directory), 'silent_s': 3.0, **config}),
@@ -92,11 +96,20 @@ class Setting:
   async def made(self, link, order):
     """The samples of an honest explorer: their tokens were drawn for this lease."""
     workflow = SingleTurn(exploring._LeasedHub(link, order['lease']), self.tokenizer, max_tokens=4)
-    how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
-    return [sample async for sample, _ in workflow.run(wire.read_task(order['task']), order['visit'], **how)]
+    how = {
+      'stage': order['stage'],
+      'samples': order['samples'],
+      'sampling': Sampling(**order['sampling']),
+    }
+    return [
+      sample
+      async for sample, _ in workflow.run(wire.read_task(order['task']), order['visit'], **how)
+    ]
 
   async def samples(self, workflow, task, visit=0, samples=3):
-    runs = workflow.run(task, visit, stage='grpo', samples=samples, sampling=Sampling(temperature=1.0))
+    runs = workflow.run(
+      task, visit, stage='grpo', samples=samples, sampling=Sampling(temperature=1.0)
+    )
     return {sample.uid: (encode(sample), text) async for sample, text in runs}
 
 

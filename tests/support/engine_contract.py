@@ -50,7 +50,11 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
   for temperature, samples in ((0.0, 1), (0.7, 4), (1.0, 4)):
     # With half of the vocabulary as stop ids, some stop and some do not.
     asked = request(
-      5, max_tokens=6, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=tuple(range(0, VOCAB, 4))
+      5,
+      max_tokens=6,
+      samples=samples,
+      sampling=Sampling(temperature=temperature),
+      stop_ids=tuple(range(0, VOCAB, 4)),
     )
     for completion in await ask(engine, asked):
       tokens = completion.tokens.tolist()
@@ -59,7 +63,9 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
       assert stopped or len(tokens) == 6
       assert not set(tokens[:-1]) & set(asked.stop_ids)
       assert [s.version for s in completion.segments] == [version]
-      wanted = forward(model, params, [*asked.prompt, *tokens], temperature=temperature or 1.0)[len(asked.prompt) :]
+      wanted = forward(model, params, [*asked.prompt, *tokens], temperature=temperature or 1.0)[
+        len(asked.prompt) :
+      ]
       np.testing.assert_allclose(completion.logprobs, wanted, atol=atol)
       if temperature == 0:
         best = _most_probable(model, params, [*asked.prompt, *tokens])[len(asked.prompt) :]
@@ -70,7 +76,9 @@ def _most_probable(model, params, tokens) -> np.ndarray:
   """The greatest probability of any token at each position; 0 at the first."""
   positions = np.arange(LENGTH)[None]
   padded = np.pad(np.asarray(tokens, np.int32), (0, LENGTH - len(tokens)))[None]
-  hidden = jax.jit(model.apply)(params, padded, positions, (positions < len(tokens)).astype(np.int32))
+  hidden = jax.jit(model.apply)(
+    params, padded, positions, (positions < len(tokens)).astype(np.int32)
+  )
   probabilities = jax.nn.softmax(hidden[0] @ model.head_kernel(params).T)
   return np.r_[0.0, np.asarray(probabilities).max(-1)[: len(tokens) - 1]]
 
@@ -109,7 +117,9 @@ async def _weights_may_get_another_name(engine, model, params, atol) -> None:
   assert engine.version == E
   for completion in await ask(engine, asked):
     assert [s.version for s in completion.segments] == [E]
-    wanted = forward(model, params, [*asked.prompt, *completion.tokens.tolist()])[len(asked.prompt) :]
+    wanted = forward(model, params, [*asked.prompt, *completion.tokens.tolist()])[
+      len(asked.prompt) :
+    ]
     np.testing.assert_allclose(completion.logprobs, wanted, atol=atol)
 
 

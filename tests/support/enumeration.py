@@ -1,7 +1,9 @@
-"""Expected gradients by enumeration: a policy so small that every batch it can sample is summed over, in float64.
+"""Expected gradients by enumeration: a policy so small that every batch it can sample is summed
+over, in float64.
 
-Nothing is sampled here, so numbers that should be equal are equal to rounding. `python tests/support/enumeration.py`
-brings the tables and the examples of docs/reference/algorithms.md up to date.
+Nothing is sampled here, so numbers that should be equal are equal to rounding. `python
+tests/support/enumeration.py` brings the tables and the examples of docs/reference/algorithms.md up
+to date.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ DOCUMENT = ROOT / 'docs' / 'reference' / 'algorithms.md'
 
 VOCAB, END = 3, 0
 RESPONSES = ((0,), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2))
-"""All there are: token 0 ends a response, and after two tokens it is cut. The prompt is one token, 0."""
+"""All there are: token 0 ends a response, and after two tokens it is cut. The prompt is one token,
+0.
+"""
 REWARDS = (0.4, 1.7, -0.6, 0.1, 0.9, -1.3, 2.2)
 CRITIC = (0.5, 0.2, 0.7)
 """Value of each prefix, by its last token."""
@@ -47,7 +51,9 @@ REFERENCE = np.array([[0.6, 0.1, -0.3], [-0.4, 0.5, 0.4], [0.1, -0.5, 0.8]])
 
 
 class Policies(NamedTuple):
-  """Logits of the policy that is updated, the one that sampled, the proximal one and the reference."""
+  """Logits of the policy that is updated, the one that sampled, the proximal one and the
+  reference.
+  """
 
   policy: np.ndarray
   behaviour: np.ndarray
@@ -60,7 +66,9 @@ ON_POLICY = Policies(POLICY, POLICY, POLICY, REFERENCE)
 STALE = Policies(POLICY, OTHER, POLICY, REFERENCE)
 """The first update on samples of another policy: the correction is at work, no ratio is clipped."""
 MOVED = Policies(POLICY, OTHER, OTHER, REFERENCE)
-"""A later update on fresh samples, or `bypass_old_logprobs`: the clip is at work, there is nothing to correct."""
+"""A later update on fresh samples, or `bypass_old_logprobs`: the clip is at work, there is nothing
+to correct.
+"""
 
 
 def catalogue(name: str, **options: Any) -> Algorithm:
@@ -80,9 +88,13 @@ def penalised(kind: by_token.Estimator, coef: float) -> Algorithm:
   def annotate(closed: Closed) -> Annotation:
     names = ('loss_mask', 'proximal_logprobs', 'reference_logprobs')
     advantages = []
-    for row, mask, own, reference in zip(closed.rows, *(closed.tokens[name] for name in names), strict=True):
+    for row, mask, own, reference in zip(
+      closed.rows, *(closed.tokens[name] for name in names), strict=True
+    ):
       penalty = by_token.kl_penalty(own, reference, mask, kind=kind, coef=coef)
-      advantages.append(by_token.token_returns(by_token.place_rewards(mask, row.reward) + penalty, mask, gamma=1.0))
+      advantages.append(
+        by_token.token_returns(by_token.place_rewards(mask, row.reward) + penalty, mask, gamma=1.0)
+      )
     return Annotation(advantages, np.ones(len(closed.rows), bool), {})
 
   reads = frozenset({'proximal', 'reference'})
@@ -95,7 +107,9 @@ Group = tuple[int, ...]
 
 
 def batches(groups: int, size: int) -> Iterator[tuple[tuple[Group, ...], int]]:
-  """Every batch up to order, with the number of its orders: of the groups, and of the samples in each."""
+  """Every batch up to order, with the number of its orders: of the groups, and of the samples in
+  each.
+  """
   members = list(itertools.combinations_with_replacement(range(len(RESPONSES)), size))
   for batch in itertools.combinations_with_replacement(members, groups):
     yield batch, _orders(batch) * math.prod(_orders(group) for group in batch)
@@ -119,10 +133,11 @@ def expected_gradients(
   size: int = 2,
   terms: Collection[str] | None = None,
 ) -> np.ndarray:
-  """E[∇ loss] with respect to the policy's logits, in each setting, over all batches of `groups` groups of `size`.
+  """E[∇ loss] with respect to the policy's logits, in each setting, over all batches of `groups`
+  groups of `size`.
 
-  Each batch goes through `algorithm.annotate`, is packed, and goes through `algorithm.loss` as in an update of one
-  micro-batch. `terms`: those of the loss that count; None: all.
+  Each batch goes through `algorithm.annotate`, is packed, and goes through `algorithm.loss` as in
+  an update of one micro-batch. `terms`: those of the loss that count; None: all.
   """
   if algorithm.reference.every == 1:
     settings = [policies._replace(reference=policies.proximal) for policies in settings]
@@ -137,13 +152,16 @@ def expected_gradients(
     assert math.isclose(chances.sum(), 1.0, rel_tol=1e-12)
     parts.append(_packed(listed, columns, annotated))
     weights.append(chances)
-  # JAX compiles each operation once for each size of its arrays: so they are filled up, with batches of weight 0.
+  # JAX compiles each operation once for each size of its arrays: so they are filled up, with
+  # batches of weight 0.
   filled_up = lambda leaves: np.resize(np.concatenate(leaves), (MOST, *leaves[0].shape[1:]))
   setting = filled_up([np.full(len(listed), number) for number in range(len(settings))])
   tables = np.resize([policies.policy for policies in settings], (3, *POLICY.shape))
 
   def expected(tables):
-    one = lambda number, chunks: _loss(algorithm, tables[number], chunks, annotated.constants, terms)
+    one = lambda number, chunks: _loss(
+      algorithm, tables[number], chunks, annotated.constants, terms
+    )
     return (weight * jax.vmap(one)(setting, chunks)).sum()
 
   with jax.enable_x64(True):
@@ -152,14 +170,21 @@ def expected_gradients(
     return np.asarray(jax.grad(expected)(jnp.asarray(tables)))[: len(settings)]
 
 
-def _loss(algorithm: Algorithm, table, chunks: Chunks, constants: Constants, terms: Collection[str] | None):
-  # The prompt's token is 0 like the end, after which nothing is predicted: so the last token names the prefix.
+def _loss(
+  algorithm: Algorithm, table, chunks: Chunks, constants: Constants, terms: Collection[str] | None
+):
+  # The prompt's token is 0 like the end, after which nothing is predicted: so the last token names
+  # the prefix.
   hidden = jax.nn.one_hot(chunks.tokens, VOCAB, dtype=table.dtype)
   ones = jnp.ones(chunks.tokens.shape, table.dtype)
-  outputs = token_logprobs(hidden, table.T, chunks.tokens, chunks.segment_ids, ones, token_chunk=CHUNK_LEN)
+  outputs = token_logprobs(
+    hidden, table.T, chunks.tokens, chunks.segment_ids, ones, token_chunk=CHUNK_LEN
+  )
   found, _ = algorithm.loss(outputs, chunks, constants)
   chosen = [term for name, term in found.items() if terms is None or name in terms]
-  return sum(t.weight * t.numerator / jnp.where(t.denominator > 0, t.denominator, 1.0) for t in chosen)
+  return sum(
+    t.weight * t.numerator / jnp.where(t.denominator > 0, t.denominator, 1.0) for t in chosen
+  )
 
 
 class Annotated(NamedTuple):
@@ -172,13 +197,16 @@ class Annotated(NamedTuple):
   constants: Constants
 
 
-def _annotated(algorithm: Algorithm, listed: Sequence[tuple[Group, ...]], columns: Columns) -> Annotated:
+def _annotated(
+  algorithm: Algorithm, listed: Sequence[tuple[Group, ...]], columns: Columns
+) -> Annotated:
   advantages, in_loss, constants = [], [], {}
   for batch in listed:
     members = [(f'g{number}', i) for number, group in enumerate(batch) for i in group]
     rows = [_row(number, group, i) for number, (group, i) in enumerate(members)]
     tokens = {
-      name: [columns[name][i, : row.length] for row, (_, i) in zip(rows, members)] for name in algorithm.on_host
+      name: [columns[name][i, : row.length] for row, (_, i) in zip(rows, members)]
+      for name in algorithm.on_host
     }
     found = algorithm.annotate(Closed(rows, 0, tokens, None))
     own = np.zeros((len(rows), LONGEST))
@@ -253,7 +281,11 @@ def _places(lengths: tuple[int, ...]) -> Places:
   places = Places(*(np.full((CHUNKS, CHUNK_LEN), filler, np.int32) for filler in (-1, 0, 0)))
   for row, length in enumerate(lengths):
     at = packing.chunk[row], slice(packing.offset[row], packing.offset[row] + length)
-    places.row[at], places.position[at], places.segment[at] = row, np.arange(length), packing.segment[row]
+    places.row[at], places.position[at], places.segment[at] = (
+      row,
+      np.arange(length),
+      packing.segment[row],
+    )
   return places
 
 
@@ -263,13 +295,24 @@ Columns = dict[str, np.ndarray]
 
 def _columns(policies: Policies) -> Columns:
   """Of every response behind its prompt."""
-  tokens, mask = np.zeros((len(RESPONSES), LONGEST), np.int32), np.zeros((len(RESPONSES), LONGEST), bool)
+  tokens, mask = (
+    np.zeros((len(RESPONSES), LONGEST), np.int32),
+    np.zeros((len(RESPONSES), LONGEST), bool),
+  )
   for i, response in enumerate(RESPONSES):
     tokens[i, 1 : 1 + len(response)], mask[i, 1 : 1 + len(response)] = response, True
   before = np.roll(tokens, 1, axis=1)
   of = lambda table: np.where(mask, _log_softmax(table)[before, tokens], 0.0)
-  logprobs = {f'{name}_logprobs': of(getattr(policies, name)) for name in ('behaviour', 'proximal', 'reference')}
-  return {**logprobs, 'tokens': tokens, 'loss_mask': mask, 'values': np.where(mask, np.array(CRITIC)[before], 0.0)}
+  logprobs = {
+    f'{name}_logprobs': of(getattr(policies, name))
+    for name in ('behaviour', 'proximal', 'reference')
+  }
+  return {
+    **logprobs,
+    'tokens': tokens,
+    'loss_mask': mask,
+    'values': np.where(mask, np.array(CRITIC)[before], 0.0),
+  }
 
 
 def _log_softmax(table: np.ndarray) -> np.ndarray:
@@ -282,7 +325,9 @@ def _log_softmax(table: np.ndarray) -> np.ndarray:
 def gradient_of(value: Callable[[Any], Any], table: np.ndarray = POLICY) -> np.ndarray:
   """∇ value(log-probabilities [prefix, token]) with respect to the logits."""
   with jax.enable_x64(True):
-    return np.asarray(jax.grad(lambda logits: value(jax.nn.log_softmax(logits, axis=1)))(jnp.asarray(table)))
+    return np.asarray(
+      jax.grad(lambda logits: value(jax.nn.log_softmax(logits, axis=1)))(jnp.asarray(table))
+    )
 
 
 def response_logprobs(logprobs):
@@ -313,10 +358,14 @@ def mirror_descent(logprobs, *, start: np.ndarray, size: int, tau: float):
 
 
 def conditional(per_prefix: Callable[[Any, Any], Any], sampler: np.ndarray) -> Callable[[Any], Any]:
-  """Sum over prefixes of a functional of (policy, reference) there, times how often `sampler` comes by: a constant."""
+  """Sum over prefixes of a functional of (policy, reference) there, times how often `sampler` comes
+  by: a constant.
+  """
   first = np.exp(_log_softmax(sampler))[0]
   visits = np.array([1.0, first[1], first[2]])
-  return lambda logprobs: (visits * per_prefix(logprobs, jnp.asarray(_log_softmax(REFERENCE)))).sum()
+  return lambda logprobs: (
+    visits * per_prefix(logprobs, jnp.asarray(_log_softmax(REFERENCE)))
+  ).sum()
 
 
 def reverse_kl(p, q):
@@ -374,8 +423,13 @@ ALGORITHM_ROWS: tuple[tuple[str, dict[str, Any], dict[str, int]], ...] = (
 def algorithm_table() -> str:
   """Likeness of each algorithm's expected gradient to ∇E[reward]."""
   exact = -gradient_of(expected_reward)
-  made: list[tuple[str, dict[str, Any], dict[str, int], Algorithm]] = [('the example below', {}, THREE, reinforce())]
-  made += [(f'`{name}`', options, shape, catalogue(name, **options)) for name, options, shape in ALGORITHM_ROWS]
+  made: list[tuple[str, dict[str, Any], dict[str, int], Algorithm]] = [
+    ('the example below', {}, THREE, reinforce())
+  ]
+  made += [
+    (f'`{name}`', options, shape, catalogue(name, **options))
+    for name, options, shape in ALGORITHM_ROWS
+  ]
   lines = [
     '| algorithm | options | batch | on-policy | stale | moved |',
     '|---|---|---|---|---|---|',
@@ -383,7 +437,9 @@ def algorithm_table() -> str:
   for name, options, shape, algorithm in made:
     found = expected_gradients(algorithm, (ON_POLICY, STALE, MOVED), **shape)
     shown = ' | '.join(_shown(*likeness(one, exact)) for one in found)
-    lines.append(f'| {name} | {_written(options)} | {shape["groups"]} × {shape["size"]} | {shown} |')
+    lines.append(
+      f'| {name} | {_written(options)} | {shape["groups"]} × {shape["size"]} | {shown} |'
+    )
   return '\n'.join(lines)
 
 
@@ -409,7 +465,9 @@ def kl_table() -> str:
       likeness(here, gradient_of(conditional(reverse_kl, POLICY))),
       likeness(later, gradient_of(conditional(reverse_kl, OTHER))),
     ]
-    lines.append(f'| loss | {_written(kind | mode)} | {" | ".join(_shown(*pair) for pair in shown)} |')
+    lines.append(
+      f'| loss | {_written(kind | mode)} | {" | ".join(_shown(*pair) for pair in shown)} |'
+    )
   for kind in ('k1', 'k2', 'k3'):
     here = penalty_gradient(kind)
     shown = [likeness(here, whole), likeness(here, gradient_of(conditional(reverse_kl, POLICY)))]
@@ -420,8 +478,12 @@ def kl_table() -> str:
 
 @functools.cache
 def penalty_gradient(kind: by_token.Estimator) -> np.ndarray:
-  """What a penalty in the reward adds to the expected gradient of the loss, before any whitening."""
-  return expected_gradient(penalised(kind, 1.0), ON_POLICY) - expected_gradient(penalised(kind, 0.0), ON_POLICY)
+  """What a penalty in the reward adds to the expected gradient of the loss, before any
+  whitening.
+  """
+  return expected_gradient(penalised(kind, 1.0), ON_POLICY) - expected_gradient(
+    penalised(kind, 0.0), ON_POLICY
+  )
 
 
 def _shown(cosine: float, ratio: float) -> str:
@@ -447,9 +509,14 @@ def _source(name: str) -> str:
 
 
 def filled(document: str) -> str:
-  """The document with what stands between `<!-- begin: part -->` and `<!-- end: part -->` made anew."""
+  """The document with what stands between `<!-- begin: part -->` and `<!-- end: part -->` made
+  anew.
+  """
   for part, make in PARTS.items():
-    marked = re.compile(rf'(?<=<!-- begin: {re.escape(part)} -->\n).*?(?=<!-- end: {re.escape(part)} -->\n)', re.DOTALL)
+    marked = re.compile(
+      rf'(?<=<!-- begin: {re.escape(part)} -->\n).*?(?=<!-- end: {re.escape(part)} -->\n)',
+      re.DOTALL,
+    )
     if len(marked.findall(document)) != 1:
       raise ValueError(f'{DOCUMENT.name}: wanted exactly one part marked {part!r}')
     text = f'{make()}\n'

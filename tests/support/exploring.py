@@ -1,6 +1,8 @@
-"""Rollouts without a model: a deterministic engine and scorers, and an explorer around them with a real store.
+"""Rollouts without a model: a deterministic engine and scorers, and an explorer around them with a
+real store.
 
-What a request is answered with depends on its key and sample index alone; when it is answered depends on `delays`.
+What a request is answered with depends on its key and sample index alone; when it is answered
+depends on `delays`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ LETTERS = 'abcdefgh'
 
 
 class FakeEngine:
-  """Implements `rollout.api.Engine`: `length` letters and a stop token, sample by sample, in an order that varies.
+  """Implements `rollout.api.Engine`: `length` letters and a stop token, sample by sample, in an
+  order that varies.
 
   Attributes:
     delays: its numbers say how many turns of the event loop each sample takes.
@@ -83,8 +86,12 @@ class FakeEngine:
     draw = random.Random(f'{request.key} {index} {request.sampling.temperature}')
     text = ''.join(draw.choice(LETTERS) for _ in range(draw.randrange(1, 4)))
     stopped = draw.random() < 0.7
-    tokens = np.array([*self._tokenizer.encode(text), *([request.stop_ids[0]] if stopped else [])], np.int32)
-    segment = Segment(start=0, end=len(tokens), version=self._version, engine=self.name, finish='stop')
+    tokens = np.array(
+      [*self._tokenizer.encode(text), *([request.stop_ids[0]] if stopped else [])], np.int32
+    )
+    segment = Segment(
+      start=0, end=len(tokens), version=self._version, engine=self.name, finish='stop'
+    )
     return Completion(
       tokens=tokens,
       logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
@@ -125,12 +132,17 @@ class FakeScorers(ScorerPool):
       await asyncio.sleep(0)
     value = self._judge(attempt)
     evidence = {} if value is not None else {'error': 'no truth'}
-    return (Score(uid=attempt.uid, scorer='judge', value=value, parts={'half': 0.5}, evidence=evidence),)
+    return (
+      Score(uid=attempt.uid, scorer='judge', value=value, parts={'half': 0.5}, evidence=evidence),
+    )
 
 
 def make_tasks(count: int, taskset: str = 'train') -> list[Task]:
   prompt = lambda i: ({'role': 'user', 'content': f'{LETTERS[i // 8]}{LETTERS[i % 8]}'},)
-  return [Task(taskset=taskset, domain='general', prompt=prompt(i), truth='a', fields={}) for i in range(count)]
+  return [
+    Task(taskset=taskset, domain='general', prompt=prompt(i), truth='a', fields={})
+    for i in range(count)
+  ]
 
 
 def make_tokenizer(directory) -> Tokenizer:
@@ -141,7 +153,9 @@ SEQUENTIAL = SamplerConfig(order='sequential')
 
 
 class Exploration:
-  """An explorer, and what it is made of; groups of two from sequential tasks, two groups in a batch."""
+  """An explorer, and what it is made of; groups of two from sequential tasks, two groups in a
+  batch.
+  """
 
   def __init__(
     self,
@@ -158,7 +172,13 @@ class Exploration:
     **config,
   ):
     self.config = ExplorerConfig(
-      **{'stage': 'grpo', 'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config}
+      **{
+        'stage': 'grpo',
+        'groups_per_batch': 2,
+        'group_size': 2,
+        'collect_deadline_s': 20.0,
+        **config,
+      }
     )
     self.engine = engine or FakeEngine(tokenizer, delays=delays)
     self.scorers = scorers or FakeScorers(judge, delays=delays + 1)
@@ -168,7 +188,9 @@ class Exploration:
     self.store = store
     workflow = SingleTurn(self.engine, tokenizer, max_tokens=4)
     self.runner = GroupRunner(self.config, workflow=workflow, scorers=self.scorers, events=events)
-    self.explorer = Explorer(self.config, self.runner, sampler=self.sampler, store=store, events=events)
+    self.explorer = Explorer(
+      self.config, self.runner, sampler=self.sampler, store=store, events=events
+    )
 
   async def batches(self, count: int) -> list[tuple[list[Chosen], dict[str, int]]]:
     """The first `count` batches; each is trained, and its version served, before the next."""

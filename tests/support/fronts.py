@@ -28,12 +28,18 @@ class Upstream:
 
   async def _report(self, request):
     body = await request.content.read()
-    told = {'path': request.raw_path, 'body': body.decode('latin1'), 'type': request.headers.get('Content-Type')}
+    told = {
+      'path': request.raw_path,
+      'body': body.decode('latin1'),
+      'type': request.headers.get('Content-Type'),
+    }
     return web.json_response(told)
 
   @contextlib.asynccontextmanager
   async def running(self, folder):
-    runner = web.ServerRunner(web.Server(self._handle, handler_cancellation=True), shutdown_timeout=0.1)
+    runner = web.ServerRunner(
+      web.Server(self._handle, handler_cancellation=True), shutdown_timeout=0.1
+    )
     await runner.setup()
     unix, site = str(folder / 'upstream.sock'), web.TCPSite(runner, '127.0.0.1', 0)
     # As many as vLLM's server lets wait.
@@ -59,7 +65,10 @@ def config(folder, **fields):
 
 def request_bytes(method='GET', path='/health', *lines, body=b''):
   length = [f'Content-Length: {len(body)}'] if body else []
-  return '\r\n'.join([f'{method} {path} HTTP/1.1', 'Host: x', *lines, *length, '', '']).encode('latin1') + body
+  return (
+    '\r\n'.join([f'{method} {path} HTTP/1.1', 'Host: x', *lines, *length, '', '']).encode('latin1')
+    + body
+  )
 
 
 AUTHORISED = f'Authorization: Bearer {TOKEN}'

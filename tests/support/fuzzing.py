@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 SEEDED, MANY = 100, 10_000
 COUNTS = pytest.mark.parametrize(
-  'count', [pytest.param(SEEDED, marks=pytest.mark.full), pytest.param(MANY, marks=pytest.mark.acceptance)]
+  'count',
+  [pytest.param(SEEDED, marks=pytest.mark.full), pytest.param(MANY, marks=pytest.mark.acceptance)],
 )
 """Inputs of each kind, by tier."""
 _HANGS_S = 120
@@ -127,7 +128,20 @@ NUMBERS = (
   2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400, 1e-320, 1e16, 1e38, 1e39, 1e308, -1e308,
   float('nan'), float('inf'), float('-inf'),
 )  # fmt: skip
-ODD = (None, True, False, [], {}, [[]], [None], {'': None}, [{}], {'a': {'b': {'c': []}}}, [1, 'a', None], ['a'] * 300)
+ODD = (
+  None,
+  True,
+  False,
+  [],
+  {},
+  [[]],
+  [None],
+  {'': None},
+  [{}],
+  {'a': {'b': {'c': []}}},
+  [1, 'a', None],
+  ['a'] * 300,
+)
 _JSON = {
   'deep': b'[' * 5000 + b']' * 5000,
   'deep objects': b'{"a":' * 5000 + b'1' + b'}' * 5000,
@@ -215,7 +229,10 @@ def _edit(draw, container: Any, key: Any) -> None:
   """Changes a leaf a little."""
   value = container[key]
   if isinstance(value, str):
-    place, extra = draw(st.integers(0, len(value))), draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=3)))
+    place, extra = (
+      draw(st.integers(0, len(value))),
+      draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=3))),
+    )
     container[key] = value[:place] + extra + value[draw(st.integers(place, len(value))) :]
   elif isinstance(value, bytes):
     container[key] = draw(damaged(value))
@@ -229,7 +246,14 @@ def _edit(draw, container: Any, key: Any) -> None:
 
 def _retype(draw, container: Any, key: Any) -> None:
   value = container[key]
-  kinds = [str, repr, lambda v: [v], lambda v: {'value': v}, lambda v: str(v).encode('utf-8', 'replace'), bool]
+  kinds = [
+    str,
+    repr,
+    lambda v: [v],
+    lambda v: {'value': v},
+    lambda v: str(v).encode('utf-8', 'replace'),
+    bool,
+  ]
   container[key] = draw(st.sampled_from(kinds))(value)
 
 
@@ -257,9 +281,13 @@ def damaged(draw, data: bytes) -> bytes:
   """The bytes cut, flipped, repeated, or in another encoding."""
   begin = draw(st.integers(0, len(data)))
   end = draw(st.integers(begin, min(len(data), begin + 64)))
-  how = draw(st.sampled_from(['cut', 'drop', 'flip', 'insert', 'repeat', 'utf-16', 'mark', 'append']))
+  how = draw(
+    st.sampled_from(['cut', 'drop', 'flip', 'insert', 'repeat', 'utf-16', 'mark', 'append'])
+  )
   extra = draw(
-    st.one_of(st.binary(max_size=8), st.sampled_from([b'\0', b'\xff\xfe', b'\n', b'{', b'[', b'"', b'\xc1']))
+    st.one_of(
+      st.binary(max_size=8), st.sampled_from([b'\0', b'\xff\xfe', b'\n', b'{', b'[', b'"', b'\xc1'])
+    )
   )
   match how:
     case 'cut':
@@ -267,7 +295,11 @@ def damaged(draw, data: bytes) -> bytes:
     case 'drop':
       return data[:begin] + data[end:]
     case 'flip':
-      return data[:begin] + bytes(byte ^ 1 << draw(st.integers(0, 7)) for byte in data[begin:end]) + data[end:]
+      return (
+        data[:begin]
+        + bytes(byte ^ 1 << draw(st.integers(0, 7)) for byte in data[begin:end])
+        + data[end:]
+      )
     case 'insert':
       return data[:begin] + extra + data[begin:]
     case 'repeat':
@@ -281,7 +313,9 @@ def damaged(draw, data: bytes) -> bytes:
 
 
 def json_bytes(value: Any) -> bytes:
-  """As JSON: with NaN, escaped surrogates and bytes as texts, and what no encoder writes where `_RAW` stands for it."""
+  """As JSON: with NaN, escaped surrogates and bytes as texts, and what no encoder writes where
+  `_RAW` stands for it.
+  """
   data = json.dumps(value, default=lambda other: other.decode('latin1'), skipkeys=True).encode()
   for name, raw in _JSON.items():
     data = data.replace(f'"@raw {name}@"'.encode(), raw)
@@ -308,12 +342,18 @@ def _packable(value: Any) -> Any:
 
 
 @st.composite
-def encoded(draw, value: Any, encode: Callable[[Any], bytes] = json_bytes, *, most: int = 3) -> bytes:
+def encoded(
+  draw, value: Any, encode: Callable[[Any], bytes] = json_bytes, *, most: int = 3
+) -> bytes:
   """The bytes of a changed value; now and then these are damaged too."""
   data = encode(draw(changed(value, most=most)))
   return draw(damaged(data)) if draw(st.integers(0, 4)) == 0 else data
 
 
-def one_of_each(values: Sequence[Any], encode: Callable[[Any], bytes] = json_bytes, **how: int) -> st.SearchStrategy:
+def one_of_each(
+  values: Sequence[Any], encode: Callable[[Any], bytes] = json_bytes, **how: int
+) -> st.SearchStrategy:
   """`encoded` of any of the values."""
-  return st.sampled_from(range(len(values))).flatmap(lambda place: encoded(values[place], encode, **how))
+  return st.sampled_from(range(len(values))).flatmap(
+    lambda place: encoded(values[place], encode, **how)
+  )

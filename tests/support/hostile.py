@@ -1,4 +1,6 @@
-"""Programs that try to break out of a sandbox or to harm its host, and what is left of them on the host."""
+"""Programs that try to break out of a sandbox or to harm its host, and what is left of them on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ import time
 import pytest
 
 LINGER = f'sleep {10_000_000 + os.getpid()}'
-"""What programs leave running: a name that nothing else on the machine has, other processes of these tests included."""
+"""What programs leave running: a name that nothing else on the machine has, other processes of
+these tests included.
+"""
 MARK = f'left-by-a-hostile-program-{os.getpid()}'
 
 SPIN = 'while True: pass'
 SLEEP = 'import time\ntime.sleep(1000)'
 FORK_BOMB = 'import os\nwhile True:\n  try: os.fork()\n  except OSError: pass'
-THREAD_BOMB = 'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()'
+THREAD_BOMB = (
+  'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()'
+)
 ALLOCATE = 'x = bytearray(4 << 30)'
 ALLOCATE_IN_MANY = """
 import os, time
@@ -179,7 +185,11 @@ class Host:
       'descriptors': len(os.listdir('/proc/self/fd')),
       'threads': threading.active_count(),
       'files': sorted(name for directory in self._directories for name in os.listdir(directory)),
-      'marked': [d for d in ('/tmp', '/dev/shm', '/', '/usr', '/var') if any(MARK in n for n in os.listdir(d))],
+      'marked': [
+        d
+        for d in ('/tmp', '/dev/shm', '/', '/usr', '/var')
+        if any(MARK in n for n in os.listdir(d))
+      ],
       'lingering': processes(LINGER),
     }
 
@@ -188,14 +198,29 @@ class Host:
 
 
 _PROBES = {
-  'namespaces': ['unshare', '--user', '--map-root-user', '--net', '--pid', '--mount', '--fork', 'true'],
+  'namespaces': [
+    'unshare',
+    '--user',
+    '--map-root-user',
+    '--net',
+    '--pid',
+    '--mount',
+    '--fork',
+    'true',
+  ],
   'bubblewrap': ['bwrap', '--unshare-all', '--ro-bind', '/', '/', 'true'],
 }
 
 
 def skip_where_this_machine_forbids(error, isolation='auto'):
-  """Skips if nothing else can isolate here either; else raises the error: it is the sandbox's own."""
+  """Skips if nothing else can isolate here either; else raises the error: it is the sandbox's
+  own.
+  """
   for name, probe in _PROBES.items():
-    if isolation in (name, 'auto') and shutil.which(probe[0]) and not subprocess.run(probe, check=False).returncode:
+    if (
+      isolation in (name, 'auto')
+      and shutil.which(probe[0])
+      and not subprocess.run(probe, check=False).returncode
+    ):
       raise error
   pytest.skip(str(error))

@@ -52,7 +52,9 @@ SESSION = 'JAXRL_TEST_SESSION'
 
 
 def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
-  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups of 4."""
+  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups
+  of 4.
+  """
   return (
     f'--config=configs/{config}',
     *SMALL,
@@ -69,10 +71,17 @@ PPO = small(
   'ppo.py',
   '--config.stages.1.minibatches=2',
   '--config.stages.1.epochs=2',
-  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it is kept.
+  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it
+  # is kept.
   '--config.stages.1.algorithm.options='
   + json.dumps(
-    {'critic_warmup': 2, 'kl_reward_coef': 0.05, 'kl_target': 1e-4, 'kl_horizon': 100.0, 'reference': {'every': 4}}
+    {
+      'critic_warmup': 2,
+      'kl_reward_coef': 0.05,
+      'kl_target': 1e-4,
+      'kl_horizon': 100.0,
+      'reference': {'every': 4},
+    }
   ),
   steps=9,
 )
@@ -84,11 +93,18 @@ def session() -> pathlib.Path:
 
 def environment(**extra: str) -> dict[str, str]:
   """One device, cheap programs, and XLA's pool pinned, as the launch scripts do."""
-  fixed = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': programs.CHEAP, 'NPROC': '2', 'PYTHONPATH': str(ROOT)}
+  fixed = {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': programs.CHEAP,
+    'NPROC': '2',
+    'PYTHONPATH': str(ROOT),
+  }
   return {**os.environ, **fixed, **extra}
 
 
-def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
+def command(
+  workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1
+) -> list[str]:
   programs = f'--config.compilation_cache={session() / "programs"}'
   train = [sys.executable, 'launch/train.py', *config, programs, f'--workdir={workdir}', *flags]
   if processes == 1:
@@ -104,7 +120,9 @@ def own_programs(workdir: pathlib.Path) -> str:
 def start(
   workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
 ) -> subprocess.Popen | warm.Process:
-  """Starts a job without importing (`warm`), or one that compiles otherwise, or the supervisor of several processes."""
+  """Starts a job without importing (`warm`), or one that compiles otherwise, or the supervisor of
+  several processes.
+  """
   train, env = command(workdir, *flags, **options), environment() if environ is None else environ
   if options.get('processes', 1) == 1 and env['XLA_FLAGS'] == programs.CHEAP:
     return warm.start(train[1:], cwd=ROOT, env=env)
@@ -120,14 +138,24 @@ def train(
 
 
 def call(
-  script: str, *arguments: object, expect: int = 0, timeout_s: float = 600, environ: Mapping[str, str] | None = None
+  script: str,
+  *arguments: object,
+  expect: int = 0,
+  timeout_s: float = 600,
+  environ: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-  """Runs a script of this repository to its end; raises with its output when the exit code is not `expect`."""
+  """Runs a script of this repository to its end; raises with its output when the exit code is not
+  `expect`.
+  """
   env = environment() if environ is None else environ
-  return _finish(warm.start([script, *map(str, arguments)], cwd=ROOT, env=env), expect, timeout_s=timeout_s)
+  return _finish(
+    warm.start([script, *map(str, arguments)], cwd=ROOT, env=env), expect, timeout_s=timeout_s
+  )
 
 
-def _finish(process: subprocess.Popen | warm.Process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
+def _finish(
+  process: subprocess.Popen | warm.Process, expect: int, *, timeout_s: float
+) -> subprocess.CompletedProcess:
   try:
     with times.phase('job'):
       out, err = process.communicate(timeout=timeout_s)
@@ -135,15 +163,19 @@ def _finish(process: subprocess.Popen | warm.Process, expect: int, *, timeout_s:
     kill(process)
     raise
   if process.returncode != expect:
-    raise AssertionError(f'exit code {process.returncode}, wanted {expect}\n--- stdout\n{out}\n--- stderr\n{err}')
+    raise AssertionError(
+      f'exit code {process.returncode}, wanted {expect}\n--- stdout\n{out}\n--- stderr\n{err}'
+    )
   return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
-  """A directory that the first worker to ask builds for the whole test session; afterwards it is read-only.
+  """A directory that the first worker to ask builds for the whole test session; afterwards it is
+  read-only.
 
   Args:
-    build: makes the directory that it is given. Where it fails, the next worker to ask builds again.
+    build: makes the directory that it is given. Where it fails, the next worker to ask builds
+      again.
   """
   folder = session() / 'shared'
   folder.mkdir(exist_ok=True)
@@ -158,7 +190,9 @@ def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
 
 
 def finished(name: str, *flags: str, **options) -> pathlib.Path:
-  """The directory of a finished run, trained once in a session; its standard output is in a file beside it."""
+  """The directory of a finished run, trained once in a session; its standard output is in a file
+  beside it.
+  """
 
   def build(workdir: pathlib.Path) -> None:
     workdir.with_suffix('.stdout').write_text(train(workdir, *flags, **options).stdout)
@@ -186,7 +220,9 @@ def killed_ppo_run() -> pathlib.Path:
   return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))
 
 
-def killed_and_resumed(workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options) -> pathlib.Path:
+def killed_and_resumed(
+  workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options
+) -> pathlib.Path:
   """Kills a run when metrics.jsonl has each of these numbers of rows, and then lets it end."""
   for count in counts:
     process = start(workdir, *flags, **options)
@@ -215,14 +251,20 @@ def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, 
 
 
 def wait_for_rows(
-  workdir: pathlib.Path, count: int, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
+  workdir: pathlib.Path,
+  count: int,
+  process: subprocess.Popen | warm.Process,
+  *,
+  timeout_s: float = 300,
 ) -> None:
   """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
   deadline = time.monotonic() + timeout_s
   with times.phase('job'):
     while len(rows(workdir)) < count:
       if process.poll() is not None:
-        raise AssertionError(f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}')
+        raise AssertionError(
+          f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}'
+        )
       if time.monotonic() > deadline:
         raise AssertionError(f'{len(rows(workdir))} rows of {count} after {timeout_s} s')
       time.sleep(0.01)
@@ -240,11 +282,17 @@ def untimed(workdir: pathlib.Path) -> list[dict]:
 
 
 def files(directory: pathlib.Path) -> dict[str, bytes]:
-  return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob('*')) if p.is_file()}
+  return {
+    str(p.relative_to(directory)): p.read_bytes()
+    for p in sorted(directory.rglob('*'))
+    if p.is_file()
+  }
 
 
 def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
-  """Bit for bit: parameters, optimizer state, rollouts, evaluations, every metric that is not a time."""
+  """Bit for bit: parameters, optimizer state, rollouts, evaluations, every metric that is not a
+  time.
+  """
   assert untimed(found) == untimed(wanted)
   for part in ('rollouts', 'evals', 'hf'):
     assert files(found / part) == files(wanted / part), part
@@ -257,7 +305,9 @@ def commits(workdir: pathlib.Path) -> list[int]:
 
 
 def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-  """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by path."""
+  """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by
+  path.
+  """
   import jax
   import numpy as np
   import orbax.checkpoint as ocp
@@ -269,12 +319,16 @@ def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...]
     tree = checkpointer.restore(arrays, restore_args=as_numpy)
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
-    jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for path, leaf in leaves
+    jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
+    for path, leaf in leaves
   }
 
 
-def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options) -> None:
-  """Starts a run, kills it at a random moment and checks its accounts, `kills` times; then lets it end.
+def kill_at_random(
+  workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options
+) -> None:
+  """Starts a run, kills it at a random moment and checks its accounts, `kills` times; then lets it
+  end.
 
   Args:
     after: rows before the first kill; a run of QUICK has 14 when its rollouts begin.
@@ -299,7 +353,10 @@ def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
   return [plan for plan in found if plan['stage'] == stage]
 
 
-ASYNCHRONOUS = ('--config.stages.grpo.source.bound=2', '--config.stages.grpo.source.publish_every=2')
+ASYNCHRONOUS = (
+  '--config.stages.grpo.source.bound=2',
+  '--config.stages.grpo.source.publish_every=2',
+)
 PROCESSED = (
   '--config.stages.grpo.source.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
   '--config.stages.grpo.source.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
@@ -308,23 +365,35 @@ PROCESSED = (
 
 
 def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> None:
-  """Checks an ASYNCHRONOUS run of 6 new groups of 4 a batch; `processed`: the run was PROCESSED too."""
+  """Checks an ASYNCHRONOUS run of 6 new groups of 4 a batch; `processed`: the run was PROCESSED
+  too.
+  """
   from jaxrl_llm.replay.audit import audit
 
   report, grpo = audit(workdir / 'replay'), plans(workdir, 'grpo')
   assert report.ok and report.live == (), report.lines
   assert len(grpo) == steps
-  uses = collections.Counter(group for plan in grpo for group in {row['group'] for row in plan['rows']})
+  uses = collections.Counter(
+    group for plan in grpo for group in {row['group'] for row in plan['rows']}
+  )
   tasks = collections.Counter(group.split('/')[1] for group in uses)
   assert set(tasks.values()) == {1}, 'no pass over the tasks is over: each was drawn once'
   assert len(uses) == 6 * steps, 'six new groups a batch'
   assert all(
-    plan['step'] - row['version_step'] <= 2 for plan in grpo for row in plan['rows'] if uses[row['group']] == 1
+    plan['step'] - row['version_step'] <= 2
+    for plan in grpo
+    for row in plan['rows']
+    if uses[row['group']] == 1
   )
   steps_of = [row for row in rows(workdir) if 'staleness/max' in row]
   if processed:
-    assert 2 <= max(uses.values()) <= 3 and any('dropped(reward std)' in reason for reason in report.reasons)
+    assert 2 <= max(uses.values()) <= 3 and any(
+      'dropped(reward std)' in reason for reason in report.reasons
+    )
     assert sum(row['run/past_groups'] for row in steps_of) == sum(uses.values()) - len(uses)
   else:
     assert set(uses.values()) == {1}
-    assert report.states['trained'] == steps * 6 * 4 and max(row['staleness/max'] for row in steps_of) == 2
+    assert (
+      report.states['trained'] == steps * 6 * 4
+      and max(row['staleness/max'] for row in steps_of) == 2
+    )

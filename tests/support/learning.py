@@ -1,7 +1,8 @@
-"""Rows, models and cuts to try the learner on: what is computed is a Subject, how it is laid out is a Case.
+"""Rows, models and cuts to try the learner on: what is computed is a Subject, how it is laid out is
+a Case.
 
-Rows come through the real loader from a file, and what is drawn here is a function of fixed seeds, so that two tests
-that name the same thing compute the same numbers.
+Rows come through the real loader from a file, and what is drawn here is a function of fixed seeds,
+so that two tests that name the same thing compute the same numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ SPECS = {
   for head in ('lm', 'value', 'scalar')
 }
 ROLLOUTS, EXPERTS, PAIRED = range(12), range(12, 17), range(17, 29)
-"""Samples of the file: three groups of four, demonstrations, and six pairs of which the first is the chosen one."""
+"""Samples of the file: three groups of four, demonstrations, and six pairs of which the first is
+the chosen one.
+"""
 LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
 """The contract: relative norm of a tensor's difference, and difference of losses."""
 
@@ -117,7 +120,10 @@ def experts() -> tuple[Row, ...]:
 
 def pairs() -> tuple[Row, ...]:
   """The rejected answers first, so that nothing may rely on an order."""
-  rows = [planned(i, None, pair=f'p{(i - PAIRED[0]) // 2}', label=1 - 2 * ((i - PAIRED[0]) % 2)) for i in PAIRED]
+  rows = [
+    planned(i, None, pair=f'p{(i - PAIRED[0]) // 2}', label=1 - 2 * ((i - PAIRED[0]) % 2))
+    for i in PAIRED
+  ]
   return tuple(sorted(rows, key=lambda row: row.label))
 
 
@@ -138,7 +144,9 @@ def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) ->
     spec=SPECS[head],
     options=options,
     init=init,
-    apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens] * params['norm']['scale'],
+    apply=lambda params, tokens, positions, segment_ids: (
+      params['embed']['kernel'][tokens] * params['norm']['scale']
+    ),
     head_kernel=lambda params: params['head']['kernel'],
     init_cache=lambda batch, length: (),
     decode=lambda params, tokens, positions, cache: (params['embed']['kernel'][tokens], cache),
@@ -147,7 +155,10 @@ def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) ->
   )
 
 
-MODELS = {'decoder': lambda options, head='lm', mesh=None: build_model(SPECS[head], options, mesh), 'bigram': bigram}
+MODELS = {
+  'decoder': lambda options, head='lm', mesh=None: build_model(SPECS[head], options, mesh),
+  'bigram': bigram,
+}
 
 
 @functools.cache
@@ -159,7 +170,9 @@ def host_params(model: str, head: str = 'lm'):
 
 
 def log_probabilities(model: Model, tree, tokens, temperature):
-  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the end is not seen."""
+  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the
+  end is not seen.
+  """
   ids = tokens[None]
   hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
   return jax.nn.log_softmax((hidden @ model.head_kernel(tree).T)[0, :-1] / temperature)
@@ -175,14 +188,21 @@ def padded(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
-  """For each sample what passes and sampler would have found, every policy another one, near the one that trains."""
+  """For each sample what passes and sampler would have found, every policy another one, near the
+  one that trains.
+  """
   policy = MODELS[model](ModelOptions())
 
   def own(params, tokens, temperature):
     return chosen(log_probabilities(policy, params, tokens, temperature), tokens)
 
-  tokens, temperatures = np.stack([padded(s.tokens) for s in SAMPLES]), np.float32([s.temperature for s in SAMPLES])
-  logprobs = np.asarray(jax.jit(jax.vmap(own, (None, 0, 0)))(host_params(model), tokens, temperatures), np.float64)
+  tokens, temperatures = (
+    np.stack([padded(s.tokens) for s in SAMPLES]),
+    np.float32([s.temperature for s in SAMPLES]),
+  )
+  logprobs = np.asarray(
+    jax.jit(jax.vmap(own, (None, 0, 0)))(host_params(model), tokens, temperatures), np.float64
+  )
   rng = np.random.default_rng(3)
   found = []
   for row, s in zip(logprobs, SAMPLES, strict=True):
@@ -194,13 +214,17 @@ def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
       'reference_logprobs': row + 0.5 * noise[2],
       'values': noise[3],
     }
-    found.append({name: np.where(s.loss_mask, x, 0.0).astype(np.float32) for name, x in columns.items()})
+    found.append(
+      {name: np.where(s.loss_mask, x, 0.0).astype(np.float32) for name, x in columns.items()}
+    )
   return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-  """A loss on rows. Off-policy, sampler, proximal policy, reference and policy are four different ones."""
+  """A loss on rows. Off-policy, sampler, proximal policy, reference and policy are four different
+  ones.
+  """
 
   algorithm: Algorithm
   rows: tuple[Row, ...]
@@ -216,7 +240,9 @@ class Subject:
     return 'value' if self.of_critic else self.algorithm.head
 
 
-def closed(algorithm: Algorithm, rows, *, model: str = 'bigram', step: int = 0, state=None) -> Closed:
+def closed(
+  algorithm: Algorithm, rows, *, model: str = 'bigram', step: int = 0, state=None
+) -> Closed:
   """The rows as `annotate` sees them."""
 
   def column(name):
@@ -250,7 +276,9 @@ class Case:
     self.loader = RowLoader(folder, self.mesh)
 
   def annotation(self, algorithm: Algorithm) -> Annotation:
-    return algorithm.annotate(closed(algorithm, self.plan.rows, model=self.model_name, step=self.plan.step))
+    return algorithm.annotate(
+      closed(algorithm, self.plan.rows, model=self.model_name, step=self.plan.step)
+    )
 
   def packed(self, algorithm: Algorithm, number: int = 0, *, off_policy: bool = False):
     """The optimizer step on the devices, and the constants of its loss."""
@@ -266,11 +294,15 @@ class Case:
 
   def params(self):
     tree = jax.tree.map(lambda x: x.astype(self.dtype), host_params(self.model_name, self.head))
-    return place_params(self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree)
+    return place_params(
+      self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree
+    )
 
 
 @functools.cache
-def program(model: str, options: ModelOptions, subject: Subject, token_chunk: int, mesh: Mesh | None):
+def program(
+  model: str, options: ModelOptions, subject: Subject, token_chunk: int, mesh: Mesh | None
+):
   function = functools.partial(
     gradients,
     MODELS[model](options, subject.head, mesh),
@@ -294,7 +326,9 @@ def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
     token_chunk = token_chunk or case.shape.chunk_len
     function = program(case.model_name, case.model.options, subject, token_chunk, case.model.mesh)
     found = jax.device_get(function(case.params(), packed.chunks, packed.used, constants))
-  return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
+  return (
+    found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
+  )
 
 
 def assert_same(found, wanted, precision='float64'):

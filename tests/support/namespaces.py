@@ -19,7 +19,9 @@ class Cabled:
     self._names = names
 
   def run(self, end: int, module: str, function: str, *args) -> list[str]:
-    """Command that calls a test module's function in one of the namespaces; wants `environment()`."""
+    """Command that calls a test module's function in one of the namespaces; wants
+    `environment()`.
+    """
     code = f'import {module} as t; t.{function}(*{args!r})'
     return ['ip', 'netns', 'exec', self._names[end], sys.executable, '-c', code]
 
@@ -39,7 +41,20 @@ def cabled():
     try:
       for name in names:
         _ip('netns', 'add', name)
-      _ip('-n', names[0], 'link', 'add', 'cable', 'type', 'veth', 'peer', 'name', 'cable', 'netns', names[1])
+      _ip(
+        '-n',
+        names[0],
+        'link',
+        'add',
+        'cable',
+        'type',
+        'veth',
+        'peer',
+        'name',
+        'cable',
+        'netns',
+        names[1],
+      )
     except subprocess.CalledProcessError as error:
       pytest.skip(f'this machine lets root make no network namespace: {error.stderr.strip()}')
     for name, address in zip(names, (SERVING, CALLING), strict=True):

@@ -1,4 +1,5 @@
-"""What the objectives are held against: NumPy in float64, plain loops over tokens, written from the formulas.
+"""What the objectives are held against: NumPy in float64, plain loops over tokens, written from the
+formulas.
 
 Masked tokens are never read here, so that whatever stands there cannot matter.
 """
@@ -18,15 +19,21 @@ SEGMENTS = 4
 
 
 def packed(seed: int, *, extreme: bool = True) -> SimpleNamespace:
-  """Three chunks of 20 tokens with junk (NaN, ±infinity) at masked positions, except in the advantages.
+  """Three chunks of 20 tokens with junk (NaN, ±infinity) at masked positions, except in the
+  advantages.
 
-  Chunk 0: a sequence with holes, one of a single token, a fully masked one, one with zero advantages, and padding.
-  Chunk 1: two sequences, all masked. Chunk 2: three sequences without padding, advantages of either sign.
-  `extreme` puts log ratios beyond ±20 into chunks 0 (the single token) and 2.
+  Chunk 0: a sequence with holes, one of a single token, a fully masked one, one with zero
+  advantages, and padding. Chunk 1: two sequences, all masked. Chunk 2: three sequences without
+  padding, advantages of either sign. `extreme` puts log ratios beyond ±20 into chunks 0 (the single
+  token) and 2.
   """
   rng = np.random.default_rng(seed)
   ids = np.array(
-    [[1] * 7 + [2] + [3] * 4 + [4] * 5 + [0] * 3, [1] * 9 + [2] * 6 + [0] * 5, [1] * 5 + [2] * 9 + [3] * 6]
+    [
+      [1] * 7 + [2] + [3] * 4 + [4] * 5 + [0] * 3,
+      [1] * 9 + [2] * 6 + [0] * 5,
+      [1] * 5 + [2] * 9 + [3] * 6,
+    ]
   )
   mask = np.zeros(ids.shape, bool)
   mask[0, [1, 2, 5, 6, 7, 13, 14, 15, 16]] = True
@@ -61,10 +68,14 @@ def on_device(batch: SimpleNamespace, dtype: str = 'float64') -> SimpleNamespace
 
 
 def evaluate(function: Callable, batch: SimpleNamespace, *, dtype: str):
-  """`function` of the batch on the device in the given precision, which its float results must keep."""
+  """`function` of the batch on the device in the given precision, which its float results must
+  keep.
+  """
   with jax.enable_x64(True):
     found = function(on_device(batch, dtype))
-    assert all(x.dtype == dtype for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating))
+    assert all(
+      x.dtype == dtype for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating)
+    )
     return jax.tree.map(np.asarray, found)
 
 
@@ -75,8 +86,11 @@ def gradient_of(loss: Callable, batch: SimpleNamespace, name: str) -> np.ndarray
     return np.asarray(jax.grad(lambda x: loss(replaced(there, **{name: x})))(getattr(there, name)))
 
 
-def assert_gradient(loss: Callable, reference: Callable, batch: SimpleNamespace, name: str) -> np.ndarray:
-  """The gradient of `loss` over one array against central differences of `reference(batch of NumPy arrays)`.
+def assert_gradient(
+  loss: Callable, reference: Callable, batch: SimpleNamespace, name: str
+) -> np.ndarray:
+  """The gradient of `loss` over one array against central differences of `reference(batch of NumPy
+  arrays)`.
 
   `reference` holds constant what `loss` stops the gradient of. Returns the gradient.
   """
@@ -150,7 +164,9 @@ def cispo(log_ratio, logprobs, advantages, mask, *, low, high):
 def sapo(log_ratio, advantages, mask, *, tau_pos, tau_neg):
   def one(at):
     tau = tau_pos if advantages[at] > 0 else tau_neg
-    return -4 / tau / (1 + math.exp(min(-tau * (math.exp(log_ratio[at]) - 1), 700.0))) * advantages[at]
+    return (
+      -4 / tau / (1 + math.exp(min(-tau * (math.exp(log_ratio[at]) - 1), 700.0))) * advantages[at]
+    )
 
   return each(mask, one)
 
@@ -174,7 +190,9 @@ def value_loss(values, old_values, returns, mask, *, cliprange):
   def one(at):
     v, old, target = values[at], old_values[at], returns[at]
     plain = (v - target) ** 2
-    near = plain if cliprange is None else (clamp(v, old - cliprange, old + cliprange) - target) ** 2
+    near = (
+      plain if cliprange is None else (clamp(v, old - cliprange, old + cliprange) - target) ** 2
+    )
     return max(plain, near) / 2, float(near > plain)
 
   return tuple(each(mask, lambda at, i=i: one(at)[i]) for i in range(2))

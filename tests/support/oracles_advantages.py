@@ -1,4 +1,6 @@
-"""Formulas of advantages and shaping as plain loops over Python floats, and random rows to try them on."""
+"""Formulas of advantages and shaping as plain loops over Python floats, and random rows to try them
+on.
+"""
 
 import math
 
@@ -22,7 +24,9 @@ def row(rng, length, share=0.6):
 
 
 def of_group(rewards, groups, rule):
-  """rule(i, members' rewards, i's place among them) for each scored sample whose group has two different rewards."""
+  """rule(i, members' rewards, i's place among them) for each scored sample whose group has two
+  different rewards.
+  """
   advantages = []
   for i, reward in enumerate(rewards):
     members = [j for j in range(len(rewards)) if groups[j] == groups[i] and rewards[j] is not None]
@@ -44,7 +48,9 @@ def leave_one_out(rewards, groups):
 
 def log_partition(rewards, groups, tau):
   def rule(reward, values, place):
-    return reward - tau * math.log(math.fsum(math.exp(value / tau) for value in values) / len(values))
+    return reward - tau * math.log(
+      math.fsum(math.exp(value / tau) for value in values) / len(values)
+    )
 
   return of_group(rewards, groups, rule)
 
@@ -88,7 +94,10 @@ def whitened(rows, masks, eps, shift_mean):
   variance = math.fsum((x - mean) ** 2 for x in valid) / (len(valid) - 1)
   shift = 0.0 if shift_mean else mean
   return [
-    [(row[t] - mean) / math.sqrt(variance + eps) + shift if mask[t] else 0.0 for t in range(len(mask))]
+    [
+      (row[t] - mean) / math.sqrt(variance + eps) + shift if mask[t] else 0.0
+      for t in range(len(mask))
+    ]
     for row, mask in zip(rows, masks)
   ]
 
@@ -105,7 +114,9 @@ def overlong(length, max_length, buffer, factor):
 def length_reward(lengths, correct, groups):
   result = []
   for i in range(len(lengths)):
-    group = [lengths[j] for j in range(len(lengths)) if groups[j] == groups[i] and correct[j] is not None]
+    group = [
+      lengths[j] for j in range(len(lengths)) if groups[j] == groups[i] and correct[j] is not None
+    ]
     if correct[i] is None or max(group) == min(group):
       result.append(0.0)
       continue

@@ -7,9 +7,16 @@ from jaxrl_llm.weights.tables import entries
 
 
 def random_params(spec, seed=0, dtype=np.float32):
-  """An unrolled tree in which every number differs from every other: no mix-up stays unseen. Norms are near 1."""
+  """An unrolled tree in which every number differs from every other: no mix-up stays unseen. Norms
+  are near 1.
+  """
   rng = np.random.default_rng(seed)
-  return unflatten({e.unrolled: rng.normal(float('norm' in e.path), 0.2, e.shape).astype(dtype) for e in entries(spec)})
+  return unflatten(
+    {
+      e.unrolled: rng.normal(float('norm' in e.path), 0.2, e.shape).astype(dtype)
+      for e in entries(spec)
+    }
+  )
 
 
 def assert_same_bits(first, second):

@@ -11,10 +11,14 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
 def with_pool(scorers, use, *, workers=1, deadline_s=60.0, **config):
-  """Runs `use(pool)` with each scorer in force for the domain of its own name; `length` is always there."""
+  """Runs `use(pool)` with each scorer in force for the domain of its own name; `length` is always
+  there.
+  """
   scorers = {'length': rewards_scorers.length, **scorers}
   deadlines = {**dict.fromkeys(scorers, deadline_s), 'length': 60.0}
-  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadlines[name]) for name in scorers)
+  configs = tuple(
+    ScorerConfig(name=name, domains=(name,), deadline_s=deadlines[name]) for name in scorers
+  )
 
   async def main():
     pool = ScorerPool(scorers, RewardsConfig(scorers=configs, workers=workers, **config))

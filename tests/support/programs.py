@@ -6,5 +6,6 @@ import importlib.metadata
 
 CHEAP = '--xla_backend_optimization_level=0'
 """Value of XLA_FLAGS."""
-if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 12):  # Later compilers lack this option.
+# Later compilers lack this option.
+if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 12):
   CHEAP += ' --xla_cpu_use_fusion_emitters=false'

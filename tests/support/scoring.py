@@ -1,4 +1,6 @@
-"""A started scorer pool around scorers that judge everything, unless their configuration says otherwise."""
+"""A started scorer pool around scorers that judge everything, unless their configuration says
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def awaited(call: Callable[[Attempt], Awaitable[Verdict]], **fields) -> Awaited:
 
 def pool(scorers: Mapping[str, tuple[AnyScorer, Mapping]], *, live=None, **config) -> ScorerPool:
   """Of scorers by name, each with the other fields of its ScorerConfig."""
-  configs = tuple(ScorerConfig(name=name, **{'deadline_s': 60.0, **fields}) for name, (_, fields) in scorers.items())
+  configs = tuple(
+    ScorerConfig(name=name, **{'deadline_s': 60.0, **fields})
+    for name, (_, fields) in scorers.items()
+  )
   built = {name: scorer for name, (scorer, _) in scorers.items()}
   return ScorerPool(built, RewardsConfig(scorers=configs, **config), live=live)
 
@@ -47,7 +52,9 @@ async def _used(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T
 
 
 def using(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
-  """Starts the pool and returns the result of `use`; TimeoutError after 180 s, which a slow start of workers needs."""
+  """Starts the pool and returns the result of `use`; TimeoutError after 180 s, which a slow start
+  of workers needs.
+  """
   return asyncio.run(asyncio.wait_for(_used(one, use), 180))
 
 

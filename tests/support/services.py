@@ -1,4 +1,6 @@
-"""HTTP services for tests of the clients that score over them: real servers on loopback, with answers as told."""
+"""HTTP services for tests of the clients that score over them: real servers on loopback, with
+answers as told.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +16,8 @@ CUT = object()
 
 
 class Service:
-  """Answers each request as `answer(body)` says: JSON, a status, (status, JSON, headers), HANG or CUT.
+  """Answers each request as `answer(body)` says: JSON, a status, (status, JSON, headers), HANG or
+  CUT.
 
   Attributes:
     seen: bodies, in the order in which they came.
@@ -55,7 +58,9 @@ class Service:
     if isinstance(said, str):
       return web.Response(text=said)
     status, value, headers = said if isinstance(said, tuple) else (200, said, {})
-    return web.Response(status=status, text=json.dumps(value), headers=headers, content_type='application/json')
+    return web.Response(
+      status=status, text=json.dumps(value), headers=headers, content_type='application/json'
+    )
 
   @contextlib.asynccontextmanager
   async def running(self, socket=None, tls=None):
@@ -63,10 +68,16 @@ class Service:
     server = web.Server(self._handle, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, '127.0.0.1', 0, ssl_context=tls) if socket is None else web.UnixSite(runner, str(socket))
+    site = (
+      web.TCPSite(runner, '127.0.0.1', 0, ssl_context=tls)
+      if socket is None
+      else web.UnixSite(runner, str(socket))
+    )
     await site.start()
     scheme = 'https' if tls else 'http'
-    self.address = f'unix:{socket}' if socket else '{}://{}:{}'.format(scheme, *runner.addresses[0][:2])
+    self.address = (
+      f'unix:{socket}' if socket else '{}://{}:{}'.format(scheme, *runner.addresses[0][:2])
+    )
     try:
       yield self
     finally:
@@ -95,7 +106,11 @@ class Service:
 
 def chat(text, finish='stop'):
   """A chat completion with this text."""
-  return {'choices': [{'index': 0, 'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}]}
+  return {
+    'choices': [
+      {'index': 0, 'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}
+    ]
+  }
 
 
 def one_after_another(*answers):

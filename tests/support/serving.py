@@ -41,7 +41,9 @@ ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vll
 VOCAB = 29
 """As the quickstart's tokenizer has it, so that its job can run on a test's servers."""
 LENGTH = 400
-"""Tokens of the longest sequence: several blocks of vLLM's cache, which are 128 tokens long on CPUs."""
+"""Tokens of the longest sequence: several blocks of vLLM's cache, which are 128 tokens long on
+CPUs.
+"""
 FAULTY = {'faulty_worker': FIXTURES / 'faulty_worker.py'}
 SHAPE = dict(
   hidden_size=64,
@@ -74,7 +76,9 @@ def servers_of(
   adapter_rank=0,
   **args,
 ):
-  """Servers, not started, of a model whose config.json is written into `folder` (or is there, with weights)."""
+  """Servers, not started, of a model whose config.json is written into `folder` (or is there, with
+  weights).
+  """
   folder.mkdir(exist_ok=True)
   if load == 'dummy':
     write_config(folder, model.spec, dtype=dtype, eos_ids=[1], pad_id=0)
@@ -88,7 +92,9 @@ def servers_of(
     worker_files=FAULTY if faulty else None,
     worker_class='faulty_worker.Worker' if faulty else 'jaxrl_llm_worker.Worker',
   )
-  return [OwnedServer(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)]
+  return [
+    OwnedServer(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)
+  ]
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +110,9 @@ async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float3
 
 
 @contextlib.asynccontextmanager
-async def fleet_of(model, replicas, folder: pathlib.Path, *, dtype='float32', seed: int = 3, lora=None, **config):
+async def fleet_of(
+  model, replicas, folder: pathlib.Path, *, dtype='float32', seed: int = 3, lora=None, **config
+):
   """Args: lora: of adapters, as which versions are published; None: whole weights."""
   kind = PublicationFolder if lora is None else functools.partial(AdapterFolder, lora=lora)
   fleet = Fleet(
@@ -142,12 +150,18 @@ def _prober(spec) -> Prober:
 
 def weights_of(model, params, version: Version) -> Weights:
   params = jax.tree.map(jnp.asarray, params)
-  return Weights(version=version, leaves=Weights.of(params, version).leaves, probe=_prober(model.spec).probe(params))
+  return Weights(
+    version=version,
+    leaves=Weights.of(params, version).leaves,
+    probe=_prober(model.spec).probe(params),
+  )
 
 
 def request(number: int, *, length: int = 5, **fields) -> Request:
   prompt = tuple(np.random.default_rng(number).integers(2, VOCAB, length).tolist())
-  return Request(**{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 24, 'key': (number, 9), **fields})
+  return Request(
+    **{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 24, 'key': (number, 9), **fields}
+  )
 
 
 async def ask(engine, asked: Request) -> list:
@@ -202,7 +216,9 @@ def descendants(pid: int) -> dict[int, str]:
   while left:
     for child in children.get(left.pop(), []):
       with contextlib.suppress(OSError):
-        found[child] = pathlib.Path(f'/proc/{child}/cmdline').read_bytes().replace(b'\0', b' ').decode()
+        found[child] = (
+          pathlib.Path(f'/proc/{child}/cmdline').read_bytes().replace(b'\0', b' ').decode()
+        )
         left.append(child)
   return found
 
@@ -225,7 +241,11 @@ def shared_memory(tree: dict[int, str]) -> set[str]:
   for pid in tree:
     with contextlib.suppress(OSError):
       lines = pathlib.Path(f'/proc/{pid}/maps').read_text().splitlines()
-      found |= {line.split(maxsplit=5)[5] for line in lines if '/dev/shm/' in line and '(deleted)' not in line}
+      found |= {
+        line.split(maxsplit=5)[5]
+        for line in lines
+        if '/dev/shm/' in line and '(deleted)' not in line
+      }
   return found
 
 
@@ -245,7 +265,12 @@ def serve(model, folder: pathlib.Path, *flags: str) -> subprocess.Popen:
   """launch/serve.py on a model's config.json; its addresses come into a file when all serve."""
   (folder / 'model').mkdir()
   write_config(folder / 'model', model.spec, dtype='float32', eos_ids=[1], pad_id=0)
-  own = (f'--model={folder / "model"}', f'--environment={ENVIRONMENT}', '--dtype=float32', f'--max_model_len={LENGTH}')
+  own = (
+    f'--model={folder / "model"}',
+    f'--environment={ENVIRONMENT}',
+    '--dtype=float32',
+    f'--max_model_len={LENGTH}',
+  )
   files = (f'--logs={folder / "logs"}', f'--addresses_file={folder / "addresses"}')
   command = [sys.executable, 'launch/serve.py', *own, *files, *flags]
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
@@ -257,7 +282,9 @@ def wait_for_addresses(folder: pathlib.Path, process: subprocess.Popen) -> list[
   with times.phase('servers'):
     while not (folder / 'addresses').exists():
       if process.poll() is not None or time.monotonic() > deadline:
-        raise AssertionError(f'serve.py: exit code {process.poll()}: {process.communicate()[0][-3000:]}')
+        raise AssertionError(
+          f'serve.py: exit code {process.poll()}: {process.communicate()[0][-3000:]}'
+        )
       time.sleep(0.1)
   return json.loads((folder / 'addresses').read_text())
 
@@ -304,7 +331,11 @@ def attached_job(pair):
 
 def api_servers(pid):
   """Pids of the API servers that a trainer's process started, in the order of their names."""
-  found = {p: line for p, line in descendants(pid).items() if 'api_server' in line and 'guard.py' not in line}
+  found = {
+    p: line
+    for p, line in descendants(pid).items()
+    if 'api_server' in line and 'guard.py' not in line
+  }
   parents = [p for p in sorted(found) if not any(p in descendants(other) for other in found)]
   return parents
 

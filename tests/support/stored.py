@@ -28,7 +28,9 @@ def make_sample(uid: str, length: int = 12, version: int = 0) -> Sample:
     loss_mask=sampled,
     sampled=sampled,
     behaviour_logprobs=np.where(sampled, -draw.random(length), 0).astype(np.float32),
-    segments=(Segment(start=4, end=length, version=Version(1, version), engine='embedded', finish='stop'),),
+    segments=(
+      Segment(start=4, end=length, version=Version(1, version), engine='embedded', finish='stop'),
+    ),
   )
 
 
@@ -37,7 +39,9 @@ def issues(uids):
 
 
 def score_of(uid: str, value: float | None = 0.5) -> Score:
-  return Score(uid=uid, scorer='answer', value=value, parts={'match': 1.0}, evidence={'answer': 'x'}, time=0.25)
+  return Score(
+    uid=uid, scorer='answer', value=value, parts={'match': 1.0}, evidence={'answer': 'x'}, time=0.25
+  )
 
 
 def store_group(store, uids, step, version=0):

@@ -1,12 +1,14 @@
-"""Starts Python scripts without their imports: as forks of a process that has imported the same modules.
+"""Starts Python scripts without their imports: as forks of a process that has imported the same
+modules.
 
-A job's imports alone take about 7 s of a core. `start` forks a process that has done them (one for each test worker,
-made at the first call), and the fork becomes the script, with a session, directory, environment, arguments, file
-descriptors and exit code of its own. Some libraries read the environment when they are imported: a script that needs
-another value of a variable in `_FIXED` is started as usual instead.
+A job's imports alone take about 7 s of a core. `start` forks a process that has done them (one for
+each test worker, made at the first call), and the fork becomes the script, with a session,
+directory, environment, arguments, file descriptors and exit code of its own. Some libraries read
+the environment when they are imported: a script that needs another value of a variable in `_FIXED`
+is started as usual instead.
 
-Run as a program (`python tests/support/warm.py SOCKET`), this module is that process: SOCKET is the inherited
-descriptor over which its requests come.
+Run as a program (`python tests/support/warm.py SOCKET`), this module is that process: SOCKET is the
+inherited descriptor over which its requests come.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _MODULES = (
 class Process:
   """A script that `start` has started; attributes and methods are those of `subprocess.Popen`."""
 
-  def __init__(self, args: Sequence[str], connection: socket.socket, stdout: int | None, stderr: int | None):
+  def __init__(
+    self, args: Sequence[str], connection: socket.socket, stdout: int | None, stderr: int | None
+  ):
     self.args, self.returncode = list(args), None
     self._connection = connection
     self.stdout = None if stdout is None else os.fdopen(stdout)
@@ -72,7 +76,9 @@ class Process:
   def communicate(self, timeout: float | None = None) -> tuple[str, str]:
     """Waits for the script to end; (stdout, stderr) as far as they have not been read yet."""
     deadline = None if timeout is None else time.monotonic() + timeout
-    streams = [stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed]
+    streams = [
+      stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed
+    ]
     parts = {stream: [] for stream in streams}
     with selectors.DefaultSelector() as selector:
       for stream in streams:
@@ -104,7 +110,9 @@ class Process:
     self.send_signal(signal.SIGKILL)
 
 
-def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str], piped: bool = True) -> Process:
+def start(
+  args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str], piped: bool = True
+) -> Process:
   """Starts `args`, a script and its arguments, in a session of its own.
 
   Args:
@@ -116,7 +124,9 @@ def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str]
   server, fixed = _server()
   different = [name for name in _FIXED if env.get(name) != fixed.get(name)]
   if different:
-    raise ValueError(f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess')
+    raise ValueError(
+      f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess'
+    )
   ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
   null = os.open(os.devnull, os.O_RDWR)
   reads, writes = zip(os.pipe(), os.pipe()) if piped else ((None, None), (null, null))
@@ -124,7 +134,9 @@ def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str]
   descriptors = array.array('i', (theirs.fileno(), null, *writes))
   try:
     # On a stream the length comes first; the descriptors travel with it.
-    server.sendmsg([len(request).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+    server.sendmsg(
+      [len(request).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+    )
     server.sendall(request)
   finally:
     theirs.close()
@@ -141,14 +153,19 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
   ours, theirs = socket.socketpair()
   env = job.environment()
   subprocess.Popen(
-    [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, start_new_session=True
+    [sys.executable, __file__, str(theirs.fileno())],
+    pass_fds=[theirs.fileno()],
+    env=env,
+    start_new_session=True,
   )
   theirs.close()
   return ours, env
 
 
 def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
-  """Forks for each request and reports exit codes. Returns only in a fork: (its request, its standard descriptors)."""
+  """Forks for each request and reports exit codes. Returns only in a fork: (its request, its
+  standard descriptors).
+  """
   children: dict[int, socket.socket] = {}
   wake, woken = socket.socketpair()
   wake.setblocking(False)
@@ -207,7 +224,10 @@ def _become(request: dict, descriptors: list[int]) -> None:
   sys.argv = request['args']
   script = sys.argv[0]
   paths = request['env'].get('PYTHONPATH', '').split(os.pathsep)
-  sys.path[:0] = [str(pathlib.Path(script).resolve().parent), *(path for path in paths if path not in sys.path)]
+  sys.path[:0] = [
+    str(pathlib.Path(script).resolve().parent),
+    *(path for path in paths if path not in sys.path),
+  ]
   runpy.run_path(script, run_name='__main__')
 
 

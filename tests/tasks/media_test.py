@@ -18,17 +18,26 @@ from jaxrl_llm.tasks.taskset import TasksetConfig, check_disjoint, load_taskset
 
 # One pixel each, red and blue.
 RED, BLUE = (
-  base64.b64decode(f'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8{middle}QAAAABJRU5ErkJggg==')
+  base64.b64decode(
+    f'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8{middle}QAAAABJRU5ErkJggg=='
+  )
   for middle in ('z8DwHwAFBQIAX8jx0g', 'z8BQDwAEhQGAhKmMIQ')
 )
 
 
 def load(tmp_path, *rows, **options):
   (tmp_path / 'images').mkdir(exist_ok=True)
-  for name, data in (('red.png', RED), ('blue.png', BLUE), ('text.png', b'hello'), ('empty.png', b'')):
+  for name, data in (
+    ('red.png', RED),
+    ('blue.png', BLUE),
+    ('text.png', b'hello'),
+    ('empty.png', b''),
+  ):
     (tmp_path / 'images' / name).write_bytes(data)
   file = tmp_path / 'tasks.jsonl'
-  file.write_text('\n'.join(json.dumps({'prompt': 'What colour?', 'answer': 'red', **row}) for row in rows))
+  file.write_text(
+    '\n'.join(json.dumps({'prompt': 'What colour?', 'answer': 'red', **row}) for row in rows)
+  )
   return load_taskset(TasksetConfig(name='t', source=str(file), domain='vision', **options))
 
 
@@ -51,10 +60,20 @@ def test_bytes_stand_in_the_row(tmp_path):
 
 
 def test_one_text_with_two_pictures_is_two_tasks(tmp_path):
-  rows = [{'media': [image()]}, {'media': [image('images/blue.png')]}, {}, {'media': [image()]}, {'media': []}]
+  rows = [
+    {'media': [image()]},
+    {'media': [image('images/blue.png')]},
+    {},
+    {'media': [image()]},
+    {'media': []},
+  ]
   taskset = load(tmp_path, *rows)
   assert (taskset.counts['kept'], taskset.counts['duplicate']) == (3, 2)
-  assert len({task.digest for task in taskset.tasks}) == len({normalised(task) for task in taskset.tasks}) == 3
+  assert (
+    len({task.digest for task in taskset.tasks})
+    == len({normalised(task) for task in taskset.tasks})
+    == 3
+  )
   check_disjoint(load(tmp_path, rows[0]), load(tmp_path, rows[1]))
   with pytest.raises(UserError, match='share 1 prompts'):
     check_disjoint(load(tmp_path, rows[0]), load(tmp_path, {'media': [image(kind='image')]}))
@@ -65,8 +84,14 @@ def test_one_text_with_two_pictures_is_two_tasks(tmp_path):
   [
     ([image('images/none.png')], 'media[0]: {root}/images/none.png: No such file or directory'),
     ([image(), image('images')], 'media[1]: {root}/images: Is a directory'),
-    ([image(digest='0' * 32)], 'media[0]: images/red.png: digest is {digest}, the row says 00000000'),
-    ([image('images/text.png')], 'media[0]: images/text.png: 5 bytes that are not a PNG, JPEG, GIF, WebP, BMP'),
+    (
+      [image(digest='0' * 32)],
+      'media[0]: images/red.png: digest is {digest}, the row says 00000000',
+    ),
+    (
+      [image('images/text.png')],
+      'media[0]: images/text.png: 5 bytes that are not a PNG, JPEG, GIF, WebP, BMP',
+    ),
     ([image('images/empty.png')], 'media[0]: images/empty.png: 0 bytes that are not a PNG'),
     ([image('/etc/hostname')], "media[0]: path '/etc/hostname' is absolute"),
     ([{**image(), 'kind': 'audio'}], "media[0]: kind is 'audio', wanted 'image'"),
@@ -86,7 +111,10 @@ def test_what_is_wrong_with_a_picture_is_one_line(tmp_path, media, message):
 
 
 def test_links_of_a_hub_snapshot_to_its_blobs_are_inside(tmp_path):
-  snapshot, blobs = tmp_path / 'datasets--x' / 'snapshots' / 'abc', tmp_path / 'datasets--x' / 'blobs'
+  snapshot, blobs = (
+    tmp_path / 'datasets--x' / 'snapshots' / 'abc',
+    tmp_path / 'datasets--x' / 'blobs',
+  )
   (snapshot / 'images').mkdir(parents=True)
   blobs.mkdir()
   (blobs / '0123').write_bytes(RED)
@@ -130,7 +158,10 @@ def large(tmp_path):
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (outside, "path '../outside.png' leads out of {data}, wanted a file in it; copy the file there"),
+    (
+      outside,
+      "path '../outside.png' leads out of {data}, wanted a file in it; copy the file there",
+    ),
     (link_outside, "path 'link.png' leads out of {data}"),
     (device, "path 'zero.png' leads out of {data}"),
     (fifo, '{data}/fifo.png is a FIFO, wanted a regular file'),
@@ -144,7 +175,10 @@ def test_a_path_that_escapes_or_exhausts_the_host_is_one_line(tmp_path, make, me
   with pytest.raises(UserError) as raised:
     load(data, {key: [image(name) if key == 'media' else name]})
   said = str(raised.value)
-  assert said.startswith(f'{data}/tasks.jsonl:1: {key}[0]: {message.format(data=data)}') and '\n' not in said
+  assert (
+    said.startswith(f'{data}/tasks.jsonl:1: {key}[0]: {message.format(data=data)}')
+    and '\n' not in said
+  )
 
 
 def test_pictures_of_a_dataset_are_opened_by_us_alone(tmp_path):
@@ -155,11 +189,15 @@ def test_pictures_of_a_dataset_are_opened_by_us_alone(tmp_path):
     {'prompt': 'a', 'images': [{'bytes': RED, 'path': None}]},
     {'prompt': 'b', 'images': [{'bytes': None, 'path': str(tmp_path / 'fifo')}]},
   ]
-  features = datasets.Features(prompt=datasets.Value('string'), images=datasets.List(datasets.Image()))
+  features = datasets.Features(
+    prompt=datasets.Value('string'), images=datasets.List(datasets.Image())
+  )
   table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
   pyarrow.parquet.write_table(table, tmp_path / 'rows.parquet')
   options = {'data_files': str(tmp_path / 'rows.parquet'), 'cache_dir': str(tmp_path / 'cache')}
-  config = TasksetConfig(name='t', source='datasets:parquet#train', options=options, on_corrupt='skip')
+  config = TasksetConfig(
+    name='t', source='datasets:parquet#train', options=options, on_corrupt='skip'
+  )
   taskset = load_taskset(config)
   assert [media_bytes(task.media[0].reference, None) for task in taskset.tasks] == [RED]
   assert taskset.counts['corrupt'] == 1

@@ -9,7 +9,12 @@ from jaxrl_llm.config.values import from_json, to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Source, decode, encode
 from jaxrl_llm.rollout.workflow import demonstration_sample
-from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks, preference_samples
+from jaxrl_llm.tasks.preferences import (
+  PreferencesConfig,
+  load_preferences,
+  pairs_of_tasks,
+  preference_samples,
+)
 from jaxrl_llm.tasks.taskset import TasksetConfig, load_taskset
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -26,8 +31,15 @@ def assistant(text):
 
 SYSTEM = {'role': 'system', 'content': 's'}
 TEXT = {'prompt': 'q', 'chosen': 'good', 'rejected': 'bad'}
-CHAT = {'prompt': [SYSTEM, user('q')], 'chosen': [assistant('good')], 'rejected': [assistant('bad')]}
-WHOLE = {'chosen': [SYSTEM, user('q'), assistant('good')], 'rejected': [SYSTEM, user('q'), assistant('bad')]}
+CHAT = {
+  'prompt': [SYSTEM, user('q')],
+  'chosen': [assistant('good')],
+  'rejected': [assistant('bad')],
+}
+WHOLE = {
+  'chosen': [SYSTEM, user('q'), assistant('good')],
+  'rejected': [SYSTEM, user('q'), assistant('bad')],
+}
 TURNS = {
   'chosen': [user('a'), assistant('b'), user('q'), assistant('good')],
   'rejected': [user('a'), assistant('b'), user('q'), assistant('bad')],
@@ -53,7 +65,8 @@ def told(pair):
     (TEXT, ['user:q']),
     (CHAT, ['system:s', 'user:q']),
     (WHOLE, ['system:s', 'user:q']),
-    ({**WHOLE, 'prompt': 'q'}, ['system:s', 'user:q']),  # a prompt of text beside whole conversations is their title
+    # a prompt of text beside whole conversations is their title
+    ({**WHOLE, 'prompt': 'q'}, ['system:s', 'user:q']),
     ({**CHAT, 'prompt': 'q'}, ['user:q']),
     ({**CHAT, 'chosen': 'good', 'rejected': 'bad'}, ['system:s', 'user:q']),
     (TURNS, ['user:a', 'assistant:b', 'user:q']),
@@ -70,13 +83,24 @@ def test_parquet_rows_are_the_same_pairs(tmp_path):
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'a.parquet')
   from_parquet = load(tmp_path / 'a.parquet').pairs
   from_jsonl = load(write(tmp_path / 'a.jsonl', *rows)).pairs
-  assert [(pair.uid, told(pair)) for pair in from_parquet] == [(pair.uid, told(pair)) for pair in from_jsonl]
+  assert [(pair.uid, told(pair)) for pair in from_parquet] == [
+    (pair.uid, told(pair)) for pair in from_jsonl
+  ]
 
 
 def test_templates_replace_the_rows_own_fields(tmp_path):
-  row = {'question': 'q', 'good': 'a', 'bad': 'b', 'extra_info': {'i': 4}, 'ability': 'math', 'prompt': [SYSTEM]}
+  row = {
+    'question': 'q',
+    'good': 'a',
+    'bad': 'b',
+    'extra_info': {'i': 4},
+    'ability': 'math',
+    'prompt': [SYSTEM],
+  }
   path = write(tmp_path / 'a.jsonl', row)
-  (pair,) = load(path, prompt='{question}?', chosen='{good}{i}', rejected='{bad}', group='number {i}').pairs
+  (pair,) = load(
+    path, prompt='{question}?', chosen='{good}{i}', rejected='{bad}', group='number {i}'
+  ).pairs
   assert told(pair) == (['system:s', 'user:q?'], 'a4', 'b')
   assert pair.group == 'number 4' and pair.task.domain == 'math'
   (whole,) = load(write(tmp_path / 'b.jsonl', WHOLE), prompt='other').pairs
@@ -113,14 +137,25 @@ def test_corrupt_row_is_fatal_with_its_place_or_skipped_and_counted(tmp_path, ro
   assert '\n' not in str(error.value)
   preferences = load(path, on_corrupt='skip')
   assert [pair.task.prompt[0]['content'] for pair in preferences.pairs] == ['a', 'b']
-  assert preferences.counts == {'read': 3, 'kept': 2, 'corrupt': 1, 'identical': 0, 'duplicate': 0, 'other_split': 0}
+  assert preferences.counts == {
+    'read': 3,
+    'kept': 2,
+    'corrupt': 1,
+    'identical': 0,
+    'duplicate': 0,
+    'other_split': 0,
+  }
 
 
 def test_missing_field_names_the_nearest_one(tmp_path):
   path = write(tmp_path / 'a.jsonl', {'prompt': 'q', 'choosen': 'a', 'rejected': 'b'})
-  with pytest.raises(UserError, match=r"a\.jsonl:1: the row lacks 'chosen'; did you mean 'choosen'\?"):
+  with pytest.raises(
+    UserError, match=r"a\.jsonl:1: the row lacks 'chosen'; did you mean 'choosen'\?"
+  ):
     load(path)
-  with pytest.raises(UserError, match=r"names 'chose', which the row lacks; did you mean 'choosen'\?"):
+  with pytest.raises(
+    UserError, match=r"names 'chose', which the row lacks; did you mean 'choosen'\?"
+  ):
     load(path, chosen='{chose}')
   with pytest.raises(UserError, match=r"names 'idd', which the row lacks"):
     load(path, chosen='{choosen}', group='{idd}')
@@ -128,7 +163,8 @@ def test_missing_field_names_the_nearest_one(tmp_path):
 
 
 def test_counts_name_every_rows_fate(tmp_path):
-  # 10 rows: 2 corrupt, 1 identical, 2 repeats (one of them in another shape), 5 pairs of three prompts
+  # 10 rows: 2 corrupt, 1 identical, 2 repeats (one of them in another shape), 5 pairs of three
+  # prompts
   rows = [
     TEXT,
     {**TEXT, 'chosen': 'better'},
@@ -190,9 +226,13 @@ def counts_add_up(preferences):
 
 @pytest.mark.parametrize('group, total', [(None, 600), ('{topic}', 300)])
 def test_holdout_splits_pairs_by_group(many, group, total):
-  everything, train, held_out = (load(many, split=s, holdout=0.2, group=group) for s in ('all', 'train', 'eval'))
+  everything, train, held_out = (
+    load(many, split=s, holdout=0.2, group=group) for s in ('all', 'train', 'eval')
+  )
   assert uids(train) | uids(held_out) == uids(everything) and not uids(train) & uids(held_out)
-  assert groups(train) | groups(held_out) == groups(everything) and not groups(train) & groups(held_out)
+  assert groups(train) | groups(held_out) == groups(everything) and not groups(train) & groups(
+    held_out
+  )
   assert len(groups(everything)) == total
   assert 0.1 < len(groups(held_out)) / total < 0.3  # at 300 groups a standard deviation of 0.023
   assert all(map(counts_add_up, (everything, train, held_out)))
@@ -203,7 +243,9 @@ def test_holdout_splits_pairs_by_group(many, group, total):
 def test_folds_partition_the_groups_and_train_is_the_rest(many, group, total):
   seen = []
   for fold in range(4):
-    train, held_out = (load(many, split=split, fold=fold, folds=4, group=group) for split in ('train', 'eval'))
+    train, held_out = (
+      load(many, split=split, fold=fold, folds=4, group=group) for split in ('train', 'eval')
+    )
     assert not groups(train) & groups(held_out) and not uids(train) & uids(held_out)
     assert len(uids(train) | uids(held_out)) == 1_800
     assert 0.15 < len(groups(held_out)) / total < 0.35  # a standard deviation of 0.025
@@ -223,7 +265,9 @@ def test_a_prompt_in_two_groups_is_refused_where_there_is_a_split(tmp_path):
   rows = [{**TEXT, 'id': 'x'}, {**TEXT, 'chosen': 'better', 'id': 'y'}]
   path = write(tmp_path / 'a.jsonl', *rows)
   for split in (dict(split='train', holdout=0.5), dict(split='eval', fold=0)):
-    with pytest.raises(UserError, match=r"a\.jsonl:2: .*group 'y' and, in an earlier row, in 'x'.*'\{id\}'"):
+    with pytest.raises(
+      UserError, match=r"a\.jsonl:2: .*group 'y' and, in an earlier row, in 'x'.*'\{id\}'"
+    ):
       load(path, group='{id}', **split)
   assert [pair.group for pair in load(path, group='{id}').pairs] == ['x', 'y']
   with pytest.raises(UserError, match=r'group by template .* is empty'):
@@ -251,7 +295,9 @@ def test_settings_that_contradict_each_other_are_refused(fields, message):
 
 
 def test_config_is_json_and_back():
-  config = PreferencesConfig(name='p', source='a.jsonl', split='eval', fold=1, group='{id}', origin='synthetic')
+  config = PreferencesConfig(
+    name='p', source='a.jsonl', split='eval', fold=1, group='{id}', origin='synthetic'
+  )
   assert from_json(to_json(config), PreferencesConfig) == config
 
 
@@ -278,13 +324,16 @@ def words():
 
 
 def test_pairs_of_tasks_have_the_right_and_a_wrong_answer(words):
-  preferences = pairs_of_tasks(words, chosen='{answer}', rejected=('{word}', '{answer}!'), seed=0, count=300)
+  preferences = pairs_of_tasks(
+    words, chosen='{answer}', rejected=('{word}', '{answer}!'), seed=0, count=300
+  )
   kept = {pair.task.uid: pair for pair in preferences.pairs}
   wrongs = set()
   for task in words.tasks[:300]:
     word = task.fields['entry']['metadata']['word']
     if task.uid not in kept:
-      assert word == word[::-1]  # answers alike are possible only for a palindrome that drew '{word}'
+      # answers alike are possible only for a palindrome that drew '{word}'
+      assert word == word[::-1]
       continue
     pair = kept[task.uid]
     assert pair.task is task and pair.chosen == word[::-1] and pair.group == task.digest
@@ -301,12 +350,16 @@ def test_tasks_whose_answers_are_alike_are_left_out_and_counted(words):
   preferences = pairs_of_tasks(words, chosen='{answer}', rejected=('{word}',), name='backward')
   assert preferences.counts['identical'] == len(palindromes) and counts_add_up(preferences)
   assert not {t.uid for t in palindromes} & {pair.task.uid for pair in preferences.pairs}
-  assert preferences.name == 'backward' and all(uid.startswith('backward:') for uid in uids(preferences))
+  assert preferences.name == 'backward' and all(
+    uid.startswith('backward:') for uid in uids(preferences)
+  )
 
 
 def test_wrong_answer_depends_on_seed_and_prompt_alone(words):
   def rejected(seed, count=None):
-    made = pairs_of_tasks(words, chosen='{answer}', rejected=('{answer}!', '{answer}?'), seed=seed, count=count)
+    made = pairs_of_tasks(
+      words, chosen='{answer}', rejected=('{answer}!', '{answer}?'), seed=seed, count=count
+    )
     return {pair.task.uid: pair.rejected for pair in made.pairs}
 
   first, second = rejected(0), rejected(1)
@@ -327,24 +380,39 @@ def test_pairs_of_tasks_refuses_what_does_not_fit(words):
 
 @pytest.mark.parametrize('template', ['plain', 'chatml'])
 def test_samples_have_the_tokens_of_demonstrations(tmp_path, template):
-  tokenizer = build_tokenizer(TokenizerConfig(kind='bpe', template=template, vocab_size=300), ['good bad q'], tmp_path)
+  tokenizer = build_tokenizer(
+    TokenizerConfig(kind='bpe', template=template, vocab_size=300), ['good bad q'], tmp_path
+  )
   rows = [CHAT, {**CHAT, 'chosen': [assistant('good 日本')]}]
   pairs = load(write(tmp_path / 'a.jsonl', *rows)).pairs
   for pair in pairs:
     samples = preference_samples(pair, tokenizer)
-    for sample, label, answer in zip(samples, ('chosen', 'rejected'), (pair.chosen, pair.rejected), strict=True):
+    for sample, label, answer in zip(
+      samples, ('chosen', 'rejected'), (pair.chosen, pair.rejected), strict=True
+    ):
       expected = demonstration_sample(pair.task, answer, tokenizer, number=0)
       for name in ('tokens', 'loss_mask', 'role', 'sampled', 'behaviour_logprobs'):
         np.testing.assert_array_equal(getattr(sample, name), getattr(expected, name))
-      assert sample.prompt_len == expected.prompt_len == len(tokenizer.render_prompt(pair.task.prompt))
-      assert sample.loss_mask.sum() == len(sample.tokens) - sample.prompt_len and sample.tokens[-1] == tokenizer.eos_id
+      assert (
+        sample.prompt_len == expected.prompt_len == len(tokenizer.render_prompt(pair.task.prompt))
+      )
+      assert (
+        sample.loss_mask.sum() == len(sample.tokens) - sample.prompt_len
+        and sample.tokens[-1] == tokenizer.eos_id
+      )
       assert tokenizer.decode(sample.tokens[sample.loss_mask].tolist()) == answer
       assert sample.preference == {'pair_id': pair.uid, 'label': label}
-      assert (sample.task_id, sample.group_id, sample.source) == (pair.task.uid, pair.uid, Source.HUMAN)
+      assert (sample.task_id, sample.group_id, sample.source) == (
+        pair.task.uid,
+        pair.uid,
+        Source.HUMAN,
+      )
       assert decode(encode(sample)).preference == sample.preference
   made = [sample.uid for pair in pairs for sample in preference_samples(pair, tokenizer)]
   assert len(set(made)) == 4, 'both pairs have the same rejected answer to the same prompt'
-  again = [s.uid for pair in load(tmp_path / 'a.jsonl').pairs for s in preference_samples(pair, tokenizer)]
+  again = [
+    s.uid for pair in load(tmp_path / 'a.jsonl').pairs for s in preference_samples(pair, tokenizer)
+  ]
   assert made == again
 
 

@@ -10,7 +10,15 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.tasks.processors import Outcomes, ProcessorContext, guessable, normalised, pass_rate, process, run
+from jaxrl_llm.tasks.processors import (
+  Outcomes,
+  ProcessorContext,
+  guessable,
+  normalised,
+  pass_rate,
+  process,
+  run,
+)
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 
@@ -21,7 +29,9 @@ def task(text, truth='1', system=None, taskset='train'):
 
 
 def taskset(*tasks):
-  return Taskset(name='train', tasks=tasks, counts={'read': len(tasks) + 1, 'kept': len(tasks), 'corrupt': 1})
+  return Taskset(
+    name='train', tasks=tasks, counts={'read': len(tasks) + 1, 'kept': len(tasks), 'corrupt': 1}
+  )
 
 
 def processed(tasks, *processors, others=()):
@@ -29,7 +39,9 @@ def processed(tasks, *processors, others=()):
   configs = [TaskProcessorConfig(name=name, options=options) for name, options in processors]
   context = ProcessorContext(others, lambda one: len(one.prompt[-1]['content'].split()))
   found = process(taskset(*tasks), configs, context)
-  assert found.counts['read'] == sum(count for name, count in found.counts.items() if name != 'read')
+  assert found.counts['read'] == sum(
+    count for name, count in found.counts.items() if name != 'read'
+  )
   return [one.prompt[-1]['content'] for one in found.tasks], found.counts
 
 
@@ -81,7 +93,12 @@ def test_lengths_and_kinds_of_answer_in_their_order():
   length, kind = ('length', {'min_tokens': 2, 'max_tokens': 9}), ('answer_kind', {})
   kept, counts = processed(tasks, length, kind)
   assert kept == ['one two three', 'Which letter comes first?']
-  wanted = {'length/too_short': 1, 'length/too_long': 1, 'answer_kind/choice': 1, 'answer_kind/boolean': 1}
+  wanted = {
+    'length/too_short': 1,
+    'length/too_long': 1,
+    'answer_kind/choice': 1,
+    'answer_kind/boolean': 1,
+  }
   assert wanted.items() <= counts.items()
   kept, _ = processed(tasks, ('answer_kind', {'drop': ['choice']}))
   assert options not in kept and 'Is water wet?' in kept
@@ -93,7 +110,11 @@ def test_rates_and_guesses():
   outcomes = {one.uid: of for one, of in zip(tasks, rates, strict=True)}
   kept, passed = run('rate', pass_rate(outcomes, low=0.1, high=0.9), tasks)
   assert kept == (tasks[1], tasks[2])
-  assert (passed.given, passed.kept, passed.dropped) == (5, 2, {'too_hard': 1, 'too_easy': 1, 'unscorable': 1})
+  assert (passed.given, passed.kept, passed.dropped) == (
+    5,
+    2,
+    {'too_hard': 1, 'too_easy': 1, 'unscorable': 1},
+  )
   assert str(passed) == 'rate: 5 in, 2 out, too_hard 1, too_easy 1, unscorable 1'
   kept, passed = run('guess', guessable(outcomes), tasks)
   assert kept == (tasks[0], tasks[4]) and passed.dropped == {'guessed': 3}
@@ -105,7 +126,11 @@ def test_rates_and_guesses():
     ('dedupe', {}, "no processor 'dedupe'; did you mean 'dedup'"),
     ('dedup', {'nera': True}, 'nera'),
     ('length', {'min_tokens': 5, 'max_tokens': 4}, 'min_tokens 5 is above max_tokens 4'),
-    ('length', {'min_tokens': 99}, 'no task is left by its processors: length: 1 in, 0 out, too_short 1'),
+    (
+      'length',
+      {'min_tokens': 99},
+      'no task is left by its processors: length: 1 in, 0 out, too_short 1',
+    ),
   ],
 )
 def test_what_cannot_be_processed_is_one_line(name, options, message):
@@ -125,7 +150,9 @@ def test_what_is_measured_is_not_trained_on_and_stays(tmp_path):
   found = prepare(dataclasses.replace(config, tasksets=(both, own)), tmp_path)
   plain = prepare(dataclasses.replace(config, tasksets=(train, held_out)), tmp_path)
   digests = {name: [one.digest for one in kept.tasks] for name, kept in found.tasksets.items()}
-  assert digests == {name: [one.digest for one in kept.tasks] for name, kept in plain.tasksets.items()}
+  assert digests == {
+    name: [one.digest for one in kept.tasks] for name, kept in plain.tasksets.items()
+  }
   counts = found.tasksets['train'].counts
   assert counts['dedup/same_prompt'] == len(digests['eval']) > 0
   assert counts['read'] == sum(count for name, count in counts.items() if name != 'read')

@@ -13,7 +13,13 @@ from jaxrl_llm.tasks.taskset import Taskset
 
 def taskset(name, *texts):
   tasks = tuple(
-    Task(taskset=name, domain='general', prompt=({'role': 'user', 'content': text},), truth=None, fields={})
+    Task(
+      taskset=name,
+      domain='general',
+      prompt=({'role': 'user', 'content': text},),
+      truth=None,
+      fields={},
+    )
     for text in texts
   )
   return Taskset(name=name, tasks=tasks, counts={})
@@ -23,7 +29,10 @@ SETS = [taskset('a', *'pqrs'), taskset('b', *'pxy')]
 
 
 def draw(sampler, count):
-  return [(task.taskset + task.prompt[0]['content'], visit) for task, visit in (sampler.next() for _ in range(count))]
+  return [
+    (task.taskset + task.prompt[0]['content'], visit)
+    for task, visit in (sampler.next() for _ in range(count))
+  ]
 
 
 def sampler(order='shuffled', seed=5, sets=SETS, **fields):
@@ -98,7 +107,9 @@ def drawn_shares(made, count):
 
 
 def assert_drawn_by(counts, weights):
-  """χ² against the weights: beyond the 1 in 10,000 quantile with five degrees of freedom it would not be chance."""
+  """χ² against the weights: beyond the 1 in 10,000 quantile with five degrees of freedom it would
+  not be chance.
+  """
   expected = counts.sum() * np.asarray(weights) / np.sum(weights)
   assert ((counts - expected) ** 2 / expected).sum() < 25.7
 
@@ -126,15 +137,29 @@ def test_difficulty_draws_by_the_distance_of_the_posterior_mean_from_the_target(
 
 def test_easy_to_hard_goes_by_the_named_field():
   tasks = tuple(
-    dataclasses.replace(task, fields={'level': level}) for task, level in zip(BIG.tasks, (3, 1, 2, 1, 9, 0))
+    dataclasses.replace(task, fields={'level': level})
+    for task, level in zip(BIG.tasks, (3, 1, 2, 1, 9, 0))
   )
   made = sampler('easy_to_hard', sets=[dataclasses.replace(BIG, tasks=tasks)], hardness='level')
-  assert [made.next()[0].prompt[0]['content'] for _ in range(8)] == ['5', '1', '3', '2', '0', '4', '5', '1']
-  with pytest.raises(UserError, match=r"sampler\.hardness: 'size' of task a:\w+ is None, wanted a number"):
+  assert [made.next()[0].prompt[0]['content'] for _ in range(8)] == [
+    '5',
+    '1',
+    '3',
+    '2',
+    '0',
+    '4',
+    '5',
+    '1',
+  ]
+  with pytest.raises(
+    UserError, match=r"sampler\.hardness: 'size' of task a:\w+ is None, wanted a number"
+  ):
     sampler('easy_to_hard', sets=[BIG], hardness='size')
 
 
-@pytest.mark.parametrize('weights', [{'a': 3.0, 'b': 1.0}, {'a': 1.0, 'b': 0.0}, {'a': 1.5, 'b': 2.5}])
+@pytest.mark.parametrize(
+  'weights', [{'a': 3.0, 'b': 1.0}, {'a': 1.0, 'b': 0.0}, {'a': 1.5, 'b': 2.5}]
+)
 def test_tasksets_are_mixed_in_their_shares_by_counting(weights):
   made = sampler(weights=weights)
   share = weights['a'] / sum(weights.values())
@@ -147,7 +172,10 @@ def test_tasksets_are_mixed_in_their_shares_by_counting(weights):
 
 
 def test_later_weights_begin_with_their_batch():
-  made = sampler(weights={'a': 1.0, 'b': 0.0}, schedule=(LaterWeights(from_batch=2, weights={'a': 0.0, 'b': 1.0}),))
+  made = sampler(
+    weights={'a': 1.0, 'b': 0.0},
+    schedule=(LaterWeights(from_batch=2, weights={'a': 0.0, 'b': 1.0}),),
+  )
   found = []
   for batch in range(4):
     made.advance(batch)
@@ -195,9 +223,15 @@ def test_what_became_of_a_task_is_told_to_its_own_taskset():
     ({'order': 'easy_to_hard'}, 'hardness None'),
     ({'weights': {'a': -1.0, 'b': 2.0}}, 'none negative'),
     ({'weights': {'a': 1.0}}, r"of \['a'\], and the tasksets are \['a', 'b'\]"),
-    ({'schedule': (LaterWeights(from_batch=1, weights={'a': 1.0, 'b': 1.0}),)}, 'need initial ones'),
     (
-      {'weights': {'a': 1.0, 'b': 1.0}, 'schedule': (LaterWeights(from_batch=0, weights={'a': 1.0, 'b': 1.0}),)},
+      {'schedule': (LaterWeights(from_batch=1, weights={'a': 1.0, 'b': 1.0}),)},
+      'need initial ones',
+    ),
+    (
+      {
+        'weights': {'a': 1.0, 'b': 1.0},
+        'schedule': (LaterWeights(from_batch=0, weights={'a': 1.0, 'b': 1.0}),),
+      },
       'increasing numbers from 1',
     ),
   ],

@@ -15,7 +15,11 @@ def read(source, *, options=None, size=None, seed=0):
   return list(read_rows(str(source), options=options or {}, size=size, seed=seed))
 
 
-ROWS = [{'prompt': 'a', 'answer': '1'}, {'prompt': 'ü', 'answer': None}, {'prompt': 'c', 'answer': '3'}]
+ROWS = [
+  {'prompt': 'a', 'answer': '1'},
+  {'prompt': 'ü', 'answer': None},
+  {'prompt': 'c', 'answer': '3'},
+]
 
 
 def test_jsonl_names_each_corrupt_line_by_its_number(tmp_path):
@@ -32,10 +36,14 @@ def test_jsonl_names_each_corrupt_line_by_its_number(tmp_path):
 def test_files_and_datasets_give_the_same_rows(tmp_path):
   import datasets
 
-  (tmp_path / 'rows.jsonl').write_text('\n'.join(json.dumps(row, ensure_ascii=False) for row in ROWS))
+  (tmp_path / 'rows.jsonl').write_text(
+    '\n'.join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+  )
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / 'rows.parquet')
   datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / 'saved'))
-  datasets.DatasetDict({'test': datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / 'splits'))
+  datasets.DatasetDict({'test': datasets.Dataset.from_list(ROWS)}).save_to_disk(
+    str(tmp_path / 'splits')
+  )
   for source in ('rows.jsonl', 'rows.parquet'):
     assert [row.fields for row in read(tmp_path / source)] == ROWS
     assert [row.fields for row in read(tmp_path / source, size=2)] == ROWS[:2]
@@ -46,9 +54,13 @@ def test_files_and_datasets_give_the_same_rows(tmp_path):
 
 
 def test_parquet_value_that_is_not_json_is_corrupt(tmp_path):
-  pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{'prompt': 'a', 'image': b'x'}]), tmp_path / 'r.parquet')
+  pyarrow.parquet.write_table(
+    pyarrow.Table.from_pylist([{'prompt': 'a', 'image': b'x'}]), tmp_path / 'r.parquet'
+  )
   (row,) = read(tmp_path / 'r.parquet')
-  assert isinstance(row, Corrupt) and row.where.endswith('r.parquet row 1') and 'bytes' in row.reason
+  assert (
+    isinstance(row, Corrupt) and row.where.endswith('r.parquet row 1') and 'bytes' in row.reason
+  )
 
 
 def test_a_line_without_end_is_corrupt_and_the_next_is_read(tmp_path, monkeypatch):
@@ -70,7 +82,10 @@ def test_procedural_item_draws_from_seed_plus_index():
   later = read('reasoning_gym:spell_backward', options=options, size=5, seed=103)
   words = [row.fields['entry']['metadata']['word'] for row in first]
   assert words[3:] == [row.fields['entry']['metadata']['word'] for row in later]
-  assert all(row.fields['entry']['answer'] == word[::-1] and 3 <= len(word) <= 5 for row, word in zip(first, words))
+  assert all(
+    row.fields['entry']['answer'] == word[::-1] and 3 <= len(word) <= 5
+    for row, word in zip(first, words)
+  )
   # an independent draw by the same rule
   from reasoning_gym import create_dataset
 
@@ -88,9 +103,17 @@ def test_verifier_that_needs_tuples_is_refused():
     ('reasoning_gym:spell_backwrd', {'size': 1}, "did you mean 'spell_backward'"),
     ('reasoning_gym:spell_backward', {}, 'set size'),
     ('reasoning_gym:spell_backward', {'size': 0}, 'at least 1'),
-    ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_length': 3}}, "did you mean 'min_word_len'"),
+    (
+      'reasoning_gym:spell_backward',
+      {'size': 1, 'options': {'min_word_length': 3}},
+      "did you mean 'min_word_len'",
+    ),
     ('reasoning_gym:spell_backward', {'size': 1, 'options': {'seed': 3}}, "the taskset's own seed"),
-    ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_len': 5, 'max_word_len': 4}}, 'must be >='),
+    (
+      'reasoning_gym:spell_backward',
+      {'size': 1, 'options': {'min_word_len': 5, 'max_word_len': 4}},
+      'must be >=',
+    ),
     ('rows.csv', {}, 'unknown form'),
     ('{dir}/trian.jsonl', {}, 'did you mean .*train.jsonl'),
     ('{dir}/none/train.jsonl', {}, 'directory .*none does not exist'),
@@ -99,7 +122,11 @@ def test_verifier_that_needs_tuples_is_refused():
     ('{dir}/bytes.parquet', {}, "not a readable Parquet file: 'utf-8' codec"),
     ('{dir}/fifo.jsonl', {}, 'is a FIFO, wanted a regular file'),
     ('datasets:{dir}/nothing', {}, 'cannot be loaded'),
-    ('datasets:json', {'options': {'data_files': '{dir}/broken.jsonl', 'cache_dir': '{dir}/c'}}, 'cannot be loaded'),
+    (
+      'datasets:json',
+      {'options': {'data_files': '{dir}/broken.jsonl', 'cache_dir': '{dir}/c'}},
+      'cannot be loaded',
+    ),
     ('datasets:{dir}/splits', {}, r"splits \['a', 'b'\]"),
     ('datasets:{dir}/splits#c', {}, 'cannot be loaded'),
   ],
@@ -117,8 +144,13 @@ def test_bad_source_is_one_line_that_says_what_to_do(tmp_path, source, kwargs, m
     part = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({'a': part, 'b': part}).save_to_disk(str(tmp_path / 'splits'))
   with pytest.raises(UserError, match=message) as error:
-    options = {key: str(value).format(dir=tmp_path) for key, value in kwargs.get('options', {}).items()}
-    read(source.format(dir=tmp_path), **kwargs | ({'options': options} if source == 'datasets:json' else {}))
+    options = {
+      key: str(value).format(dir=tmp_path) for key, value in kwargs.get('options', {}).items()
+    }
+    read(
+      source.format(dir=tmp_path),
+      **kwargs | ({'options': options} if source == 'datasets:json' else {}),
+    )
   assert '\n' not in str(error.value)
 
 
@@ -145,7 +177,9 @@ def test_a_saved_dataset_names_only_files_of_its_own(saved, state, message):
   (saved.parent / 'outside.arrow').write_bytes((saved / 'data-00000-of-00001.arrow').read_bytes())
   os.mkfifo(saved / 'fifo')
   (saved / 'state.json').write_text(state)
-  with pytest.raises(UserError, match=rf'^datasets:[^\n]*: cannot be loaded: [^\n]*{message}[^\n]*$'):
+  with pytest.raises(
+    UserError, match=rf'^datasets:[^\n]*: cannot be loaded: [^\n]*{message}[^\n]*$'
+  ):
     read(f'datasets:{saved}')
 
 

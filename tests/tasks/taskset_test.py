@@ -72,12 +72,18 @@ def test_each_row_format_becomes_the_task_it_states(tmp_path):
 
 
 def test_templates_and_system_replace_the_rows_own(tmp_path):
-  row = {'prompt': [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}], 'extra_info': {'i': 4}}
+  row = {
+    'prompt': [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}],
+    'extra_info': {'i': 4},
+  }
   path = write(tmp_path / 'a.jsonl', row)
   (templated,) = load(path, prompt='number {i}', truth='{i}!').tasks
   assert [m['content'] for m in templated.prompt] == ['s', 'number 4'] and templated.truth == '4!'
   (with_system,) = load(path, system='be brief').tasks
-  assert [(m['role'], m['content']) for m in with_system.prompt] == [('system', 'be brief'), ('user', 'u')]
+  assert [(m['role'], m['content']) for m in with_system.prompt] == [
+    ('system', 'be brief'),
+    ('user', 'u'),
+  ]
   gsm = write(tmp_path / 'b.jsonl', {'question': 'q', 'answer': 'long #### 70'})
   assert load(gsm, prompt='Q: {question}', truth='{answer:after ####}').tasks[0].truth == '70'
 
@@ -106,14 +112,26 @@ def test_corrupt_row_is_fatal_with_its_place_or_skipped_and_counted(tmp_path, ro
 
 NESTED = '{{"prompt": "a", "deep": {}}}'
 HOSTILE = {
-  'nested far too deep': (NESTED.format('[' * 100_000 + ']' * 100_000), {}, 'nested in more than 100 levels'),
-  'nested too deep': (NESTED.format('{"a":' * 100 + '1' + '}' * 100), {}, 'nested in more than 100 levels'),
+  'nested far too deep': (
+    NESTED.format('[' * 100_000 + ']' * 100_000),
+    {},
+    'nested in more than 100 levels',
+  ),
+  'nested too deep': (
+    NESTED.format('{"a":' * 100 + '1' + '}' * 100),
+    {},
+    'nested in more than 100 levels',
+  ),
   'beyond a float': ('{"prompt": "a", "x": 1e400}', {}, '1e400 is beyond the range of a float'),
   'lone surrogate': ('{"prompt": "a", "answer": "\\ud800"}', {}, r"UTF-8 cannot encode, '\ud800'"),
   'surrogate from a template': ({'prompt': 'a', 'x': 0xD800}, {'truth': '{x:c}'}, 'surrogate'),
   'float from a template': ({'prompt': 'a', 'x': 10**400}, {'prompt': '{x:.0f}'}, 'too large'),
   'no entry': ({'reasoning_gym': 'x'}, {}, "'reasoning_gym' without an entry"),
-  'no metadata': ({'reasoning_gym': 'x', 'entry': []}, {'prompt': '{x}'}, "'reasoning_gym' without an entry"),
+  'no metadata': (
+    {'reasoning_gym': 'x', 'entry': []},
+    {'prompt': '{x}'},
+    "'reasoning_gym' without an entry",
+  ),
   'lines in a name': ({'a\nb': 1}, {}, 'among its fields a b'),
   'a long name': ({'a' * 10_000: 1}, {}, 'among its fields aaa'),
 }
@@ -126,7 +144,9 @@ def test_a_hostile_row_is_one_line_or_skipped(tmp_path, name):
   with pytest.raises(UserError) as raised:
     load(path, **options)
   said = str(raised.value)
-  assert said.startswith(f'{path}:1: ') and message in said and '\n' not in said and len(said) < 1000
+  assert (
+    said.startswith(f'{path}:1: ') and message in said and '\n' not in said and len(said) < 1000
+  )
   taskset = load(path, on_corrupt='skip', **options)
   assert (taskset.counts['corrupt'], taskset.counts['kept']) == (1, 1)
 
@@ -136,7 +156,14 @@ def test_counts_name_every_rows_fate(tmp_path):
   rows = [{'prompt': text} for text in ('ab', 'cd', 'ab', 'Ef', 'gh', 'ab', 'ij')]
   path = write(tmp_path / 'a.jsonl', *rows, 'not json')
   counts = load(path, match='[a-z]+', on_corrupt='skip').counts
-  assert counts == {'read': 8, **dict.fromkeys(FATES, 0), 'kept': 4, 'corrupt': 1, 'unmatched': 1, 'duplicate': 2}
+  assert counts == {
+    'read': 8,
+    **dict.fromkeys(FATES, 0),
+    'kept': 4,
+    'corrupt': 1,
+    'unmatched': 1,
+    'duplicate': 2,
+  }
 
 
 def test_empty_taskset_says_what_became_of_the_rows(tmp_path):
@@ -160,7 +187,9 @@ def test_splits_partition_the_prompts_whatever_the_seed(spell):
   assert train | held_out == set(contents(spell['all'])) and not train & held_out
   fraction = len(held_out) / len(spell['all'].tasks)
   assert 0.08 < fraction < 0.12  # 0.1 of about 4,000 digests: a standard deviation of 0.005
-  other = load_taskset(TasksetConfig(name='o', size=6000, seed=3_000, split='eval', holdout=0.1, **SPELL))
+  other = load_taskset(
+    TasksetConfig(name='o', size=6000, seed=3_000, split='eval', holdout=0.1, **SPELL)
+  )
   check_disjoint(spell['train'], other)
   assert held_out & set(contents(other)), 'the seeds overlap by half, so must the held-out words'
   for taskset in spell.values():
@@ -174,14 +203,17 @@ def test_larger_holdout_contains_the_smaller_one(spell):
 
 
 def test_shared_prompt_is_named(spell):
-  with pytest.raises(UserError, match=rf'share {len(spell["eval"].tasks)} prompts.*{contents(spell["eval"])[0]}'):
+  with pytest.raises(
+    UserError, match=rf'share {len(spell["eval"].tasks)} prompts.*{contents(spell["eval"])[0]}'
+  ):
     check_disjoint(spell['all'], spell['eval'])
 
 
 def test_drop_long_counts_and_keeps_the_sum(spell):
   taskset = spell['train']
   short = drop_long(taskset, 5, lambda task: len(task.prompt[0]['content']))
-  assert contents(short) == [text for text in contents(taskset) if len(text) <= 5]  # words of 3 and 4 and '>'
+  # words of 3 and 4 and '>'
+  assert contents(short) == [text for text in contents(taskset) if len(text) <= 5]
   assert short.counts['too_long'] == len(taskset.tasks) - len(short.tasks) > 0
   assert sum(short.counts[fate] for fate in FATES) == short.counts['read']
   assert drop_long(taskset, 6, lambda task: len(task.prompt[0]['content'])) is taskset
@@ -205,10 +237,12 @@ def test_demonstrations_have_the_stated_quality(recipe, templates):
     'the truth satisfies the verifier'
   )
   right = sum(score(answer, task.fields['entry']) == 1.0 for task, answer in pairs)
-  # 0.4 of 1000 with a standard deviation of 15; 1 in 24 of the copied lists happens to be sorted, some words
-  # are palindromes
+  # 0.4 of 1000 with a standard deviation of 15; 1 in 24 of the copied lists happens to be sorted,
+  # some words are palindromes
   assert 350 < right < 490
-  assert {answer for task, answer in pairs} <= {text for task in taskset.tasks for text in (task.truth, _copied(task))}
+  assert {answer for task, answer in pairs} <= {
+    text for task in taskset.tasks for text in (task.truth, _copied(task))
+  }
 
 
 def _copied(task):
@@ -222,16 +256,23 @@ def test_demonstration_depends_on_seed_and_prompt_alone(spell):
   of_all = {task.digest: answer for task, answer in demonstrations(spell['all'], config)}
   common = answers.keys() & of_all.keys()
   assert len(common) > 300 and all(answers[digest] == of_all[digest] for digest in common)
-  reseeded = DemonstrationsConfig(templates=('{answer}', '{word}'), weights=(2.0, 3.0), count=400, seed=1)
-  changed = sum(answer != answers[task.digest] for task, answer in demonstrations(spell['train'], reseeded))
-  # two independent draws differ with probability 2 * 0.4 * 0.6 = 0.48: 192 of 400, standard deviation 10
+  reseeded = DemonstrationsConfig(
+    templates=('{answer}', '{word}'), weights=(2.0, 3.0), count=400, seed=1
+  )
+  changed = sum(
+    answer != answers[task.digest] for task, answer in demonstrations(spell['train'], reseeded)
+  )
+  # two independent draws differ with probability 2 * 0.4 * 0.6 = 0.48: 192 of 400, standard
+  # deviation 10
   assert 150 < changed < 235
 
 
 def test_weights_of_zero_and_one_choose_surely(spell):
   config = DemonstrationsConfig(templates=('{word}', '{answer}'), weights=(0.0, 1.0))
   pairs = demonstrations(spell['train'], config)
-  assert len(pairs) == len(spell['train'].tasks) and all(answer == task.truth for task, answer in pairs)
+  assert len(pairs) == len(spell['train'].tasks) and all(
+    answer == task.truth for task, answer in pairs
+  )
 
 
 def test_bad_configuration_is_one_line(spell):
@@ -242,8 +283,14 @@ def test_bad_configuration_is_one_line(spell):
     (lambda: TasksetConfig(name='t', source='x', match='('), 'regular expression'),
     (lambda: DemonstrationsConfig(templates=('a', 'b')), '2 templates and 1 weights'),
     (lambda: DemonstrationsConfig(templates=('a',), weights=(0.0,)), 'weights'),
-    (lambda: demonstrations(spell['eval'], DemonstrationsConfig(templates=('a',), count=9999)), 'count is 9999'),
-    (lambda: demonstrations(spell['eval'], DemonstrationsConfig(templates=('{anwser}',))), "did you mean 'answer'"),
+    (
+      lambda: demonstrations(spell['eval'], DemonstrationsConfig(templates=('a',), count=9999)),
+      'count is 9999',
+    ),
+    (
+      lambda: demonstrations(spell['eval'], DemonstrationsConfig(templates=('{anwser}',))),
+      "did you mean 'answer'",
+    ),
   ]:
     with pytest.raises(UserError, match=message):
       make()

@@ -2,7 +2,10 @@ import pytest
 
 from jaxrl_llm.tasks.templates import names, render
 
-GYM = {'reasoning_gym': 'x', 'entry': {'question': 'q', 'answer': 'a', 'metadata': {'word': 'w', 'question': 'inner'}}}
+GYM = {
+  'reasoning_gym': 'x',
+  'entry': {'question': 'q', 'answer': 'a', 'metadata': {'word': 'w', 'question': 'inner'}},
+}
 VERL = {
   'data_source': 'gsm8k',
   'reward_model': {'style': 'rule', 'ground_truth': '72'},
@@ -12,7 +15,9 @@ VERL = {
 
 def test_fields_of_each_format_are_flat_and_the_outer_name_wins():
   assert render('{word}|{question}|{answer}|{metadata[question]}', GYM) == 'w|q|a|inner'
-  assert render('{ground_truth}|{index}|{data_source}|{reward_model[style]}', VERL) == '72|3|gsm8k|rule'
+  assert (
+    render('{ground_truth}|{index}|{data_source}|{reward_model[style]}', VERL) == '72|3|gsm8k|rule'
+  )
   assert names({'question': 'q'}) == {'question': 'q'}
 
 

@@ -21,11 +21,18 @@ from jaxrl_llm.tasks.tokenizer import (
 
 TEXTS = ['later>', 'retal', 'the cat sat on the mat, the cat spat\n', 'naïve 日本']
 USER = [{'role': 'user', 'content': 'later>'}]
-CHAT = [{'role': 'system', 'content': 'a cat'}, *USER, {'role': 'assistant', 'content': 'retal'}, *USER]
+CHAT = [
+  {'role': 'system', 'content': 'a cat'},
+  *USER,
+  {'role': 'assistant', 'content': 'retal'},
+  *USER,
+]
 
 
 def build(kind, template, directory):
-  return build_tokenizer(TokenizerConfig(kind=kind, template=template, vocab_size=320), TEXTS, directory)
+  return build_tokenizer(
+    TokenizerConfig(kind=kind, template=template, vocab_size=320), TEXTS, directory
+  )
 
 
 @pytest.fixture(scope='module')
@@ -46,14 +53,24 @@ def test_character_ids_are_the_sorted_characters_then_the_special_tokens(tmp_pat
   tokenizer = build_character_tokenizer(['cab>', 'a\n'], tmp_path, template='plain')
   # sorted: '\n' 0, '>' 1, 'a' 2, 'b' 3, 'c' 4; then <pad> 5, <eos> 6
   assert tokenizer.encode('abc>\n\n') == [2, 3, 4, 1, 0, 0]
-  assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (5, 6, (6,), 7)
+  assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
+    5,
+    6,
+    (6,),
+    7,
+  )
   assert [tokenizer.token_text(i) for i in range(7)] == ['\n', '>', 'a', 'b', 'c', '<pad>', '<eos>']
-  assert tokenizer.decode([2, 0, 3, 6, 5]) == 'a\nb' and tokenizer.decode([2, 6], skip_special=False) == 'a<eos>'
+  assert (
+    tokenizer.decode([2, 0, 3, 6, 5]) == 'a\nb'
+    and tokenizer.decode([2, 6], skip_special=False) == 'a<eos>'
+  )
 
 
 def test_lacking_character_is_named(built):
   tokenizer, _ = built['character', 'plain']
-  with pytest.raises(UserError, match=r"lacks 'Z' \(U\+005A LATIN CAPITAL LETTER Z\), found in 'later Z>'"):
+  with pytest.raises(
+    UserError, match=r"lacks 'Z' \(U\+005A LATIN CAPITAL LETTER Z\), found in 'later Z>'"
+  ):
     tokenizer.encode('later Z>')
   with pytest.raises(UserError, match=r'U\+000D'):
     tokenizer.encode('\r')
@@ -76,7 +93,12 @@ def test_any_text_round_trips_through_bytes(byte_level, text):
 
 def test_every_byte_has_a_token(byte_level):
   # UTF-8 uses all bytes but C0, C1 and F5..FF; these code points meet each of the others
-  code_points = [*range(0x80), *range(0x80, 0x800, 7), *range(0x800, 0xD800, 97), *range(0xE000, 0x110000, 4093)]
+  code_points = [
+    *range(0x80),
+    *range(0x80, 0x800, 7),
+    *range(0x800, 0xD800, 97),
+    *range(0xE000, 0x110000, 4093),
+  ]
   text = ''.join(map(chr, code_points)) + ''.join(chr(0x80 + i) for i in range(64))
   assert set(text.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
   assert byte_level.decode(byte_level.encode(text), skip_special=False) == text
@@ -91,7 +113,10 @@ def test_bpe_learns_frequent_words_within_its_size(built):
 def test_plain_prompt_is_the_contents_and_an_answer_ends_with_eos(built):
   for kind in ('character', 'bpe'):
     tokenizer, _ = built[kind, 'plain']
-    assert tokenizer.decode(tokenizer.render_prompt(CHAT), skip_special=False) == 'a catlater>retal<eos>later>'
+    assert (
+      tokenizer.decode(tokenizer.render_prompt(CHAT), skip_special=False)
+      == 'a catlater>retal<eos>later>'
+    )
     prompt, completion = tokenizer.render_answer(USER, 'retal')
     assert prompt == tokenizer.render_prompt(USER) == tokenizer.encode('later>')
     assert completion == [*tokenizer.encode('retal'), tokenizer.eos_id]
@@ -104,8 +129,13 @@ def test_chatml_is_what_its_users_expect(built):
     prompt, completion = tokenizer.render_answer(CHAT[:2], 'retal')
     assert prompt == tokenizer.render_prompt(CHAT[:2])
     assert tokenizer.decode(prompt, skip_special=False) == turns
-    assert tokenizer.decode(completion, skip_special=False) == 'retal<|im_end|>' and completion[-1] == tokenizer.eos_id
-    assert tokenizer.decode([*prompt, *completion]) == 'system\na cat\nuser\nlater>\nassistant\nretal'
+    assert (
+      tokenizer.decode(completion, skip_special=False) == 'retal<|im_end|>'
+      and completion[-1] == tokenizer.eos_id
+    )
+    assert (
+      tokenizer.decode([*prompt, *completion]) == 'system\na cat\nuser\nlater>\nassistant\nretal'
+    )
 
 
 def test_answer_that_ends_in_blanks_keeps_them(built):
@@ -128,9 +158,9 @@ def test_saved_directory_is_the_same_tokenizer_in_transformers(built, tmp_path, 
     rendered = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert list(rendered) == tokenizer.render_prompt(CHAT)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
-    assert theirs.decode(tokenizer.render_prompt(CHAT), skip_special_tokens=True) == tokenizer.decode(
-      tokenizer.render_prompt(CHAT)
-    )
+    assert theirs.decode(
+      tokenizer.render_prompt(CHAT), skip_special_tokens=True
+    ) == tokenizer.decode(tokenizer.render_prompt(CHAT))
 
 
 def test_building_and_saving_are_deterministic(built, tmp_path):
@@ -138,27 +168,35 @@ def test_building_and_saving_are_deterministic(built, tmp_path):
     build(kind, template, tmp_path / kind / template)
     tokenizer.save(tmp_path / 'saved' / kind / template)
     for copy in (tmp_path / kind / template, tmp_path / 'saved' / kind / template):
-      assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in path.iterdir()}
+      assert {p.name: p.read_bytes() for p in copy.iterdir()} == {
+        p.name: p.read_bytes() for p in path.iterdir()
+      }
 
 
 def test_existing_tokenizer_is_taken_as_it_is(built, tmp_path):
   _, path = built['bpe', 'chatml']
   taken = build_tokenizer(TokenizerConfig(path=str(path)), ['ignored'], tmp_path / 'run')
-  assert (tmp_path / 'run' / 'tokenizer.json').read_bytes() == (path / 'tokenizer.json').read_bytes()
+  assert (tmp_path / 'run' / 'tokenizer.json').read_bytes() == (
+    path / 'tokenizer.json'
+  ).read_bytes()
   assert taken.encode('cat') == built['bpe', 'chatml'][0].encode('cat')
 
 
 def test_generation_config_adds_stop_tokens(built, tmp_path):
   tokenizer, _ = built['character', 'chatml']
   tokenizer.save(tmp_path)
-  (tmp_path / 'generation_config.json').write_text(json.dumps({'eos_token_id': [tokenizer.pad_id, tokenizer.eos_id]}))
+  (tmp_path / 'generation_config.json').write_text(
+    json.dumps({'eos_token_id': [tokenizer.pad_id, tokenizer.eos_id]})
+  )
   assert Tokenizer.from_directory(tmp_path).stop_ids == (tokenizer.eos_id, tokenizer.pad_id)
 
 
 def test_template_without_a_stop_token_still_ends_the_answer(built, tmp_path):
   tokenizer, _ = built['character', 'plain']
   tokenizer.save(tmp_path)
-  (tmp_path / 'chat_template.jinja').write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+  (tmp_path / 'chat_template.jinja').write_text(
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+  )
   _, completion = Tokenizer.from_directory(tmp_path).render_answer(USER, 'cat')
   assert completion == [*tokenizer.encode('cat\n'), tokenizer.eos_id]
 
@@ -167,12 +205,17 @@ def test_directory_that_is_no_tokenizer_is_one_line(built, tmp_path):
   built['character', 'plain'][0].save(tmp_path / 'mute')
   (tmp_path / 'mute' / 'chat_template.jinja').unlink()
   built['character', 'plain'][0].save(tmp_path / 'refusing')
-  (tmp_path / 'refusing' / 'chat_template.jinja').write_text("{{ raise_exception('no system role') }}")
+  (tmp_path / 'refusing' / 'chat_template.jinja').write_text(
+    "{{ raise_exception('no system role') }}"
+  )
   for make, message in [
     (lambda: Tokenizer.from_directory(tmp_path / 'none'), 'no tokenizer.json'),
     (lambda: Tokenizer.from_directory(tmp_path / 'mute'), 'no chat template'),
     (lambda: Tokenizer.from_directory(tmp_path / 'refusing').render_prompt(USER), 'no system role'),
-    (lambda: build_bpe_tokenizer(TEXTS, tmp_path, vocab_size=100, template='plain'), 'at least 258'),
+    (
+      lambda: build_bpe_tokenizer(TEXTS, tmp_path, vocab_size=100, template='plain'),
+      'at least 258',
+    ),
     (lambda: build_character_tokenizer([], tmp_path, template='plain'), 'empty'),
   ]:
     with pytest.raises(UserError, match=message):
@@ -190,19 +233,49 @@ def change_json(path, **changes):
 
 DEEP = '{"a": ' + '[' * 100_000 + ']' * 100_000 + '}'
 HOSTILE = {
-  'deep tokenizer': ('tokenizer.json', lambda path: path.write_text(DEEP), 'tokenizer.json: nested in more than 100'),
-  'deep settings': ('tokenizer_config.json', lambda path: path.write_text(DEEP), 'tokenizer_config.json: nested in'),
-  'no object': ('tokenizer.json', lambda path: path.write_text('[]'), 'tokenizer.json: holds a list, wanted a JSON'),
+  'deep tokenizer': (
+    'tokenizer.json',
+    lambda path: path.write_text(DEEP),
+    'tokenizer.json: nested in more than 100',
+  ),
+  'deep settings': (
+    'tokenizer_config.json',
+    lambda path: path.write_text(DEEP),
+    'tokenizer_config.json: nested in',
+  ),
+  'no object': (
+    'tokenizer.json',
+    lambda path: path.write_text('[]'),
+    'tokenizer.json: holds a list, wanted a JSON',
+  ),
   'panic': (
     'tokenizer.json',
-    lambda path: change_json(path, normalizer={'type': 'Precompiled', 'precompiled_charsmap': 'BAAAAHg='}),
+    lambda path: change_json(
+      path, normalizer={'type': 'Precompiled', 'precompiled_charsmap': 'BAAAAHg='}
+    ),
     'cannot be read: Precompiled',
   ),
-  'no model': ('tokenizer.json', lambda path: change_json(path, model={'type': 'x'}), 'cannot be read'),
+  'no model': (
+    'tokenizer.json',
+    lambda path: change_json(path, model={'type': 'x'}),
+    'cannot be read',
+  ),
   'FIFO': ('chat_template.jinja', as_fifo, 'chat_template.jinja is a FIFO, wanted a regular file'),
-  'further FIFO': ('special_tokens_map.json', as_fifo, 'special_tokens_map.json is a FIFO, wanted a regular file'),
-  'no text': ('generation_config.json', lambda path: path.write_text('{"eos'), 'generation_config.json: Unterminated'),
-  'list': ('generation_config.json', lambda path: path.write_text('[]'), 'generation_config.json: holds a list'),
+  'further FIFO': (
+    'special_tokens_map.json',
+    as_fifo,
+    'special_tokens_map.json is a FIFO, wanted a regular file',
+  ),
+  'no text': (
+    'generation_config.json',
+    lambda path: path.write_text('{"eos'),
+    'generation_config.json: Unterminated',
+  ),
+  'list': (
+    'generation_config.json',
+    lambda path: path.write_text('[]'),
+    'generation_config.json: holds a list',
+  ),
   'end': (
     'generation_config.json',
     lambda path: path.write_text('{"eos_token_id": [5, 1000000000]}'),
@@ -224,15 +297,24 @@ def test_a_hostile_tokenizer_is_one_line(built, tmp_path, name):
   with pytest.raises(UserError) as raised:
     Tokenizer.from_directory(tmp_path)
   said = str(raised.value)
-  assert said.startswith(f'tokenizer {tmp_path}: ') and message in said and '\n' not in said and len(said) < 1000
+  assert (
+    said.startswith(f'tokenizer {tmp_path}: ')
+    and message in said
+    and '\n' not in said
+    and len(said) < 1000
+  )
 
 
-def test_used_tokens_that_a_model_lacks_are_refused_and_others_are_a_warning(built, tmp_path, caplog):
+def test_used_tokens_that_a_model_lacks_are_refused_and_others_are_a_warning(
+  built, tmp_path, caplog
+):
   tokenizer, _ = built['character', 'plain']
   tokenizer.check_fits(tokenizer.vocab_size, 'the model')
   assert not caplog.records
   last = tokenizer.vocab_size - 1
-  with pytest.raises(UserError, match=rf"token {last} \('<eos>'\), and the model has {last} tokens"):
+  with pytest.raises(
+    UserError, match=rf"token {last} \('<eos>'\), and the model has {last} tokens"
+  ):
     tokenizer.check_fits(last, 'the model')
   # An end token that the tokenizer has not is added to it, after all that the model knows.
   tokenizer.save(tmp_path)
@@ -244,14 +326,19 @@ def test_used_tokens_that_a_model_lacks_are_refused_and_others_are_a_warning(bui
   number = unused.vocab_size
   added = {**tokenizer_json['added_tokens'][0], 'id': number, 'content': '<unused>'}
   unused.save(tmp_path / 'unused')
-  change_json(tmp_path / 'unused' / 'tokenizer.json', added_tokens=[*tokenizer_json['added_tokens'], added])
+  change_json(
+    tmp_path / 'unused' / 'tokenizer.json', added_tokens=[*tokenizer_json['added_tokens'], added]
+  )
   Tokenizer.from_directory(tmp_path / 'unused').check_fits(number, 'the model')
   assert f"token {number} ('<unused>')" in caplog.text and '1 tokens cannot be used' in caplog.text
 
 
 @pytest.mark.parametrize('kind', ['character', 'bpe'])
 def test_a_lone_surrogate_is_one_line(built, kind):
-  for make in (Tokenizer.encode, lambda tokenizer, text: tokenizer.render_prompt([{'role': 'user', 'content': text}])):
+  for make in (
+    Tokenizer.encode,
+    lambda tokenizer, text: tokenizer.render_prompt([{'role': 'user', 'content': text}]),
+  ):
     with pytest.raises(UserError, match='ud800') as raised:
       make(built[kind, 'plain'][0], 'the \ud800')
     assert '\n' not in str(raised.value)
@@ -308,11 +395,16 @@ def launch(*args):
 def test_launch_script_makes_a_directory_and_shows_a_round_trip(tmp_path):
   (tmp_path / 'train.jsonl').write_text('{"question": "2+3", "answer": "two and three: #### 5"}\n')
   done = launch(
-    f'--source={tmp_path}/train.jsonl', '--prompt={question}=', '--truth={answer:after ####}', f'--target={tmp_path}/t'
+    f'--source={tmp_path}/train.jsonl',
+    '--prompt={question}=',
+    '--truth={answer:after ####}',
+    f'--target={tmp_path}/t',
   )
   assert done.returncode == 0, done.stderr
   # characters + 2 3 5 =, two special tokens: '+' 0, '2' 1, '3' 2, '5' 3, '=' 4, <pad> 5, <eos> 6
-  assert 'vocabulary of 7 tokens' in done.stdout and "'2+3=5<eos>' <-> [1, 0, 2, 4, 3, 6]" in done.stdout
+  assert (
+    'vocabulary of 7 tokens' in done.stdout and "'2+3=5<eos>' <-> [1, 0, 2, 4, 3, 6]" in done.stdout
+  )
   assert Tokenizer.from_directory(tmp_path / 't').encode('5=') == [3, 4]
 
 

@@ -2,10 +2,11 @@
 
   python tests/tools/affected.py [--since=COMMIT]
 
-A change is anything uncommitted, or committed since COMMIT: by default since the branch left origin/main or main. The
-graph is static: imports (also those inside functions), and the modules, scripts, configurations and data folders that
-string constants name. It errs on the side of too many tests. A change to a file of EVERYTHING selects all tests; a
-change to a document selects only the tests that name it.
+A change is anything uncommitted, or committed since COMMIT: by default since the branch left
+origin/main or main. The graph is static: imports (also those inside functions), and the modules,
+scripts, configurations and data folders that string constants name. It errs on the side of too many
+tests. A change to a file of EVERYTHING selects all tests; a change to a document selects only the
+tests that name it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def is_test(path: str) -> bool:
 
 
 class Graph:
-  """Which file needs which, for the `paths` (relative to `root`) of a repository; deleted files may be among them."""
+  """Which file needs which, for the `paths` (relative to `root`) of a repository; deleted files may
+  be among them.
+  """
 
   def __init__(self, root: pathlib.Path, paths: Iterable[str]):
     self._root = root
@@ -85,14 +88,19 @@ class Graph:
     if path == CONFTEST:
       return set()  # The tests that use its fixtures need what these need.
     if path.endswith('.sh'):
-      return self._named((self._root / path).read_text(), path) if (self._root / path).exists() else set()
+      return (
+        self._named((self._root / path).read_text(), path)
+        if (self._root / path).exists()
+        else set()
+      )
     tree = self._tree(path) if path.endswith('.py') else None
     if tree is None:
       return set()
     needs = self._needs_of_code(tree, path)
     if path.startswith('tests/'):
       arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-      strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}  # As for usefixtures.
+      # As for usefixtures.
+      strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
       for name in self._fixtures.keys() & (arguments | strings):
         needs |= self._fixtures[name]
     return needs
@@ -101,7 +109,11 @@ class Graph:
     """For each fixture of `path`, by name, the files that its body needs."""
     tree = self._tree(path) if path in self._paths else None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree else []
-    fixtures = [node for node in functions if any('fixture' in ast.unparse(mark) for mark in node.decorator_list)]
+    fixtures = [
+      node
+      for node in functions
+      if any('fixture' in ast.unparse(mark) for mark in node.decorator_list)
+    ]
     return {node.name: self._needs_of_code(node, path) for node in fixtures}
 
   def _needs_of_code(self, tree: ast.AST, path: str) -> set[str]:
@@ -122,7 +134,9 @@ class Graph:
     return needs
 
   def _modules(self, name: str, path: str) -> set[str]:
-    """The files of the module `name`, or of the module that defines it, and of its packages, as `path` imports it."""
+    """The files of the module `name`, or of the module that defines it, and of its packages, as
+    `path` imports it.
+    """
     parts = name.split('.')
     for folder in _folders(path):
       files = set()
@@ -134,7 +148,9 @@ class Graph:
     return set()
 
   def _named(self, text: str, path: str) -> set[str]:
-    """Files that a string names: paths from the root or beside `path`, and modules of the package."""
+    """Files that a string names: paths from the root or beside `path`, and modules of the
+    package.
+    """
     files = set()
     for token in _PATH.findall(text):
       files |= self._at(token, path, folders=False)
@@ -144,14 +160,20 @@ class Graph:
     return files
 
   def _joined(self, node: ast.BinOp, path: str) -> set[str]:
-    """Files that `ROOT / 'launch' / name` may name: all of the folder where a part is no constant."""
+    """Files that `ROOT / 'launch' / name` may name: all of the folder where a part is no
+    constant.
+    """
     parts: list[str | None] = []
     left: ast.expr = node
     while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div):
       right = left.right
-      parts.insert(0, right.value if isinstance(right, ast.Constant) and isinstance(right.value, str) else None)
+      parts.insert(
+        0, right.value if isinstance(right, ast.Constant) and isinstance(right.value, str) else None
+      )
       left = left.left
-    of_this_tree = '__file__' in ast.unparse(left) or (isinstance(left, ast.Name) and left.id.isupper())
+    of_this_tree = '__file__' in ast.unparse(left) or (
+      isinstance(left, ast.Name) and left.id.isupper()
+    )
     known = parts[: parts.index(None)] if None in parts else parts
     return self._at('/'.join(known), path, folders=of_this_tree) if known else set()
 
@@ -177,7 +199,11 @@ def _walk(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _folders(path: str) -> tuple[str, ...]:
   """Returns the folders, with a slash, in which the file `path` finds modules and data files."""
-  return ('', f'{pathlib.PurePosixPath(path).parent}/', *(HELPERS if path.startswith('tests/') else ()))
+  return (
+    '',
+    f'{pathlib.PurePosixPath(path).parent}/',
+    *(HELPERS if path.startswith('tests/') else ()),
+  )
 
 
 def _package(path: str, level: int) -> list[str]:
@@ -194,7 +220,9 @@ def git(root: pathlib.Path, *arguments: str) -> list[str] | None:
 
 
 def changed_files(root: pathlib.Path, since: str | None) -> list[str]:
-  """Files that differ from commit `since` (by default, where the branch left main), and untracked files."""
+  """Files that differ from commit `since` (by default, where the branch left main), and untracked
+  files.
+  """
   if since is None:
     for main in ('origin/main', 'main'):
       base = git(root, 'merge-base', 'HEAD', main)
@@ -204,7 +232,9 @@ def changed_files(root: pathlib.Path, since: str | None) -> list[str]:
   differing = git(root, 'diff', '--name-only', '--no-renames', '-z', since, '--')
   if differing is None:
     raise SystemExit(f'affected: git does not know the commit {since}')
-  return sorted({*differing, *(git(root, 'ls-files', '-z', '--others', '--exclude-standard') or [])})
+  return sorted(
+    {*differing, *(git(root, 'ls-files', '-z', '--others', '--exclude-standard') or [])}
+  )
 
 
 def main(arguments: list[str], root: pathlib.Path = ROOT) -> None:

@@ -84,7 +84,8 @@ def tree(tmp_path):
     ('tests/lonely_test.py', 'lonely'),
     ('jaxrl_llm/core/errors.py', 'chain job linear loop module store'),
     ('jaxrl_llm/ops/linear.py', 'chain job linear loop module'),
-    ('jaxrl_llm/master/loop.py', 'chain job loop module'),  # A docstring or TYPE_CHECKING does not select `linear`.
+    # A docstring or TYPE_CHECKING does not select `linear`.
+    ('jaxrl_llm/master/loop.py', 'chain job loop module'),
     ('jaxrl_llm/master/__init__.py', 'chain job loop module'),
     ('launch/train.py', 'job'),
     ('configs/quick.py', 'job'),
@@ -101,12 +102,20 @@ def tree(tmp_path):
   ],
 )
 def test_a_change_selects_the_tests_that_reach_it(tree, changed, wanted):
-  assert affected.Graph(tree, FILES).affected([changed]) == [f'tests/{name}_test.py' for name in wanted.split()]
+  assert affected.Graph(tree, FILES).affected([changed]) == [
+    f'tests/{name}_test.py' for name in wanted.split()
+  ]
 
 
 @pytest.mark.parametrize(
   'changed',
-  ['tests/conftest.py', 'pyproject.toml', 'constraints/py311.txt', 'launch/environment.sh', 'data/unknown.bin'],
+  [
+    'tests/conftest.py',
+    'pyproject.toml',
+    'constraints/py311.txt',
+    'launch/environment.sh',
+    'data/unknown.bin',
+  ],
 )
 def test_a_file_that_every_test_needs_or_that_is_unknown_selects_everything(tree, changed):
   assert affected.Graph(tree, [*FILES, changed]).affected([changed]) == TESTS
@@ -147,14 +156,21 @@ def test_changes_are_those_since_the_branch_left_main_and_what_is_not_committed(
 
 @functools.cache
 def this_tree() -> affected.Graph:
-  files = (path for folder in affected.FOLDERS for path in (affected.ROOT / folder).rglob('*') if path.is_file())
+  files = (
+    path
+    for folder in affected.FOLDERS
+    for path in (affected.ROOT / folder).rglob('*')
+    if path.is_file()
+  )
   return affected.Graph(affected.ROOT, [str(path.relative_to(affected.ROOT)) for path in files])
 
 
 @pytest.mark.full
 def test_in_this_tree_jobs_depend_on_the_trainer_and_small_parts_on_little():
   graph = this_tree()
-  assert {'launch/train.py', 'jaxrl_llm/master/trainer.py'} <= graph.reachable('tests/jobs/main_test.py')
+  assert {'launch/train.py', 'jaxrl_llm/master/trainer.py'} <= graph.reachable(
+    'tests/jobs/main_test.py'
+  )
   assert 'tests/jobs/main_test.py' in graph.affected(['jaxrl_llm/ops/attention.py'])
   rotary = graph.reachable('tests/models/rotary_test.py')
   assert 'jaxrl_llm/models/rotary.py' in rotary

@@ -1,8 +1,9 @@
-"""Pytest plugin of the acceptance tier: skips tests that have passed at this commit, and tabulates all results.
+"""Pytest plugin of the acceptance tier: skips tests that have passed at this commit, and tabulates
+all results.
 
-The environment variable JAXRL_TEST_LEDGER switches it on; it names the directory of `acceptance.jsonl`, which gets a
-line for each result. At the end of each session, `docs/develop/acceptance_runs.md` gets the newest
-result of each test.
+The environment variable JAXRL_TEST_LEDGER switches it on; it names the directory of
+`acceptance.jsonl`, which gets a line for each result. At the end of each session,
+`docs/develop/acceptance_runs.md` gets the newest result of each test.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TABLE = pathlib.Path('docs/develop/acceptance_runs.md')
 
 def commit(root: pathlib.Path) -> tuple[str, bool]:
   """(Short hash of the commit, whether nothing but the table differs from it)."""
-  git = lambda *words: subprocess.run(['git', *words], cwd=root, capture_output=True, text=True, check=True).stdout
+  git = lambda *words: (
+    subprocess.run(['git', *words], cwd=root, capture_output=True, text=True, check=True).stdout
+  )
   lines = git('status', '--porcelain', '--untracked-files=all').splitlines()
   return git('rev-parse', '--short', 'HEAD').strip(), all(line[3:] == str(TABLE) for line in lines)
 
@@ -42,7 +45,8 @@ def table(rows: list[dict]) -> str:
   lines = [
     '# Acceptance runs',
     '',
-    'Written by `bash launch/test.sh --tier=acceptance` (`tests/tools/ledger.py`): the newest result of each of its',
+    'Written by `bash launch/test.sh --tier=acceptance` (`tests/tools/ledger.py`): the newest '
+    'result of each of its',
     'tests.',
     'A commit with a plus had uncommitted changes.',
     '',
@@ -50,7 +54,10 @@ def table(rows: list[dict]) -> str:
     '|---|---|---|---|---|',
   ]
   for row in sorted(newest.values(), key=lambda row: row['test']):
-    lines.append(f'| `{row["test"]}` | {row["commit"]} | {row["day"]} | {row["result"]} | {row["seconds"]:.0f} |')
+    lines.append(
+      f'| `{row["test"]}` | {row["commit"]} | {row["day"]} | {row["result"]} | '
+      f'{row["seconds"]:.0f} |'
+    )
   return '\n'.join(lines) + '\n'
 
 
@@ -65,7 +72,9 @@ class Ledger:
 
   def pytest_collection_modifyitems(self, config, items):
     rows = read(self._file) if self._clean else []
-    passed = {row['test'] for row in rows if (row['commit'], row['result']) == (self._commit, 'passed')}
+    passed = {
+      row['test'] for row in rows if (row['commit'], row['result']) == (self._commit, 'passed')
+    }
     done = [item for item in items if item.nodeid in passed]
     items[:] = [item for item in items if item.nodeid not in passed]
     if done:
@@ -88,7 +97,8 @@ class Ledger:
         'seconds': round(self._seconds[test], 1),
       }
       with self._file.open('a') as file:
-        file.write('\n' + json.dumps(row))  # The newline comes first, to end a line that a kill cut short.
+        # The newline comes first, to end a line that a kill cut short.
+        file.write('\n' + json.dumps(row))
 
   def pytest_sessionfinish(self, session, exitstatus):
     if rows := read(self._file):
@@ -110,4 +120,6 @@ def pytest_configure(config):
     path = pathlib.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(ROOT, path)
-    config.pluginmanager.register(_Deselects(ledger) if hasattr(config, 'workerinput') else ledger, 'ledger-of-tests')
+    config.pluginmanager.register(
+      _Deselects(ledger) if hasattr(config, 'workerinput') else ledger, 'ledger-of-tests'
+    )

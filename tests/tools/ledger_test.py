@@ -50,10 +50,16 @@ def save(root, message):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('workers', [(), ('-p', 'xdist', '--numprocesses=2')], ids=['alone', 'workers'])
+@pytest.mark.parametrize(
+  'workers', [(), ('-p', 'xdist', '--numprocesses=2')], ids=['alone', 'workers']
+)
 def test_what_passed_at_this_commit_is_not_run_again_and_the_rest_is(tree, tmp_path, workers):
   env = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}
-  env |= {'COUNTS': str(tmp_path), 'JAXRL_TEST_LEDGER': str(tree / 'runs'), 'PYTHONPATH': str(tree / 'tests' / 'tools')}
+  env |= {
+    'COUNTS': str(tmp_path),
+    'JAXRL_TEST_LEDGER': str(tree / 'runs'),
+    'PYTHONPATH': str(tree / 'tests' / 'tools'),
+  }
   env['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'  # Most of the time would go into imports of plugins.
   command = [sys.executable, '-m', 'pytest', '-q', '-p', 'ledger', *workers, 'tests/some_test.py']
 

@@ -3,9 +3,9 @@
   JAXRL_TEST_TIMES=runs/tests/pytest.jsonl python -m pytest …
   python tests/tools/times.py runs/tests
 
-Each worker writes its own file (pytest-gw0.jsonl) line by line: a worker that is killed loses only the test that it
-was running. The command reads these files and phases.jsonl (launch/test.sh), writes times.md beside them, and prints
-the main figures.
+Each worker writes its own file (pytest-gw0.jsonl) line by line: a worker that is killed loses only
+the test that it was running. The command reads these files and phases.jsonl (launch/test.sh),
+writes times.md beside them, and prints the main figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _inside = threading.local()
 
 @contextlib.contextmanager
 def phase(kind: str) -> Iterator[None]:
-  """Counts the block as the test's wait for a 'job' or for 'servers'; a nested phase counts as the outer one."""
+  """Counts the block as the test's wait for a 'job' or for 'servers'; a nested phase counts as the
+  outer one.
+  """
   if getattr(_inside, 'phase', False):
     yield
     return
@@ -91,7 +93,9 @@ class Recorder:
       self._listens = True
 
   def _write(self, **record: Any) -> None:
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in record.items()}
+    rounded = {
+      key: round(value, 4) if isinstance(value, float) else value for key, value in record.items()
+    }
     self._file.write(json.dumps(rounded) + '\n')
     self._file.flush()
 
@@ -133,13 +137,18 @@ class Times:
   """The records of a folder's files.
 
   Attributes:
-    phases: parts of launch/test.sh, each with its name, and its begin and end in seconds since 1970.
+    phases: parts of launch/test.sh, each with its name, and its begin and end in seconds since
+      1970.
     workers: for each worker, seconds of collection and of tests.
     tests: for each test, seconds of its stages and waits.
   """
 
   def __init__(self, folder: pathlib.Path):
-    self.phases = [phase for phase in read_lines(folder / 'phases.jsonl') if {'name', 'begin', 'end'} <= phase.keys()]
+    self.phases = [
+      phase
+      for phase in read_lines(folder / 'phases.jsonl')
+      if {'name', 'begin', 'end'} <= phase.keys()
+    ]
     self.workers: dict[str, dict[str, float]] = {}
     self.tests: list[dict[str, Any]] = []
     for path in sorted(folder.glob('*.jsonl')):
@@ -153,7 +162,11 @@ class Times:
         total['collection'] += record['wall']
         total['collection CPU'] += record['cpu']
       elif record.get('kind') == 'test':
-        test = {'pass': worker.partition('-')[0], **record, 'wall': sum(record.get(stage, 0) for stage in STAGES)}
+        test = {
+          'pass': worker.partition('-')[0],
+          **record,
+          'wall': sum(record.get(stage, 0) for stage in STAGES),
+        }
         self.tests.append(test)
         total['tests'] += test['wall']
         total['tests CPU'] += test.get('cpu', 0)
@@ -167,7 +180,9 @@ class Times:
 
   def files(self) -> list[tuple[str, dict[str, float]]]:
     """Test files with their sums, the longest first."""
-    sums: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    sums: dict[str, dict[str, float]] = collections.defaultdict(
+      lambda: collections.defaultdict(float)
+    )
     for test in self.tests:
       file = sums[f'{test["test"].partition("::")[0]} ({test["pass"]})']
       file['tests'] += 1
@@ -182,11 +197,18 @@ class Times:
 def page(times: Times) -> str:
   """The text of times.md."""
   parts = [
-    '# Where the time went\n\nSeconds. Totals are of all workers together; a compilation is one in a test process.\n'
+    '# Where the time went\n\nSeconds. Totals are of all workers together; a compilation is one in '
+    'a test process.\n'
   ]
   origin = min((phase['begin'] for phase in times.phases), default=0.0)
   rows = [
-    (phase['name'], phase['begin'] - origin, phase['end'] - origin, _duration(phase), phase.get('code', ''))
+    (
+      phase['name'],
+      phase['begin'] - origin,
+      phase['end'] - origin,
+      _duration(phase),
+      phase.get('code', ''),
+    )
     for phase in sorted(times.phases, key=lambda phase: phase['begin'])
   ]
   parts.append(_table('Phases', ('phase', 'begin', 'end', 'seconds', 'exit code'), rows))
@@ -199,7 +221,8 @@ def page(times: Times) -> str:
   parts.append(_table('Files', ('file', 'tests', *keys), rows))
   keys = ('wall', *STAGES, 'cpu', *WAITS)
   rows = [
-    (f'`{test["test"]}` ({test["pass"]})', *(float(test.get(key, 0)) for key in keys)) for test in times.slowest(40)
+    (f'`{test["test"]}` ({test["pass"]})', *(float(test.get(key, 0)) for key in keys))
+    for test in times.slowest(40)
   ]
   parts.append(_table('The 40 slowest tests', ('test', *keys), rows))
   return '\n'.join(parts)
@@ -230,7 +253,9 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]
 
 
 def _row(cells: Iterable[Any]) -> str:
-  texts = (f'{cell:.2f}' if isinstance(cell, float) else str(cell).replace('|', '\\|') for cell in cells)
+  texts = (
+    f'{cell:.2f}' if isinstance(cell, float) else str(cell).replace('|', '\\|') for cell in cells
+  )
   return '| ' + ' | '.join(texts) + ' |'
 
 

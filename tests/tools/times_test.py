@@ -16,7 +16,15 @@ def write(path, *records, torn=''):
 
 
 def a_test(name, **seconds):
-  return {'kind': 'test', 'test': name, 'cpu': 0.5, 'setup': 0.0, 'call': 0.0, 'teardown': 0.0, **seconds}
+  return {
+    'kind': 'test',
+    'test': name,
+    'cpu': 0.5,
+    'setup': 0.0,
+    'call': 0.0,
+    'teardown': 0.0,
+    **seconds,
+  }
 
 
 @pytest.fixture
@@ -31,21 +39,36 @@ def folder(tmp_path):
   write(
     tmp_path / 'pytest-gw0.jsonl',
     collection,
-    a_test('tests/a_test.py::test_one', setup=1.0, call=20.0, teardown=2.0, compilation=3.0, job=15.0),
+    a_test(
+      'tests/a_test.py::test_one', setup=1.0, call=20.0, teardown=2.0, compilation=3.0, job=15.0
+    ),
     a_test('tests/b_test.py::test_two[x|y]', call=4.0),
     torn='{"kind": "test", "test": "tests/c_test.py::test_cut_of',
   )
-  write(tmp_path / 'pytest-gw1.jsonl', collection, a_test('tests/a_test.py::test_three', call=7.0, servers=5.0), 3)
+  write(
+    tmp_path / 'pytest-gw1.jsonl',
+    collection,
+    a_test('tests/a_test.py::test_three', call=7.0, servers=5.0),
+    3,
+  )
   (tmp_path / 'pytest-gw2.jsonl').write_text('')  # Killed before it had collected.
   return tmp_path
 
 
 def test_totals_are_of_all_workers_and_each_second_is_of_one_kind(folder):
   read = times.Times(folder)
-  wanted = {'collection': 20.0, 'compilation': 3.0, 'job': 15.0, 'servers': 5.0, 'other': 34.0 - 23.0}
+  wanted = {
+    'collection': 20.0,
+    'compilation': 3.0,
+    'job': 15.0,
+    'servers': 5.0,
+    'other': 34.0 - 23.0,
+  }
   assert read.totals() == pytest.approx(wanted)
   assert list(read.totals()) == list(wanted)
-  assert [(name, file['wall'], file['compilation'], file['tests']) for name, file in read.files()] == [
+  assert [
+    (name, file['wall'], file['compilation'], file['tests']) for name, file in read.files()
+  ] == [
     ('tests/a_test.py (pytest)', 30.0, 3.0, 2),
     ('tests/b_test.py (pytest)', 4.0, 0.0, 1),
   ]
@@ -67,11 +90,20 @@ def test_the_report_is_a_page_and_one_screen(folder, capsys):
 
 
 def test_many_tests_and_phases_stay_one_screen_and_40_rows(tmp_path, capsys):
-  write(tmp_path / 'phases.jsonl', *({'name': f'p{n}', 'begin': 0.0, 'end': float(n), 'code': 0} for n in range(30)))
-  write(tmp_path / 'pytest.jsonl', *(a_test(f'tests/a{n}_test.py::test', call=float(n)) for n in range(60)))
+  write(
+    tmp_path / 'phases.jsonl',
+    *({'name': f'p{n}', 'begin': 0.0, 'end': float(n), 'code': 0} for n in range(30)),
+  )
+  write(
+    tmp_path / 'pytest.jsonl',
+    *(a_test(f'tests/a{n}_test.py::test', call=float(n)) for n in range(60)),
+  )
   assert times.main([str(tmp_path)]) == 0
   assert len(capsys.readouterr().out.splitlines()) <= 30
-  assert sum(line.startswith('| `tests/') for line in (tmp_path / 'times.md').read_text().splitlines()) == 40
+  assert (
+    sum(line.startswith('| `tests/') for line in (tmp_path / 'times.md').read_text().splitlines())
+    == 40
+  )
 
 
 def test_an_empty_folder_is_reported_and_a_missing_one_is_one_line(tmp_path, capsys):
@@ -79,7 +111,9 @@ def test_an_empty_folder_is_reported_and_a_missing_one_is_one_line(tmp_path, cap
   assert (tmp_path / 'times.md').exists()
   capsys.readouterr()
   assert times.main([str(tmp_path / 'missing')]) == 2
-  assert capsys.readouterr().err == 'times: wanted one folder: python tests/tools/times.py runs/tests\n'
+  assert (
+    capsys.readouterr().err == 'times: wanted one folder: python tests/tools/times.py runs/tests\n'
+  )
 
 
 def test_a_phase_inside_another_is_counted_once_also_where_it_raises(monkeypatch):
@@ -143,9 +177,25 @@ def test_the_plugin_writes_a_file_for_each_process(tmp_path, workers, killed):
   environment = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}
   environment |= {'PYTHONPATH': os.path.dirname(times.__file__), 'KILLED': killed}
   environment |= {times.VARIABLE: str(tmp_path / 'out' / 'run.jsonl')}
-  command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-p', 'no:hypothesispytest']
-  command += [f'--numprocesses={workers}', '--max-worker-restart=0', f'--rootdir={tmp_path}', 'some_test.py']
-  ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+  command = [
+    sys.executable,
+    '-m',
+    'pytest',
+    '-q',
+    '-p',
+    'no:cacheprovider',
+    '-p',
+    'no:hypothesispytest',
+  ]
+  command += [
+    f'--numprocesses={workers}',
+    '--max-worker-restart=0',
+    f'--rootdir={tmp_path}',
+    'some_test.py',
+  ]
+  ran = subprocess.run(
+    command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+  )
   assert (ran.returncode != 0) == bool(killed), ran.stdout
   files = sorted(path.name for path in (tmp_path / 'out').iterdir())
   assert files == [['run.jsonl'], ['run-gw0.jsonl']][workers]
@@ -154,7 +204,12 @@ def test_the_plugin_writes_a_file_for_each_process(tmp_path, workers, killed):
   if not killed:
     *tests, last = tests
     assert last['kind'] == 'end' and last['wall'] >= first['wall']
-  names = ['test_waits', 'test_compiles', 'test_sees_no_variable', *([] if killed else ['test_is_killed'])]
+  names = [
+    'test_waits',
+    'test_compiles',
+    'test_sees_no_variable',
+    *([] if killed else ['test_is_killed']),
+  ]
   assert [test['test'] for test in tests] == [f'some_test.py::{name}' for name in names]
   assert all(test.keys() >= {'setup', 'call', 'teardown', 'cpu'} for test in tests)
   assert 0.05 <= tests[0]['job'] <= tests[0]['call'] + 0.001

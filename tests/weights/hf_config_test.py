@@ -1,4 +1,6 @@
-"""config.json: published files by hand, both forms, and every setting that would change the numbers refused."""
+"""config.json: published files by hand, both forms, and every setting that would change the numbers
+refused.
+"""
 
 import dataclasses
 import json
@@ -169,7 +171,11 @@ def test_published_files_are_read(tmp_path):
     head_dim=64,
     rope_theta=5e5,
     rope_scaling=RopeScaling(
-      kind='llama3', factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+      kind='llama3',
+      factor=32.0,
+      low_freq_factor=1.0,
+      high_freq_factor=4.0,
+      original_max_position_embeddings=8192,
     ),
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
@@ -178,7 +184,12 @@ def test_published_files_are_read(tmp_path):
     qk_norm=False,
   )
   qwen3 = read_spec(write(tmp_path, QWEN3))
-  assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.rope_theta) == (128, True, False, 1e6)
+  assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.rope_theta) == (
+    128,
+    True,
+    False,
+    1e6,
+  )
 
 
 @pytest.mark.parametrize('family', PUBLISHED)
@@ -205,10 +216,16 @@ def test_absent_keys_mean_what_they_mean_to_transformers(tmp_path, family):
   values = {**SMALL, 'model_type': family, **FAMILIES[family].full_attention}
   del values['num_key_value_heads']
   if family != 'llama':
-    values |= {'num_attention_heads': 32, 'hidden_size': 128}  # the others' defaults are 32 and 8 key/value heads
+    # the others' defaults are 32 and 8 key/value heads
+    values |= {'num_attention_heads': 32, 'hidden_size': 128}
   spec = read_spec(write(tmp_path, values))
   config = transformers.AutoConfig.from_pretrained(tmp_path)
-  for name in ('num_key_value_heads', 'max_position_embeddings', 'rms_norm_eps', 'tie_word_embeddings'):
+  for name in (
+    'num_key_value_heads',
+    'max_position_embeddings',
+    'rms_norm_eps',
+    'tie_word_embeddings',
+  ):
     assert getattr(spec, name) == getattr(config, name), name
   assert spec.rope_theta == config.rope_parameters['rope_theta'] == 10000.0
   # 128 / 32 and 96 / 4; Qwen3's default is a number.
@@ -221,7 +238,9 @@ def test_null_heads_mean_one_each(tmp_path):
 
 
 def test_original_context_defaults_to_the_context(tmp_path):
-  scaling = {name: value for name, value in LLAMA['rope_scaling'].items() if not name.startswith('original')}
+  scaling = {
+    name: value for name, value in LLAMA['rope_scaling'].items() if not name.startswith('original')
+  }
   spec = read_spec(write(tmp_path, LLAMA, rope_scaling=scaling))
   assert spec.rope_scaling.original_max_position_embeddings == 131072
   config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -236,16 +255,32 @@ def test_biases_follow_the_family(tmp_path):
 
 
 REFUSED = {
-  'model_type': (QWEN2, {'model_type': 'mamba'}, 'model_type is "mamba", wanted one of qwen2, qwen3, llama, mistral'),
+  'model_type': (
+    QWEN2,
+    {'model_type': 'mamba'},
+    'model_type is "mamba", wanted one of qwen2, qwen3, llama, mistral',
+  ),
   'no model_type': (QWEN2, {'model_type': 'absent'}, 'model_type is null'),
   'class': (
     QWEN2,
     {'architectures': ['Qwen2ForQuestionAnswering']},
     'wanted one of Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2ForTokenClassification',
   ),
-  "another family's class": (QWEN2, {'architectures': ['LlamaForSequenceClassification']}, 'wanted one of Qwen2'),
-  'two classes': (QWEN2, {'architectures': ['Qwen2ForCausalLM', 'Qwen2ForTokenClassification']}, 'wanted one of'),
-  'labels by default': (LLAMA, {'architectures': ['LlamaForSequenceClassification']}, 'num_labels is null, wanted 1'),
+  "another family's class": (
+    QWEN2,
+    {'architectures': ['LlamaForSequenceClassification']},
+    'wanted one of Qwen2',
+  ),
+  'two classes': (
+    QWEN2,
+    {'architectures': ['Qwen2ForCausalLM', 'Qwen2ForTokenClassification']},
+    'wanted one of',
+  ),
+  'labels by default': (
+    LLAMA,
+    {'architectures': ['LlamaForSequenceClassification']},
+    'num_labels is null, wanted 1',
+  ),
   'labels by number': (
     LLAMA,
     {'architectures': ['LlamaForTokenClassification'], 'num_labels': 3},
@@ -253,7 +288,11 @@ REFUSED = {
   ),
   'labels by name': (
     LLAMA,
-    {'architectures': ['LlamaForSequenceClassification'], 'id2label': {'0': 'a', '1': 'b'}, 'num_labels': 1},
+    {
+      'architectures': ['LlamaForSequenceClassification'],
+      'id2label': {'0': 'a', '1': 'b'},
+      'num_labels': 1,
+    },
     'id2label is {"0": "a", "1": "b"}, wanted one label',
   ),
   'labels that disagree': (
@@ -263,7 +302,11 @@ REFUSED = {
   ),
   'activation': (LLAMA, {'hidden_act': 'gelu'}, 'hidden_act is "gelu"'),
   'window': (QWEN2, {'use_sliding_window': True}, 'sliding window'),
-  'window layers': (QWEN3, {'layer_types': ['full_attention', 'sliding_attention']}, 'sliding window'),
+  'window layers': (
+    QWEN3,
+    {'layer_types': ['full_attention', 'sliding_attention']},
+    'sliding window',
+  ),
   'window in llama': (LLAMA, {'sliding_window': 4096}, 'sliding window'),
   'window in mistral': (MISTRAL, {'sliding_window': 4096}, 'sliding window'),
   'window by default': (MISTRAL, {'sliding_window': 'absent'}, 'sliding window'),
@@ -272,11 +315,22 @@ REFUSED = {
     {'sliding_window': 4096, 'layer_types': ['full_attention'] * 32},
     'sliding window',
   ),
-  'bias in mistral': (MISTRAL, {'attention_bias': True}, 'attention_bias is true, wanted false: mistral has no biases'),
-  'yarn': (QWEN2, {'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, 'rope_scaling.rope_type is "yarn"'),
+  'bias in mistral': (
+    MISTRAL,
+    {'attention_bias': True},
+    'attention_bias is true, wanted false: mistral has no biases',
+  ),
+  'yarn': (
+    QWEN2,
+    {'rope_scaling': {'type': 'yarn', 'factor': 4.0}},
+    'rope_scaling.rope_type is "yarn"',
+  ),
   'dynamic': (
     QWEN2,
-    {'rope_theta': 'absent', 'rope_parameters': {'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 1e4}},
+    {
+      'rope_theta': 'absent',
+      'rope_parameters': {'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 1e4},
+    },
     'rope_parameters.rope_type is "dynamic", wanted one of default, linear, llama3',
   ),
   'per layer type': (
@@ -284,11 +338,23 @@ REFUSED = {
     {'rope_parameters': {'full_attention': {'rope_type': 'default'}}},
     'rope_parameters.full_attention',
   ),
-  'mrope': (QWEN2, {'rope_scaling': {'rope_type': 'default', 'mrope_section': [16]}}, 'rope_scaling.mrope_section'),
+  'mrope': (
+    QWEN2,
+    {'rope_scaling': {'rope_type': 'default', 'mrope_section': [16]}},
+    'rope_scaling.mrope_section',
+  ),
   'partial': (LLAMA, {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
   'two thetas': (QWEN2, {'rope_parameters': {'rope_theta': 1e4}}, 'rope_theta is 1e+06'),
-  'two originals': (LLAMA, {'original_max_position_embeddings': 4096}, 'is 4096, wanted 8192, as in rope_scaling'),
-  'two forms': (LLAMA, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5}}, 'disagree'),
+  'two originals': (
+    LLAMA,
+    {'original_max_position_embeddings': 4096},
+    'is 4096, wanted 8192, as in rope_scaling',
+  ),
+  'two forms': (
+    LLAMA,
+    {'rope_parameters': {'rope_type': 'default', 'rope_theta': 5e5}},
+    'disagree',
+  ),
   'no factor': (QWEN2, {'rope_scaling': {'type': 'linear'}}, 'factor is missing'),
   'bias': (QWEN2, {'attention_bias': False}, 'attention_bias is false'),
   'mlp bias': (QWEN3, {'mlp_bias': True}, 'mlp_bias is true'),
@@ -297,7 +363,11 @@ REFUSED = {
   'missing size': (LLAMA, {'hidden_size': 'absent'}, 'hidden_size is missing'),
   'wrong type': (LLAMA, {'vocab_size': '100'}, 'vocab_size is "100", wanted a positive int'),
   'not whole': (LLAMA, {'num_hidden_layers': 1.5}, 'num_hidden_layers is 1.5'),
-  'flag': (LLAMA, {'tie_word_embeddings': 'yes'}, 'tie_word_embeddings is "yes", wanted true or false'),
+  'flag': (
+    LLAMA,
+    {'tie_word_embeddings': 'yes'},
+    'tie_word_embeddings is "yes", wanted true or false',
+  ),
   'heads': (LLAMA, {'num_key_value_heads': 5}, '32 heads cannot share 5'),
 }
 
@@ -309,8 +379,15 @@ def test_what_would_change_the_numbers_is_refused(tmp_path, case):
 
 
 def test_windows_that_are_off_are_no_windows(tmp_path):
-  assert read_spec(write(tmp_path, QWEN2, use_sliding_window=True, max_window_layers=24)).num_hidden_layers == 24
-  assert read_spec(write(tmp_path, QWEN2, layer_types=['full_attention'] * 24)).num_hidden_layers == 24
+  assert (
+    read_spec(
+      write(tmp_path, QWEN2, use_sliding_window=True, max_window_layers=24)
+    ).num_hidden_layers
+    == 24
+  )
+  assert (
+    read_spec(write(tmp_path, QWEN2, layer_types=['full_attention'] * 24)).num_hidden_layers == 24
+  )
 
 
 def test_unreadable_files_are_named(tmp_path):
@@ -341,9 +418,15 @@ def test_transformers_reads_what_is_written(tmp_path, family):
   write_config(tmp_path, spec, dtype='bfloat16', bos_id=1, eos_ids=(2, 3), pad_id=0)
   assert read_spec(tmp_path) == spec
   config = transformers.AutoConfig.from_pretrained(tmp_path)
-  assert str(config.dtype).removeprefix('torch.') == 'bfloat16', 'a torch dtype where torch is installed'
+  assert str(config.dtype).removeprefix('torch.') == 'bfloat16', (
+    'a torch dtype where torch is installed'
+  )
   assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, [2, 3], 0)
-  assert (config.head_dim, config.rms_norm_eps, config.rope_parameters['rope_theta']) == (32, 3e-5, 12345.0)
+  assert (config.head_dim, config.rms_norm_eps, config.rope_parameters['rope_theta']) == (
+    32,
+    3e-5,
+    12345.0,
+  )
   if spec.rope_scaling:
     assert config.rope_parameters == {
       'rope_type': 'llama3',
@@ -376,15 +459,24 @@ def test_what_hugging_face_cannot_express_is_not_written(tmp_path, family, field
   assert not list(tmp_path.iterdir())
 
 
-LABELS = ({'id2label': {'0': 'LABEL_0'}}, {'num_labels': 1}, {'id2label': {'0': 'quality'}, 'num_labels': 1})
-CLASSES = {'lm': 'ForCausalLM', 'scalar': 'ForSequenceClassification', 'value': 'ForTokenClassification'}
+LABELS = (
+  {'id2label': {'0': 'LABEL_0'}},
+  {'num_labels': 1},
+  {'id2label': {'0': 'quality'}, 'num_labels': 1},
+)
+CLASSES = {
+  'lm': 'ForCausalLM',
+  'scalar': 'ForSequenceClassification',
+  'value': 'ForTokenClassification',
+}
 
 
 @pytest.mark.parametrize('head', CLASSES)
 @pytest.mark.parametrize('labels', LABELS, ids=str)
 def test_the_class_says_which_head(tmp_path, head, labels):
   spec = read_spec(write(tmp_path, QWEN3, architectures=[f'Qwen3{CLASSES[head]}'], **labels))
-  # A file of the class of one output may say that embeddings are tied; there is nothing that they could be tied to.
+  # A file of the class of one output may say that embeddings are tied; there is nothing that they
+  # could be tied to.
   assert (spec.head, spec.tie_word_embeddings) == (head, head == 'lm')
 
 
@@ -403,7 +495,9 @@ def test_heads_are_written_and_read(tmp_path, family, head, tied):
   assert read_spec(tmp_path) == spec
   values = json.loads((tmp_path / 'config.json').read_text())
   (name,) = values['architectures']
-  assert name.endswith(CLASSES[head]) and getattr(transformers, name).config_class.model_type == family
+  assert (
+    name.endswith(CLASSES[head]) and getattr(transformers, name).config_class.model_type == family
+  )
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   assert config.num_labels == (2 if head == 'lm' else 1)
   assert config.problem_type == (None if head == 'lm' else 'regression')
@@ -417,7 +511,9 @@ def test_a_family_without_the_class_is_refused(tmp_path, monkeypatch, head):
   generative = dataclasses.replace(FAMILIES['llama'], architectures={'lm': 'LlamaForCausalLM'})
   for module in (families, hf_config):
     monkeypatch.setattr(module, 'FAMILIES', FAMILIES | {'llama': generative})
-  with pytest.raises(UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3'):
+  with pytest.raises(
+    UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3'
+  ):
     write_config(tmp_path, with_head(tiny('llama', 50), head), dtype='float32', pad_id=0)
   assert not list(tmp_path.iterdir())
 
@@ -437,7 +533,9 @@ def test_a_reward_model_always_has_a_padding_token(tmp_path, tokens, pad, said):
   with absl_lines() as lines:
     write_config(tmp_path, with_head(tiny('qwen2', 50), 'scalar'), dtype='float32', **tokens)
   assert json.loads((tmp_path / 'config.json').read_text())['pad_token_id'] == pad
-  assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+  assert len(lines) == len(said) and all(
+    part in line for part, line in zip(said, lines, strict=True)
+  ), lines
 
 
 def test_a_reward_model_without_any_special_token_is_refused(tmp_path):

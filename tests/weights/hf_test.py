@@ -1,4 +1,6 @@
-"""Against transformers: the same logits both ways, the same bits, and directories that load unchanged."""
+"""Against transformers: the same logits both ways, the same bits, and directories that load
+unchanged.
+"""
 
 import os
 import subprocess
@@ -43,19 +45,44 @@ SIZES = {
 }
 CASES = {
   'qwen2 tied, theta 1e6': ('qwen2', True, {'rope_type': 'default', 'rope_theta': 1e6}, {}),
-  'qwen2 untied, linear': ('qwen2', False, {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 1e4}, {}),
+  'qwen2 untied, linear': (
+    'qwen2',
+    False,
+    {'rope_type': 'linear', 'factor': 4.0, 'rope_theta': 1e4},
+    {},
+  ),
   'qwen3 tied, llama3': ('qwen3', True, {**LLAMA3, 'rope_theta': 1e6}, {}),
-  'qwen3 untied, biases': ('qwen3', False, {'rope_type': 'default', 'rope_theta': 3e4}, {'attention_bias': True}),
-  'llama tied': ('llama', True, {'rope_type': 'default', 'rope_theta': 1e4}, {'num_key_value_heads': 4}),
+  'qwen3 untied, biases': (
+    'qwen3',
+    False,
+    {'rope_type': 'default', 'rope_theta': 3e4},
+    {'attention_bias': True},
+  ),
+  'llama tied': (
+    'llama',
+    True,
+    {'rope_type': 'default', 'rope_theta': 1e4},
+    {'num_key_value_heads': 4},
+  ),
   'llama untied, llama3, biases': (
     'llama',
     False,
     {**LLAMA3, 'rope_theta': 5e5},
     {'attention_bias': True, 'mlp_bias': True, 'rms_norm_eps': 1e-2},
   ),
-  'mistral untied': ('mistral', False, {'rope_type': 'default', 'rope_theta': 1e6}, {'sliding_window': None}),
+  'mistral untied': (
+    'mistral',
+    False,
+    {'rope_type': 'default', 'rope_theta': 1e6},
+    {'sliding_window': None},
+  ),
 }
-CONFIGS = {'qwen2': 'Qwen2Config', 'qwen3': 'Qwen3Config', 'llama': 'LlamaConfig', 'mistral': 'MistralConfig'}
+CONFIGS = {
+  'qwen2': 'Qwen2Config',
+  'qwen3': 'Qwen3Config',
+  'llama': 'LlamaConfig',
+  'mistral': 'MistralConfig',
+}
 FULL_ATTENTION = {'mistral': {'sliding_window': None}}
 """Arguments of those classes whose default is a window."""
 
@@ -69,7 +96,9 @@ def _peers():
 
 
 def make_peer(family, tied, rope, fields):
-  """A model of transformers in which every parameter is random: biases, norms and positions all matter."""
+  """A model of transformers in which every parameter is random: biases, norms and positions all
+  matter.
+  """
   config = getattr(transformers, CONFIGS[family])(
     **{**SIZES, **fields}, tie_word_embeddings=tied, rope_parameters=dict(rope)
   )
@@ -95,7 +124,9 @@ def our_logits(params, spec, tokens, *, scan_layers=False):
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
   params = jax.tree.map(jnp.asarray, params)
-  hidden = jax.jit(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.ones_like(positions))
+  hidden = jax.jit(model.apply)(
+    params, jnp.asarray(tokens, jnp.int32), positions, jnp.ones_like(positions)
+  )
   return np.asarray(hidden @ model.head_kernel(params).T)
 
 
@@ -130,9 +161,14 @@ def test_logits_are_those_of_transformers(peer_directory, scan_layers):
 )
 def test_the_logits_would_show_a_setting_that_is_not_honoured(change):
   scaling = RopeScaling(kind='llama3', factor=8.0, original_max_position_embeddings=64)
-  spec = tiny('llama', 101, rope_theta=1e4, rope_scaling=scaling, rms_norm_eps=1e-6, num_hidden_layers=3)
+  spec = tiny(
+    'llama', 101, rope_theta=1e4, rope_scaling=scaling, rms_norm_eps=1e-6, num_hidden_layers=3
+  )
   other = tiny(
-    'llama', 101, num_hidden_layers=3, **{'rope_theta': 1e4, 'rope_scaling': scaling, 'rms_norm_eps': 1e-6, **change}
+    'llama',
+    101,
+    num_hidden_layers=3,
+    **{'rope_theta': 1e4, 'rope_scaling': scaling, 'rms_norm_eps': 1e-6, **change},
   )
   params, tokens = random_params(spec), tokens_of(batch=1)
   assert error_of(our_logits(params, other, tokens), our_logits(params, spec, tokens)) > 1e-3
@@ -147,7 +183,8 @@ def write_tokenizer(directory):
     tokenizer_object=raw, pad_token='<pad>', eos_token='<eos>', unk_token='<unk>'
   )
   tokenizer.chat_template = (
-    "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+    "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% "
+    'endif %}'
   )
   tokenizer.save_pretrained(directory)
   return tokenizer
@@ -184,7 +221,9 @@ def test_transformers_loads_an_export_unchanged(tmp_path, family, shard_bytes):
   peer, report = transformers.AutoModelForCausalLM.from_pretrained(
     target, attn_implementation='eager', output_loading_info=True
   )
-  assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')), report
+  assert not any(
+    report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')
+  ), report
   assert peer.dtype == torch.float32
   assert (peer.generation_config.eos_token_id, peer.generation_config.pad_token_id) == ([1, 4], 0)
   tokens = tokens_of()
@@ -194,7 +233,9 @@ def test_transformers_loads_an_export_unchanged(tmp_path, family, shard_bytes):
   auto = transformers.PreTrainedTokenizerFast if family == 'qwen2' else transformers.AutoTokenizer
   loaded = auto.from_pretrained(target)
   messages = [{'role': 'user', 'content': 'w5 w6'}]
-  ids = loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+  ids = loaded.apply_chat_template(
+    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+  )
   assert ids == [7, 5, 6, 9]
   assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, len(tokenizer))
 
@@ -204,7 +245,9 @@ PAD = 0
 
 
 def padded(lengths):
-  """Sequences on the left, padding (which occurs nowhere else) on the right: tokens, and 1 where they are."""
+  """Sequences on the left, padding (which occurs nowhere else) on the right: tokens, and 1 where
+  they are.
+  """
   tokens = np.random.default_rng(1).integers(1, SIZES['vocab_size'], (len(lengths), max(lengths)))
   within = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
   return np.where(within, tokens, PAD), within.astype(np.int64)
@@ -215,14 +258,22 @@ def our_outputs(params, spec, tokens, within, *, scan_layers=False):
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
   params = jax.tree.map(jnp.asarray, params)
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-  hidden = jax.jit(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(within, jnp.int32))
+  hidden = jax.jit(model.apply)(
+    params, jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(within, jnp.int32)
+  )
   return np.asarray(heads.outputs(hidden, model.head_kernel(params))[..., 0])
 
 
 def assert_same_outputs(peer, ours, tokens, within):
-  """`peer`, a classifier of transformers, on one padded batch: scores of sequences, or values of their tokens."""
+  """`peer`, a classifier of transformers, on one padded batch: scores of sequences, or values of
+  their tokens.
+  """
   with torch.no_grad():
-    got = peer.eval()(torch.from_numpy(tokens), attention_mask=torch.from_numpy(within)).logits[..., 0].numpy()
+    got = (
+      peer.eval()(torch.from_numpy(tokens), attention_mask=torch.from_numpy(within))
+      .logits[..., 0]
+      .numpy()
+    )
   if got.ndim == 1:
     wanted = ours[np.arange(len(tokens)), within.sum(1) - 1]
   else:
@@ -234,16 +285,24 @@ def assert_same_outputs(peer, ours, tokens, within):
 @pytest.mark.parametrize('family', EXPORTS)
 @pytest.mark.parametrize('head', AUTO)
 @pytest.mark.parametrize('scan_layers', [False, True])
-def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family, head, scan_layers):
+def test_transformers_loads_reward_models_and_critics_unchanged(
+  tmp_path, family, head, scan_layers
+):
   spec = heads.with_head(tiny(family, **SIZES, **EXPORTS[family]), head)
   params = random_params(spec)
   lay = stack_layers if scan_layers else lambda params: params
-  hf.export(tmp_path, lay(params), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD, shard_bytes=100_000)
+  hf.export(
+    tmp_path, lay(params), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD, shard_bytes=100_000
+  )
   assert not (tmp_path / 'generation_config.json').exists()
   assert hf.read_special_tokens(tmp_path) == hf.SpecialTokens(bos_id=None, eos_ids=(1,), pad_id=PAD)
   auto = getattr(transformers, AUTO[head])
-  peer, report = auto.from_pretrained(tmp_path, attn_implementation='eager', output_loading_info=True)
-  assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')), report
+  peer, report = auto.from_pretrained(
+    tmp_path, attn_implementation='eager', output_loading_info=True
+  )
+  assert not any(
+    report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')
+  ), report
   assert peer.config.num_labels == 1 and peer.dtype == torch.float32
   tokens, within = padded((17, 60, 1, 41))
   ours = our_outputs(lay(params), spec, tokens, within, scan_layers=scan_layers)
@@ -258,7 +317,11 @@ def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family
 @pytest.mark.parametrize('tied', [False, True])
 def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, head, tied):
   config = getattr(transformers, CONFIGS[family])(
-    **SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied, **FULL_ATTENTION.get(family, {})
+    **SIZES,
+    num_labels=1,
+    pad_token_id=PAD,
+    tie_word_embeddings=tied,
+    **FULL_ATTENTION.get(family, {}),
   )
   peer = getattr(transformers, AUTO[head]).from_config(config, attn_implementation='eager')
   with torch.no_grad():
@@ -273,7 +336,8 @@ def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, he
   assert_same_outputs(peer, our_outputs(params, spec, tokens, within), tokens, within)
   hf.export(tmp_path / 'ours', params, spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD)
   assert_same_bits(
-    load_file(tmp_path / 'peer' / 'model.safetensors'), load_file(tmp_path / 'ours' / 'model.safetensors')
+    load_file(tmp_path / 'peer' / 'model.safetensors'),
+    load_file(tmp_path / 'ours' / 'model.safetensors'),
   )
 
   if head == 'value':
@@ -281,14 +345,19 @@ def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, he
       peer.score.bias.fill_(0.5)
     peer.save_pretrained(tmp_path / 'peer')
     error = refusal(hf.load_params, tmp_path / 'peer', spec)
-    assert error.startswith(f'{tmp_path}/peer: score.bias is 0.5, wanted 0') and 'would shift all values' in error
+    assert (
+      error.startswith(f'{tmp_path}/peer: score.bias is 0.5, wanted 0')
+      and 'would shift all values' in error
+    )
 
 
 def test_a_reward_model_over_a_language_model_leaves_nothing_of_it(tmp_path):
   spec = tiny('qwen2', 50, tie_word_embeddings=False)
   hf.export(tmp_path, random_params(spec), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=3)
   scorer = heads.with_head(spec, 'scalar')
-  params = heads.replace_head(random_params(spec), scorer, heads.fresh_head(scorer, jax.random.key(0)))
+  params = heads.replace_head(
+    random_params(spec), scorer, heads.fresh_head(scorer, jax.random.key(0))
+  )
   hf.export(tmp_path, params, scorer, tokenizer_dir=None, eos_ids=(1,), pad_id=0)
   assert hf.read_spec(tmp_path) == scorer
   assert_same_bits(hf.load_params(tmp_path, scorer), params)
@@ -315,7 +384,14 @@ def test_a_tokenizer_that_transformers_would_misread_is_told(tmp_path, family):
   write_tokenizer(tmp_path / 'tokenizer')
   spec = tiny(family, **SIZES)
   with absl_lines() as said:
-    hf.export(tmp_path / 'x', random_params(spec), spec, tokenizer_dir=tmp_path / 'tokenizer', eos_ids=(1,), pad_id=0)
+    hf.export(
+      tmp_path / 'x',
+      random_params(spec),
+      spec,
+      tokenizer_dir=tmp_path / 'tokenizer',
+      eos_ids=(1,),
+      pad_id=0,
+    )
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / 'x')
   misread = loaded.encode('w5 w6') != [5, 6]
   assert misread == (family == 'qwen2') == any('Qwen2Tokenizer' in line for line in said)
@@ -332,15 +408,25 @@ def test_a_tokenizer_directory_without_one_is_refused(tmp_path):
   (tmp_path / 'empty').mkdir()
   spec = tiny('llama', 50)
   error = refusal(
-    hf.export, tmp_path / 'x', random_params(spec), spec, tokenizer_dir=tmp_path / 'empty', eos_ids=(), pad_id=None
+    hf.export,
+    tmp_path / 'x',
+    random_params(spec),
+    spec,
+    tokenizer_dir=tmp_path / 'empty',
+    eos_ids=(),
+    pad_id=None,
   )
   assert 'holds no tokenizer' in error and not (tmp_path / 'x').exists()
 
 
 def test_special_tokens_come_from_the_generation_config_first(tmp_path):
-  (tmp_path / 'config.json').write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": null}')
+  (tmp_path / 'config.json').write_text(
+    '{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": null}'
+  )
   assert hf.read_special_tokens(tmp_path) == hf.SpecialTokens(bos_id=1, eos_ids=(2,), pad_id=None)
-  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": [2, 3], "bos_token_id": null, "pad_token_id": 0}')
+  (tmp_path / 'generation_config.json').write_text(
+    '{"eos_token_id": [2, 3], "bos_token_id": null, "pad_token_id": 0}'
+  )
   assert hf.read_special_tokens(tmp_path) == hf.SpecialTokens(bos_id=1, eos_ids=(2, 3), pad_id=0)
 
 
@@ -359,7 +445,12 @@ def run_python(*args, **environment):
   # A closed port of this machine: refused at once, as without a network.
   away = {'HF_ENDPOINT': 'http://127.0.0.1:9', 'HF_HUB_OFFLINE': '0', 'JAX_PLATFORMS': 'cpu'}
   return subprocess.run(
-    [sys.executable, *args], cwd=ROOT, env=os.environ | away | environment, capture_output=True, text=True, timeout=120
+    [sys.executable, *args],
+    cwd=ROOT,
+    env=os.environ | away | environment,
+    capture_output=True,
+    text=True,
+    timeout=120,
   )
 
 
@@ -376,7 +467,10 @@ def test_convert_reads_checks_and_writes(tmp_path):
   assert len(list(source.glob('*.safetensors'))) > 1
   ran = convert(f'--source={source}', f'--target={target}', '--dtype=bfloat16')
   assert ran.returncode == 0, ran.stderr
-  assert f'read {source}: qwen3, 3 layers, {sum(p.numel() for p in peer.parameters()):,} parameters' in ran.stdout
+  assert (
+    f'read {source}: qwen3, 3 layers, {sum(p.numel() for p in peer.parameters()):,} parameters'
+    in ran.stdout
+  )
   loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
   assert loaded.dtype == torch.bfloat16 and loaded.generation_config.temperature == 0.7
   for (name, wanted), got in zip(peer.named_parameters(), loaded.parameters(), strict=True):
@@ -409,6 +503,7 @@ def test_convert_fails_in_one_line(tmp_path):
 @pytest.mark.full
 def test_no_torch_comes_with_the_weights():
   ran = run_python(
-    '-c', "import sys, jaxrl_llm.weights.hf; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    '-c',
+    "import sys, jaxrl_llm.weights.hf; print(sorted({'torch', 'transformers'} & set(sys.modules)))",
   )
   assert ran.stdout == '[]\n', ran.stderr

@@ -25,7 +25,9 @@ def test_scanned_and_unrolled_round_trip_to_the_bit(family, dtype):
   assert_same_bits(from_hf(to_hf(scanned, spec), spec, scan_layers=False, dtype=dtype), params)
   backwards = reversed(list(to_hf(params, spec)))
   assert_same_bits(from_hf(backwards, spec, scan_layers=True, dtype=dtype), scanned)
-  assert_same_bits(unstack_layers(from_hf(to_hf(params, spec), spec, scan_layers=True, dtype=dtype)), params)
+  assert_same_bits(
+    unstack_layers(from_hf(to_hf(params, spec), spec, scan_layers=True, dtype=dtype)), params
+  )
 
 
 def test_each_layer_lands_in_its_place():
@@ -34,7 +36,8 @@ def test_each_layer_lands_in_its_place():
   scanned = from_hf(to_hf(params, spec), spec, scan_layers=True)
   for i in range(12):
     np.testing.assert_array_equal(
-      scanned['layers']['attention']['key']['bias'][i], params['layers'][str(i)]['attention']['key']['bias']
+      scanned['layers']['attention']['key']['bias'][i],
+      params['layers'][str(i)]['attention']['key']['bias'],
     )
 
 
@@ -54,19 +57,23 @@ def test_jax_arrays_give_the_same_tensors():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ('x',))
   split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))
   device = jax.tree.map(jnp.asarray, params)
-  device['layers']['0']['mlp']['up']['kernel'] = jax.device_put(device['layers']['0']['mlp']['up']['kernel'], split)
+  device['layers']['0']['mlp']['up']['kernel'] = jax.device_put(
+    device['layers']['0']['mlp']['up']['kernel'], split
+  )
   assert_same_bits(dict(to_hf(device, spec)), dict(to_hf(params, spec)))
 
 
 def test_reading_casts_by_rounding_to_nearest_even():
-  # 1 + 2⁻⁸ lies midway between the bfloat16 neighbours 1 and 1 + 2⁻⁷: to even is 1. 1 + 3·2⁻⁸ lies midway between
-  # 1 + 2⁻⁷ and 1 + 2⁻⁶: to even is 1 + 2⁻⁶.
+  # 1 + 2⁻⁸ lies midway between the bfloat16 neighbours 1 and 1 + 2⁻⁷: to even is 1. 1 + 3·2⁻⁸ lies
+  # midway between 1 + 2⁻⁷ and 1 + 2⁻⁶: to even is 1 + 2⁻⁶.
   spec = tiny('llama', 11, num_hidden_layers=1)
   params = flatten(random_params(spec))
   params['norm/scale'][:2] = 1 + 2.0**-8, 1 + 3 * 2.0**-8
   params['layers/0/mlp_norm/scale'][:2] = params['norm/scale'][:2]
   for scan_layers in (False, True):
-    read = flatten(from_hf(to_hf(unflatten(params), spec), spec, scan_layers=scan_layers, dtype='bfloat16'))
+    read = flatten(
+      from_hf(to_hf(unflatten(params), spec), spec, scan_layers=scan_layers, dtype='bfloat16')
+    )
     layer = read['layers/mlp_norm/scale'][0] if scan_layers else read['layers/0/mlp_norm/scale']
     assert read['norm/scale'].dtype == layer.dtype == ml_dtypes.bfloat16
     for scale in (read['norm/scale'], layer):
@@ -89,7 +96,9 @@ def test_arrays_are_let_go_one_by_one():
   fill(read, spec, scan_layers=True, dtype=np.dtype(np.float32), place=place)
   paths = list(dict.fromkeys(entry.path for entry in entries(spec)))
   wanted = [
-    event for path in paths for event in [*[('read', path)] * (3 if path.startswith('layers/') else 1), ('place', path)]
+    event
+    for path in paths
+    for event in [*[('read', path)] * (3 if path.startswith('layers/') else 1), ('place', path)]
   ]
   assert log == wanted
 
@@ -105,7 +114,9 @@ def test_heads_of_one_output_round_trip_to_the_bit(head, dtype):
   assert ('score.bias' in tensors) == (head == 'value')
   assert_same_bits(from_hf(tensors.items(), spec, scan_layers=False, dtype=dtype), params)
   tensors['score.bias'] = np.zeros(1, kind)
-  assert_same_bits(from_hf(tensors.items(), spec, scan_layers=True, dtype=dtype), stack_layers(params))
+  assert_same_bits(
+    from_hf(tensors.items(), spec, scan_layers=True, dtype=dtype), stack_layers(params)
+  )
   tensors['score.bias'] = np.full(1, 0.5, kind)
   with pytest.raises(UserError, match=r'tensors: score\.bias is 0\.5, wanted 0'):
     from_hf(tensors.items(), spec, scan_layers=False, dtype=dtype)
@@ -151,7 +162,9 @@ def test_tensors_that_do_not_fit_are_refused():
   with pytest.raises(UserError, match=r'twice: model\.norm\.weight'):
     from_hf([*tensors, ('model.norm.weight', np.ones(64))], spec, scan_layers=True)
   with pytest.raises(UserError, match=r'no such parameter: model\.layers\.2'):
-    from_hf([*tensors, ('model.layers.2.mlp.up_proj.weight', np.ones((128, 64)))], spec, scan_layers=True)
+    from_hf(
+      [*tensors, ('model.layers.2.mlp.up_proj.weight', np.ones((128, 64)))], spec, scan_layers=True
+    )
 
 
 def test_unknown_dtype_is_refused():

@@ -1,4 +1,6 @@
-"""Files of weights: sharded and whole, the same bits, and every kind of damage named in one line."""
+"""Files of weights: sharded and whole, the same bits, and every kind of damage named in one
+line.
+"""
 
 import json
 import os
@@ -39,7 +41,8 @@ def test_shards_hold_everything_once_and_no_more_than_told(tmp_path):
     sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
     seen |= dict.fromkeys(tensors, path.name)
     assert safe_open(path, 'np').metadata() == {'format': 'pt'}
-  # Parameters: embedding 50·64, per layer q and o 2·128·64, k and v 2·64·64, mlp 3·128·64, norms 2·64; 64.
+  # Parameters: embedding 50·64, per layer q and o 2·128·64, k and v 2·64·64, mlp 3·128·64, norms
+  # 2·64; 64.
   parameters = 50 * 64 + 2 * (2 * 128 * 64 + 2 * 64 * 64 + 3 * 128 * 64 + 2 * 64) + 64
   assert sum(sizes) == index['metadata']['total_size'] == 4 * parameters
   assert len(sizes) > 5 and max(sizes) <= 70_000
@@ -89,7 +92,10 @@ def test_tied_unembedding_in_a_file_is_ignored(tmp_path):
   spec, params = small_model(tmp_path)
   tensors = load_file(tmp_path / 'model.safetensors')
   assert 'lm_head.weight' not in tensors
-  save_file(tensors | {'lm_head.weight': tensors['model.embed_tokens.weight'] + 1}, tmp_path / 'model.safetensors')
+  save_file(
+    tensors | {'lm_head.weight': tensors['model.embed_tokens.weight'] + 1},
+    tmp_path / 'model.safetensors',
+  )
   assert_same_bits(load_params(tmp_path, spec), params)
 
 
@@ -105,9 +111,18 @@ def test_damaged_files_are_named(tmp_path):
   path = tmp_path / 'model.safetensors'
   whole = path.read_bytes()
   pointer = b'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n'
-  for damaged in (whole[:-1], whole[:100], b'', whole + b'\0', pointer, whole[:8] + b'x' + whole[9:]):
+  for damaged in (
+    whole[:-1],
+    whole[:100],
+    b'',
+    whole + b'\0',
+    pointer,
+    whole[:8] + b'x' + whole[9:],
+  ):
     path.write_bytes(damaged)
-    assert refusal(load_params, tmp_path, spec).startswith(f'{path}: truncated or corrupt safetensors file')
+    assert refusal(load_params, tmp_path, spec).startswith(
+      f'{path}: truncated or corrupt safetensors file'
+    )
 
 
 def test_incomplete_shards_are_named(tmp_path):
@@ -142,7 +157,9 @@ def test_quantized_and_absent_weights_are_refused(tmp_path):
   save_file(tensors | {'model.norm.weight': np.ones(64, np.int8)}, tmp_path / 'model.safetensors')
   assert 'model.norm.weight is I8, wanted one of F32' in refusal(load_params, tmp_path, spec)
   (tmp_path / 'model.safetensors').rename(tmp_path / 'pytorch_model.bin')
-  assert 'found pytorch_model.bin, convert it to safetensors' in refusal(load_params, tmp_path, spec)
+  assert 'found pytorch_model.bin, convert it to safetensors' in refusal(
+    load_params, tmp_path, spec
+  )
   (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {}}')
   assert 'has no weight_map' in refusal(load_params, tmp_path, spec)
 
@@ -165,22 +182,54 @@ def change_weight(path, value, dtype=np.float32):
 DEEP = '{"model_type": ' + '[' * 100_000 + ']' * 100_000 + '}'
 HOSTILE_CONFIGS = {
   'nested far too deep': (lambda path: path.write_text(DEEP), 'nested in more than 100 levels'),
-  'nested too deep': (lambda path: change_json(path, x=json.loads('[' * 100 + ']' * 100)), 'nested in more than 100'),
+  'nested too deep': (
+    lambda path: change_json(path, x=json.loads('[' * 100 + ']' * 100)),
+    'nested in more than 100',
+  ),
   'FIFO': (as_fifo, 'config.json is a FIFO, wanted a regular file'),
   'device': (lambda path: (path.unlink(), path.symlink_to('/dev/zero')), 'is a character device'),
-  'large': (lambda path: os.truncate(path, (64 << 20) + 1), 'has 67,108,865 bytes, wanted at most 67,108,864'),
-  'layers': (lambda path: change_json(path, num_hidden_layers=10**9), 'layers: got 1e+09, wanted at most 1,000'),
-  'vocabulary': (lambda path: change_json(path, vocab_size=10**15), 'vocab_size: got 1e+15, wanted at most'),
-  'infinite size': (lambda path: change_json(path, hidden_size=float('inf')), 'hidden_size is Infinity, wanted a pos'),
-  'infinite epsilon': (lambda path: change_json(path, rms_norm_eps=float('inf')), 'rms_norm_eps is Infinity, wanted'),
+  'large': (
+    lambda path: os.truncate(path, (64 << 20) + 1),
+    'has 67,108,865 bytes, wanted at most 67,108,864',
+  ),
+  'layers': (
+    lambda path: change_json(path, num_hidden_layers=10**9),
+    'layers: got 1e+09, wanted at most 1,000',
+  ),
+  'vocabulary': (
+    lambda path: change_json(path, vocab_size=10**15),
+    'vocab_size: got 1e+15, wanted at most',
+  ),
+  'infinite size': (
+    lambda path: change_json(path, hidden_size=float('inf')),
+    'hidden_size is Infinity, wanted a pos',
+  ),
+  'infinite epsilon': (
+    lambda path: change_json(path, rms_norm_eps=float('inf')),
+    'rms_norm_eps is Infinity, wanted',
+  ),
   'large integer': (lambda path: change_json(path, rms_norm_eps=10**400), 'rms_norm_eps is 1000'),
-  'family': (lambda path: change_json(path, model_type=['llama']), 'model_type is ["llama"], wanted one of'),
+  'family': (
+    lambda path: change_json(path, model_type=['llama']),
+    'model_type is ["llama"], wanted one of',
+  ),
   'layer types': (lambda path: change_json(path, layer_types=3), 'layer_types is 3, wanted a list'),
-  'mixed layer types': (lambda path: change_json(path, layer_types=[[], 3]), 'wanted full attention in every layer'),
-  'rope type': (lambda path: change_json(path, rope_scaling={'rope_type': []}), 'rope_type is [], wanted one of'),
+  'mixed layer types': (
+    lambda path: change_json(path, layer_types=[[], 3]),
+    'wanted full attention in every layer',
+  ),
+  'rope type': (
+    lambda path: change_json(path, rope_scaling={'rope_type': []}),
+    'rope_type is [], wanted one of',
+  ),
   'window': (
     lambda path: change_json(
-      path, model_type='qwen2', architectures=None, sliding_window=3, use_sliding_window=True, max_window_layers='3'
+      path,
+      model_type='qwen2',
+      architectures=None,
+      sliding_window=3,
+      use_sliding_window=True,
+      max_window_layers='3',
     ),
     'max_window_layers is "3", wanted a number of layers',
   ),
@@ -198,17 +247,32 @@ def test_a_hostile_config_is_one_line(tmp_path, name):
 
 INDEX, SHARD = 'model.safetensors.index.json', 'model-00001-of-00002.safetensors'
 HOSTILE_WEIGHTS = {
-  'parent': (lambda d: change_json(d / INDEX, weight_map={'a': '../a.safetensors'}), 'in the same directory; move'),
-  'below': (lambda d: change_json(d / INDEX, weight_map={'a': 'b/a.safetensors'}), 'in the same directory; move'),
-  'absolute': (lambda d: change_json(d / INDEX, weight_map={'a': f'{d}/{SHARD}'}), 'in the same directory; move'),
+  'parent': (
+    lambda d: change_json(d / INDEX, weight_map={'a': '../a.safetensors'}),
+    'in the same directory; move',
+  ),
+  'below': (
+    lambda d: change_json(d / INDEX, weight_map={'a': 'b/a.safetensors'}),
+    'in the same directory; move',
+  ),
+  'absolute': (
+    lambda d: change_json(d / INDEX, weight_map={'a': f'{d}/{SHARD}'}),
+    'in the same directory; move',
+  ),
   'nested index': (lambda d: (d / INDEX).write_text(DEEP), 'nested in more than 100 levels'),
   'FIFO': (lambda d: as_fifo(d / SHARD), 'is a FIFO, wanted a regular file'),
   'NaN': (
     lambda d: change_weight(d / SHARD, np.nan),
     'model.layers.1.mlp.up_proj.weight[3, 5] is nan as float32, wanted finite weights',
   ),
-  'infinity': (lambda d: change_weight(d / SHARD, -np.inf), '[3, 5] is -inf as float32, wanted finite weights'),
-  'overflow': (lambda d: change_weight(d / SHARD, 1e300, np.float64), '[3, 5] is inf as float32, wanted finite'),
+  'infinity': (
+    lambda d: change_weight(d / SHARD, -np.inf),
+    '[3, 5] is -inf as float32, wanted finite weights',
+  ),
+  'overflow': (
+    lambda d: change_weight(d / SHARD, 1e300, np.float64),
+    '[3, 5] is inf as float32, wanted finite',
+  ),
 }
 
 
@@ -239,7 +303,11 @@ def test_a_link_in_a_model_directory_is_followed(tmp_path):
 @pytest.mark.parametrize(
   ('file', 'change', 'message'),
   [
-    ('config.json', {'eos_token_id': 50}, 'eos_token_id has 50, wanted token ids below vocab_size 50'),
+    (
+      'config.json',
+      {'eos_token_id': 50},
+      'eos_token_id has 50, wanted token ids below vocab_size 50',
+    ),
     ('config.json', {'eos_token_id': [2, -3]}, 'eos_token_id has -3, wanted'),
     ('config.json', {'pad_token_id': 10**9}, 'pad_token_id has 1000000000, wanted'),
     ('generation_config.json', {'eos_token_id': [2, None]}, 'eos_token_id has None, wanted'),
@@ -275,7 +343,12 @@ except RunError as error:
   sys.exit(error.exit_code)
 """
   environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-  ran = subprocess.run([sys.executable, '-c', program], env=environment, capture_output=True, text=True, timeout=120)
+  ran = subprocess.run(
+    [sys.executable, '-c', program], env=environment, capture_output=True, text=True, timeout=120
+  )
   assert ran.returncode == RunError.exit_code, ran.stderr
-  assert ran.stdout.startswith(f'{tmp_path}: weights cannot be written (') and ran.stdout.count('\n') == 1
+  assert (
+    ran.stdout.startswith(f'{tmp_path}: weights cannot be written (')
+    and ran.stdout.count('\n') == 1
+  )
   assert not list(tmp_path.glob('*.safetensors'))

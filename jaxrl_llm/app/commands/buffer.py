@@ -25,13 +25,22 @@ from jaxrl_llm.replay.tables import QUARANTINE
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_bool(
-  'audit', False, 'Check the files: every sample must be accounted for exactly once.', flag_values=FLAGS
+  'audit',
+  False,
+  'Check the files: every sample must be accounted for exactly once.',
+  flag_values=FLAGS,
 )
 flags.DEFINE_string('state', None, 'List samples in this state.', flag_values=FLAGS)
 flags.DEFINE_string('task', None, 'List samples of the task with this id.', flag_values=FLAGS)
-flags.DEFINE_integer('limit', 20, 'Maximum number of samples to list.', lower_bound=1, flag_values=FLAGS)
-flags.DEFINE_bool('clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS)
-flags.DEFINE_string('uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS)
+flags.DEFINE_integer(
+  'limit', 20, 'Maximum number of samples to list.', lower_bound=1, flag_values=FLAGS
+)
+flags.DEFINE_bool(
+  'clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +55,10 @@ def _main(argv: Sequence[str]) -> int:
   directory = pathlib.Path(FLAGS.workdir) / 'replay'
   if FLAGS.clear_quarantine:
     removed = quarantine.clear(directory)
-    print(f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from {directory / QUARANTINE}')
+    print(
+      f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from '
+      f'{directory / QUARANTINE}'
+    )
     return 0
   if FLAGS.audit:
     report = audit(directory)
@@ -60,7 +72,8 @@ def _main(argv: Sequence[str]) -> int:
     for entry in browse.find(directory, state=FLAGS.state, task=FLAGS.task, limit=FLAGS.limit):
       version = '' if entry.version is None else f', version {entry.version}'
       print(
-        f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step {entry.step}'
+        f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step '
+        f'{entry.step}'
         f'{version}, used {entry.uses} times'
       )
   else:

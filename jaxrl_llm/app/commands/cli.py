@@ -1,4 +1,5 @@
-"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same command from a checkout.
+"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same command from a
+checkout.
 
   jaxrl train       trains a configuration; the same command resumes
   jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
@@ -26,7 +27,18 @@ from collections.abc import Sequence
 import jaxrl_llm
 
 COMMANDS = (
-  *('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),
+  *(
+    'train',
+    'serve',
+    'evaluate',
+    'report',
+    'score',
+    'curate',
+    'buffer',
+    'replay',
+    'convert',
+    'tokenizer',
+  ),
   'install',
 )
 _HANDLE_SIGNALS = ('train', 'score')
@@ -34,7 +46,9 @@ _HANDLE_SIGNALS = ('train', 'score')
 
 
 def launch(name: str, argv: Sequence[str]) -> int:
-  """Runs a command and returns its exit code. Imports only that command: scorer workers import this module too."""
+  """Runs a command and returns its exit code. Imports only that command: scorer workers import this
+  module too.
+  """
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

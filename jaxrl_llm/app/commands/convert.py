@@ -1,9 +1,10 @@
-"""Reads a Hugging Face model into this package's layout and writes it as a Hugging Face model again.
+"""Reads a Hugging Face model into this package's layout and writes it as a Hugging Face model
+again.
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 
-Use it to check a checkpoint (every name and shape, every setting), change its dtype, update config.json to its newest
-form, or replace the tokenizer. The source is a directory or a hub id.
+Use it to check a checkpoint (every name and shape, every setting), change its dtype, update
+config.json to its newest form, or replace the tokenizer. The source is a directory or a hub id.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from jaxrl_llm.weights.layout import DTYPES
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('source', None, 'Model directory or hub id.', flag_values=FLAGS)
 flags.DEFINE_string('target', None, 'Directory to write.', flag_values=FLAGS)
-flags.DEFINE_enum('dtype', 'float32', list(DTYPES), 'Data type of the written weights.', flag_values=FLAGS)
+flags.DEFINE_enum(
+  'dtype', 'float32', list(DTYPES), 'Data type of the written weights.', flag_values=FLAGS
+)
 flags.DEFINE_string(
-  'tokenizer', None, "Directory of the tokenizer to copy; by default the source's.", flag_values=FLAGS
+  'tokenizer',
+  None,
+  "Directory of the tokenizer to copy; by default the source's.",
+  flag_values=FLAGS,
 )
 
 
@@ -42,7 +48,9 @@ def _main(argv: Sequence[str]) -> int:
       raise UserError(f'--{name} is missing; usage: jaxrl convert --source=DIR --target=DIR')
   source, target = hf.resolve(FLAGS.source), Path(FLAGS.target)
   if target.resolve() == source.resolve():
-    raise UserError(f'{target}: --target is --source; a model is not rewritten in place, name another directory')
+    raise UserError(
+      f'{target}: --target is --source; a model is not rewritten in place, name another directory'
+    )
   if target.exists() and not target.is_dir():
     raise UserError(f'{target}: --target is a file, wanted a directory')
   spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
@@ -65,7 +73,8 @@ def _main(argv: Sequence[str]) -> int:
     shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
   size = sum(path.stat().st_size for path in files)
   print(
-    f'wrote {target}: {len(files)} file(s) of weights, {FLAGS.dtype}, {size / 1e6:,.1f} MB, and their configuration'
+    f'wrote {target}: {len(files)} file(s) of weights, {FLAGS.dtype}, {size / 1e6:,.1f} MB, and '
+    'their configuration'
   )
   print(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
   return 0

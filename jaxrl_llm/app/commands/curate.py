@@ -2,10 +2,11 @@
 
 jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
 
-The policy of the newest commit (or --step) attempts each task --samples times at --temperature. A task is kept if its
-share of correct attempts is in [--low, --high], and if none of --guess_tries tries without reasoning is correct. FILE
-gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate) and `guessed`; the same taskset with source=FILE and no
-options reads them. Nothing in the run directory changes.
+The policy of the newest commit (or --step) attempts each task --samples times at --temperature. A
+task is kept if its share of correct attempts is in [--low, --high], and if none of --guess_tries
+tries without reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness` (1 −
+pass_rate) and `guessed`; the same taskset with source=FILE and no options reads them. Nothing in
+the run directory changes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_string('taskset', None, "Name of one of the run's tasksets.", flag_values=FLAGS)
 flags.DEFINE_string('out', None, 'File to write the kept rows to.', flag_values=FLAGS)
 flags.DEFINE_integer(
-  'step', None, 'Step of the commit to sample, 0 for the initial policy; the newest by default.', flag_values=FLAGS
+  'step',
+  None,
+  'Step of the commit to sample, 0 for the initial policy; the newest by default.',
+  flag_values=FLAGS,
 )
 _HELP = {
   'samples': 'Attempts at each task.',
@@ -68,9 +72,14 @@ def _main(argv: Sequence[str]) -> int:
   for passed in counts:
     print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
   if not rows:
-    raise UserError(f'--taskset={FLAGS.taskset}: no task remains, so nothing was written; widen --low and --high')
+    raise UserError(
+      f'--taskset={FLAGS.taskset}: no task remains, so nothing was written; widen --low and --high'
+    )
   write_rows(out, rows)
-  print(f'{len(rows)} tasks written; read them with taskset {FLAGS.taskset}, source={out} and options={{}}')
+  print(
+    f'{len(rows)} tasks written; read them with taskset {FLAGS.taskset}, source={out} and '
+    f'options={{}}'
+  )
   return 0
 
 
@@ -79,8 +88,11 @@ def _check_out(out: pathlib.Path, sources: Sequence[str]) -> None:
   if out.suffix != '.jsonl':
     raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-    raise UserError(f'--out={out}: {out.parent} is not a writable directory; create it, or choose another')
+    raise UserError(
+      f'--out={out}: {out.parent} is not a writable directory; create it, or choose another'
+    )
   if out.resolve() in [pathlib.Path(source).resolve() for source in sources]:
     raise UserError(
-      f'--out={out}: is the source of a taskset of the run, which is never overwritten; choose another name'
+      f'--out={out}: is the source of a taskset of the run, which is never overwritten; choose '
+      'another name'
     )

@@ -1,8 +1,9 @@
-"""Evaluates the commits of a run: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780] [--out=FILE]`.
+"""Evaluates the commits of a run: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780]
+[--out=FILE]`.
 
-Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of the run's
-configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another engine. Nothing in the run
-directory changes. FILE gets a JSON line for each completion.
+Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of
+the run's configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another
+engine. Nothing in the run directory changes. FILE gets a JSON line for each completion.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from jaxrl_llm.core.errors import UserError
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_list('steps', None, 'Steps of commits, 0 for the initial policy; all by default.', flag_values=FLAGS)
+flags.DEFINE_list(
+  'steps', None, 'Steps of commits, 0 for the initial policy; all by default.', flag_values=FLAGS
+)
 flags.DEFINE_string('out', None, 'File to write a JSON line per completion to.', flag_values=FLAGS)
 
 
@@ -37,7 +40,9 @@ def _main(argv: Sequence[str]) -> int:
   flag_args, spec, overrides = split_argv(argv)
   parse_flags(flag_args, FLAGS, __doc__)
   if FLAGS.workdir is None:
-    raise UserError('--workdir is missing; usage: jaxrl evaluate --workdir=DIR [--steps=N,N] [--out=FILE]')
+    raise UserError(
+      '--workdir is missing; usage: jaxrl evaluate --workdir=DIR [--steps=N,N] [--out=FILE]'
+    )
   logging.set_verbosity(-1)
   run = pathlib.Path(FLAGS.workdir)
   config = config_to_serve(run, spec, overrides)
@@ -61,7 +66,9 @@ async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> Non
       metrics = ', '.join(f'{name} {value:.4g}' for name, value in measurement['metrics'].items())
       console.print(f'step {measurement["step"]}, {measurement["suite"]}: {metrics}')
       if FLAGS.out:
-        lines = [json.dumps({'step': measurement['step'], **row}) + '\n' for row in measurement['rows']]
+        lines = [
+          json.dumps({'step': measurement['step'], **row}) + '\n' for row in measurement['rows']
+        ]
         try:
           with open(FLAGS.out, mode) as out:
             out.writelines(lines)

@@ -27,7 +27,9 @@ SCRIPTS = pathlib.Path(__file__).parents[1] / 'environments' / 'launch'
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_enum('environment', None, [*ENVIRONMENTS], 'Environment to create.', flag_values=FLAGS)
-flags.DEFINE_string('target', None, 'Directory; default: .venv-vllm or .venv-aot.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'target', None, 'Directory; default: .venv-vllm or .venv-aot.', flag_values=FLAGS
+)
 flags.DEFINE_enum(
   'group',
   None,
@@ -54,4 +56,6 @@ def _main(argv: Sequence[str]) -> int:
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}
-  return subprocess.run(command, env=environment).returncode  # wait install: the package installer's own timeouts
+  return subprocess.run(
+    command, env=environment
+  ).returncode  # wait install: the package installer's own timeouts

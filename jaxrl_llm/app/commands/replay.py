@@ -1,9 +1,10 @@
 """Repeats one update of a run and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
 
-N is the step of a row of metrics.jsonl (by default the last). The replay follows the recorded plans from the newest
-commit before N, or from the initial state. For each step it prints a line with loss, gradient norm, and 'equal' or the
-differences from the run's records: metrics, and also parameters and optimizer if a commit of step N is kept. Exit code
-0: everything is equal. Nothing in the run directory changes.
+N is the step of a row of metrics.jsonl (by default the last). The replay follows the recorded plans
+from the newest commit before N, or from the initial state. For each step it prints a line with
+loss, gradient norm, and 'equal' or the differences from the run's records: metrics, and also
+parameters and optimizer if a commit of step N is kept. Exit code 0: everything is equal. Nothing in
+the run directory changes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from jaxrl_llm.runtime.machine import use_compilation_cache
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_integer(
-  'step', None, 'Update that completed this many batches; by default the last recorded one.', flag_values=FLAGS
+  'step',
+  None,
+  'Update that completed this many batches; by default the last recorded one.',
+  flag_values=FLAGS,
 )
 _MEASURES = {
   'loss': 'actor/loss',
@@ -53,7 +57,8 @@ def _main(argv: Sequence[str]) -> int:
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:
   config = config_of_run(run)
-  if config.compilation_cache:  # On some devices a program compiled anew may differ in the last bit.
+  # On some devices a program compiled anew may differ in the last bit.
+  if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
   equal = True
@@ -66,13 +71,17 @@ async def _replay(run: pathlib.Path, step: int | None) -> int:
 
 def line(compared: Compared) -> str:
   """Formats the results of a replayed step and its differences from the run's records."""
-  measures = [f'{name} {compared.metrics[key]}' for name, key in _MEASURES.items() if key in compared.metrics]
+  measures = [
+    f'{name} {compared.metrics[key]}' for name, key in _MEASURES.items() if key in compared.metrics
+  ]
   head = ', '.join([f'step {compared.step} ({compared.stage})', *measures])
   differences = compared.differences
   if not differences:
     arrays = f', and so are the {compared.arrays} arrays of its commit' if compared.arrays else ''
     return f'{head}: equal{arrays}'
-  listed = '; '.join(f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in differences[:_TOLD])
+  listed = '; '.join(
+    f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in differences[:_TOLD]
+  )
   more = f'; and {len(differences) - _TOLD} more' if len(differences) > _TOLD else ''
   return f'{head}: {len(differences)} differ: {listed}{more}'
 

@@ -1,4 +1,5 @@
-"""Rebuilds a run's report.html from its logs, and optionally writes a trace of its messages for ui.perfetto.dev.
+"""Rebuilds a run's report.html from its logs, and optionally writes a trace of its messages for
+ui.perfetto.dev.
 
 jaxrl report --workdir=runs/quickstart [--target=FILE] [--perfetto[=FILE]]
 """
@@ -17,7 +18,9 @@ from jaxrl_llm.runtime import perfetto, report
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_string('target', None, 'File to write; by default <workdir>/report.html.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'target', None, 'File to write; by default <workdir>/report.html.', flag_values=FLAGS
+)
 
 
 class _FileOrDefault(flags.Flag):
@@ -29,7 +32,9 @@ class _FileOrDefault(flags.Flag):
 
 
 flags.DEFINE_flag(
-  _FileOrDefault('perfetto', 'Also write the messages as a trace; without a value, to <workdir>/perfetto.json.'),
+  _FileOrDefault(
+    'perfetto', 'Also write the messages as a trace; without a value, to <workdir>/perfetto.json.'
+  ),
   flag_values=FLAGS,
 )
 

@@ -4,11 +4,12 @@ jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl    # mode chose
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
 jaxrl score --scorer=verl --options.function=my_reward.py:compute_score --rows=FILE.jsonl --out=SCORES.jsonl
 
-A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for code {"prompt"?,
-"completion", "tests", "entry_point"?}. NAME is a scorer that jaxrl train --list prints, or 'module:attribute' for your
-own (the current directory is searched too). SCORES.jsonl gets one score per row, in row order, and is not written if a
-row cannot be read. Options: --options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as JSON, or
-else taken as text.
+A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for
+code {"prompt"?, "completion", "tests", "entry_point"?}. NAME is a scorer that jaxrl train --list
+prints, or 'module:attribute' for your own (the current directory is searched too). SCORES.jsonl
+gets one score per row, in row order, and is not written if a row cannot be read. Options:
+--options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as JSON, or else taken
+as text.
 """
 
 from __future__ import annotations
@@ -40,14 +41,23 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('scorer', None, "Name from jaxrl train --list, or 'module:attribute'.", flag_values=FLAGS)
+flags.DEFINE_string(
+  'scorer', None, "Name from jaxrl train --list, or 'module:attribute'.", flag_values=FLAGS
+)
 flags.DEFINE_string('rows', None, 'File of rows, .jsonl or .parquet.', flag_values=FLAGS)
 flags.DEFINE_string('out', None, 'File to write the scores to.', flag_values=FLAGS)
-flags.DEFINE_string('options', '{}', 'Scorer options, a JSON object; or --options.KEY=VALUE.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'options', '{}', 'Scorer options, a JSON object; or --options.KEY=VALUE.', flag_values=FLAGS
+)
 flags.DEFINE_integer('workers', RewardsConfig.workers, 'Worker processes.', flag_values=FLAGS)
-flags.DEFINE_float('deadline_s', ScorerConfig.deadline_s, 'Longest duration of a call in seconds.', flag_values=FLAGS)
+flags.DEFINE_float(
+  'deadline_s', ScorerConfig.deadline_s, 'Longest duration of a call in seconds.', flag_values=FLAGS
+)
 flags.DEFINE_integer(
-  'memory_limit_mib', RewardsConfig.memory_limit_mib, 'Address space per worker, MiB; 0: no limit.', flag_values=FLAGS
+  'memory_limit_mib',
+  RewardsConfig.memory_limit_mib,
+  'Address space per worker, MiB; 0: no limit.',
+  flag_values=FLAGS,
 )
 USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
 
@@ -72,7 +82,9 @@ def _main(argv: Sequence[str]) -> int:
     sys.path.append(os.getcwd())
   options = _options(FLAGS.options, overrides)
   config = ScorerConfig(name=FLAGS.scorer, options=options, deadline_s=FLAGS.deadline_s)
-  rewards = RewardsConfig(scorers=(config,), workers=FLAGS.workers, memory_limit_mib=FLAGS.memory_limit_mib)
+  rewards = RewardsConfig(
+    scorers=(config,), workers=FLAGS.workers, memory_limit_mib=FLAGS.memory_limit_mib
+  )
   rows, out = pathlib.Path(FLAGS.rows), pathlib.Path(FLAGS.out)
   _check_out(out, rows)
   scorer = build_scorer(config, '--scorer')
@@ -80,7 +92,10 @@ def _main(argv: Sequence[str]) -> int:
   chosen = choose(config, lambda: [attempt.task.truth for attempt in attempts])
   if chosen.why:
     config = chosen.scorer
-    scorer, rewards = build_scorer(config, '--scorer'), dataclasses.replace(rewards, scorers=(config,))
+    scorer, rewards = (
+      build_scorer(config, '--scorer'),
+      dataclasses.replace(rewards, scorers=(config,)),
+    )
   check_verifiers([attempt.task for attempt in attempts], (config,))
   with _Progress(len(attempts)) as progress:
     summary, stopped_by = script.run_async(
@@ -99,7 +114,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | None, int]:
-  """Returns `work`'s result and 0; after Ctrl-C or SIGTERM, None and the signal number once `work` has cleaned up."""
+  """Returns `work`'s result and 0; after Ctrl-C or SIGTERM, None and the signal number once `work`
+  has cleaned up.
+  """
   loop = asyncio.get_running_loop()
   stop = loop.create_future()
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -151,11 +168,15 @@ def _value(text: str) -> Any:
 def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
   """Raises UserError, before scoring, if `out` cannot be written or is the rows file."""
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-    raise UserError(f'--out={out}: {out.parent} is not a writable directory; create it, or choose another')
+    raise UserError(
+      f'--out={out}: {out.parent} is not a writable directory; create it, or choose another'
+    )
   if out.exists() and not out.is_file():
     raise UserError(f'--out={out}: is not a regular file; choose another name')
   if out.resolve() == rows.resolve():
-    raise UserError(f'--out={out}: is the file of the rows, which is never overwritten; choose another name')
+    raise UserError(
+      f'--out={out}: is the file of the rows, which is never overwritten; choose another name'
+    )
 
 
 class _Progress:

@@ -6,17 +6,17 @@
   jaxrl serve --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
   jaxrl serve --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]
 
-vllm: servers that a trainer attaches to. DIR holds the policy's config.json (and its tokenizer, for text requests);
-the trainer sends the weights. Prints the addresses for `--config.rollout.vllm.addresses='["unix:...", ...]'`.
-Arguments after `--` are vLLM's own options.
-explorer: runs the workflow of the run that listens at `rollout.explorers.listen`; any number may join and leave.
-reward: a reward model on this machine's devices, for scorers of kind `http`.
-sandbox: runs up to --programs untrusted programs at once. Give its address to the option `addresses` of the scorer
-`code`, whose `key_file` names a file with the same token.
+vllm: servers that a trainer attaches to. DIR holds the policy's config.json (and its tokenizer, for
+text requests); the trainer sends the weights. Prints the addresses for
+`--config.rollout.vllm.addresses='["unix:...", ...]'`. Arguments after `--` are vLLM's own options.
+explorer: runs the workflow of the run that listens at `rollout.explorers.listen`; any number may
+join and leave. reward: a reward model on this machine's devices, for scorers of kind `http`.
+sandbox: runs up to --programs untrusted programs at once. Give its address to the option
+`addresses` of the scorer `code`, whose `key_file` names a file with the same token.
 
-Services listen on unix sockets that only this user can reach. With --host a front listens there (vllm: one per server,
-on ports PORT, PORT + 1, ...) and rejects every request, whatever the path, without the token of --token_file.
-`--role=ROLE --help` lists a role's flags.
+Services listen on unix sockets that only this user can reach. With --host a front listens there
+(vllm: one per server, on ports PORT, PORT + 1, ...) and rejects every request, whatever the path,
+without the token of --token_file. `--role=ROLE --help` lists a role's flags.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ ROLES = {
   'reward': 'jaxrl_llm.app.serve.reward',
   'sandbox': 'jaxrl_llm.app.serve.sandbox',
 }
-"""Modules, keyed by role. Only the requested one is imported, so that a host needs only the dependencies of its
-role."""
+"""Modules, keyed by role. Only the requested one is imported, so that a host needs only the
+dependencies of its role.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
   argv = list(argv)
   role, rest = 'vllm', []
-  role_args, vllm_args = (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
+  role_args, vllm_args = (
+    (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
+  )
   words = iter(role_args)
   for word in words:
     if word in ('--role', '-role'):

@@ -32,13 +32,30 @@ _DEFINITIONS = (
   (flags.DEFINE_string, 'prompt', None, "Template of the prompt; default: the source's."),
   (flags.DEFINE_string, 'truth', None, "Template of the reference answer; default: the source's."),
   (flags.DEFINE_string, 'system', None, 'System message.'),
-  (flags.DEFINE_string, 'match', None, 'Regular expression; prompts without a full match are skipped.'),
-  (flags.DEFINE_bool, 'skip_corrupt', False, 'Skip and count corrupt rows instead of stopping at the first.'),
-  (flags.DEFINE_integer, 'vocab_size', 1024, 'Size of a bpe vocabulary in tokens, special tokens included.'),
+  (
+    flags.DEFINE_string,
+    'match',
+    None,
+    'Regular expression; prompts without a full match are skipped.',
+  ),
+  (
+    flags.DEFINE_bool,
+    'skip_corrupt',
+    False,
+    'Skip and count corrupt rows instead of stopping at the first.',
+  ),
+  (
+    flags.DEFINE_integer,
+    'vocab_size',
+    1024,
+    'Size of a bpe vocabulary in tokens, special tokens included.',
+  ),
 )
 for _define, *_definition in _DEFINITIONS:
   _define(*_definition, flag_values=FLAGS)
-flags.DEFINE_enum('kind', 'character', ['character', 'bpe'], 'Character table or byte-level BPE.', flag_values=FLAGS)
+flags.DEFINE_enum(
+  'kind', 'character', ['character', 'bpe'], 'Character table or byte-level BPE.', flag_values=FLAGS
+)
 flags.DEFINE_enum('template', 'plain', ['plain', 'chatml'], 'Chat template.', flag_values=FLAGS)
 
 

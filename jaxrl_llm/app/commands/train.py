@@ -1,7 +1,9 @@
-"""Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR] [--config.field=value ...]`.
+"""Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR]
+[--config.field=value ...]`.
 
-The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by Ctrl-C and SIGTERM after
-a commit; 1: the run failed; 2: the input is invalid (both with a one-line error).
+The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by
+Ctrl-C and SIGTERM after a commit; 1: the run failed; 2: the input is invalid (both with a one-line
+error).
 """
 
 from __future__ import annotations
@@ -29,9 +31,14 @@ from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
 flags.DEFINE_string(
-  'init_from', None, "Hugging Face directory, hub id or another run's directory to start from.", flag_values=FLAGS
+  'workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'init_from',
+  None,
+  "Hugging Face directory, hub id or another run's directory to start from.",
+  flag_values=FLAGS,
 )
 flags.DEFINE_bool(
   'dry_run', False, 'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
@@ -41,11 +48,17 @@ flags.DEFINE_string(
   'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
   flag_values=FLAGS,
 )  # fmt: skip
-flags.DEFINE_bool('list', False, 'Print all names that a configuration can use, and exit.', flag_values=FLAGS)
-flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
+flags.DEFINE_bool(
+  'list', False, 'Print all names that a configuration can use, and exit.', flag_values=FLAGS
+)
+flags.DEFINE_integer(
+  'verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS
+)
 
 AOT_ENVIRONMENT = '.venv-aot'
-"""Directory of the environment with compilers for other devices, made by `jaxrl install --environment=aot`."""
+"""Directory of the environment with compilers for other devices, made by `jaxrl install
+--environment=aot`.
+"""
 _JOIN_DEADLINE_S = 300.0
 """Maximum wait in seconds for all processes of a job to join."""
 _LEAVE_DEADLINE_S = 30.0
@@ -84,7 +97,8 @@ def _main(argv: Sequence[str]) -> int:
   faulthandler.enable()
   _join_job()
   available_devices()  # Fails here, before anything is written.
-  if config.compilation_cache and not FLAGS.topology:  # Programs for absent devices cannot be read back.
+  # Programs for absent devices cannot be read back.
+  if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
   if FLAGS.dry_run:
     print_plan(config, workdir, FLAGS.topology)
@@ -95,7 +109,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """If this Python lacks the compiler for the chip, re-executes the command with the Python that has it."""
+  """If this Python lacks the compiler for the chip, re-executes the command with the Python that
+  has it.
+  """
   chip, _ = parse_topology(topology)
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
@@ -109,16 +125,25 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   python = next((path for path in pythons if path.exists()), None)
   if python is None:
     raise UserError(
-      f'--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which does not exist; create it with '
+      f'--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which does not exist; '
+      'create it with '
       "'jaxrl install --environment=aot'"
     )
   # By default libtpu queries the machine for its place in a slice and admits one process at a time.
-  libtpu = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
-  os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **libtpu, 'JAX_PLATFORMS': 'cpu'})
+  libtpu = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
+  }
+  os.execve(
+    python, [str(python), *sys.orig_argv[1:]], {**os.environ, **libtpu, 'JAX_PLATFORMS': 'cpu'}
+  )
 
 
 def _join_job() -> None:
-  """Joins the `jax.distributed` job that the environment describes, if any (launch/cluster sets the variables)."""
+  """Joins the `jax.distributed` job that the environment describes, if any (launch/cluster sets the
+  variables).
+  """
   address = os.environ.get('JAX_COORDINATOR_ADDRESS')
   if not address:
     return
@@ -127,7 +152,9 @@ def _join_job() -> None:
   process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
   waits_for = f'the {count} processes of the job to connect at {address} (JAX_COORDINATOR_ADDRESS)'
   # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
-  with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
+  with watched(
+    name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S
+  ):
     jax.distributed.initialize(
       address,
       num_processes=count,

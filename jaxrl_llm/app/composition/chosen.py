@@ -1,7 +1,7 @@
 """Chooses scorer options that a configuration leaves open, from the tasks.
 
-Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json, even if its data has
-changed.
+Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json,
+even if its data has changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from jaxrl_llm.tasks.taskset import Taskset
 
 
 def settle(
-  config: Config, run: pathlib.Path | None, tell: Callable[[str], None], load: Callable[[str], Taskset]
+  config: Config,
+  run: pathlib.Path | None,
+  tell: Callable[[str], None],
+  load: Callable[[str], Taskset],
 ) -> Config:
   """Returns the configuration with every open scorer option filled in.
 
   Args:
     run: directory of the run to resume; None for a new run.
     tell: called with one line for each scorer whose options were chosen.
-    load: returns the taskset with a given name (`taskset_loader`); called only if an option is open.
+    load: returns the taskset with a given name (`taskset_loader`); called only if an option is
+      open.
   """
   kept = {} if run is None else _kept(run)
   scorers = []
@@ -40,7 +44,9 @@ def settle(
     if chosen.why:
       tell(chosen.line())
     scorers.append(chosen.scorer)
-  return dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers)))
+  return dataclasses.replace(
+    config, rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers))
+  )
 
 
 def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
@@ -50,15 +56,18 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
   given = {name: value for name, value in scorer.options.items() if value is not None}
   if missing := sorted({'mode', 'extraction'} - {*kept, *given}):
     raise UserError(
-      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: a version with defaults '
-      "mode 'exact' and extraction 'whole' started it; resume it with that version, or start another run"
+      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: a '
+      'version with defaults '
+      "mode 'exact' and extraction 'whole' started it; resume it with that version, or start "
+      'another run'
     )
   return dataclasses.replace(scorer, options={**scorer.options, **kept, **given})
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """Returns the options that a run chose, keyed by scorer name; empty if config.json is unreadable, which
-  `Workdir.adopt` reports."""
+  """Returns the options that a run chose, keyed by scorer name; empty if config.json is unreadable,
+  which `Workdir.adopt` reports.
+  """
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())
     return {
@@ -68,7 +77,9 @@ def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
   return {}
 
 
-def _truths(config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]) -> Iterable[str | None]:
+def _truths(
+  config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]
+) -> Iterable[str | None]:
   """Yields the truths of the tasks that the scorer judges."""
   for name in sorted(scored_tasksets(config)):
     if not scorer.tasksets or name in scorer.tasksets:

@@ -13,7 +13,9 @@ from jaxrl_llm.rollout.engine import EngineSetting
 
 def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) -> EngineSetting:
   """Returns the facts about the run that its engine needs."""
-  texts = (task.prompt[-1]['content'] for taskset in prepared.tasksets.values() for task in taskset.tasks)
+  texts = (
+    task.prompt[-1]['content'] for taskset in prepared.tasksets.values() for task in taskset.tasks
+  )
   return EngineSetting(
     spec=prepared.spec,
     dtype=config.policy.dtype,
@@ -27,6 +29,8 @@ def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) ->
   )
 
 
-def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, device: DeviceThread) -> Engine:
+def build_engine(
+  config: Config, workdir: pathlib.Path, prepared: Prepared, device: DeviceThread
+) -> Engine:
   """Builds process 0's engine without starting it."""
   return config.rollout.engine_spec().build(engine_setting(config, workdir, prepared), device.run)

@@ -1,4 +1,6 @@
-"""Prepares tasks, tokenizer and static rows in process 0 before any device work; files go to the run directory."""
+"""Prepares tasks, tokenizer and static rows in process 0 before any device work; files go to the
+run directory.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,20 @@ from jaxrl_llm.rewards.api import RewardsConfig, in_force
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
-from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
+from jaxrl_llm.tasks.preferences import (
+  Preferences,
+  load_preferences,
+  pairs_of_tasks,
+  preference_samples,
+)
 from jaxrl_llm.tasks.processors import ProcessorContext, process
-from jaxrl_llm.tasks.taskset import Taskset, check_disjoint, demonstrations, drop_long, taskset_loader
+from jaxrl_llm.tasks.taskset import (
+  Taskset,
+  check_disjoint,
+  demonstrations,
+  drop_long,
+  taskset_loader,
+)
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
 
@@ -58,8 +71,9 @@ class Prepared:
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens, or a sample of them, keyed by stage name, for stages that learn only from static
-  data."""
+  """Sequence lengths in tokens, or a sample of them, keyed by stage name, for stages that learn
+  only from static data.
+  """
 
 
 def checkpoint_directory(config: Config) -> pathlib.Path | None:
@@ -68,7 +82,9 @@ def checkpoint_directory(config: Config) -> pathlib.Path | None:
 
 
 def base_of(config: Config) -> str | None:
-  """Returns the base model on which exported adapters are loaded: a directory or hub id; None for random weights."""
+  """Returns the base model on which exported adapters are loaded: a directory or hub id; None for
+  random weights.
+  """
   source = config.policy.init_from
   if source is None or not pathlib.Path(source).expanduser().is_dir():
     return source
@@ -76,7 +92,9 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, a hub id or a run to a model directory; for a run, that is its export (`hf/`)."""
+  """Resolves a directory, a hub id or a run to a model directory; for a run, that is its export
+  (`hf/`).
+  """
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -85,11 +103,15 @@ def model_directory(source: str) -> pathlib.Path:
   return directory
 
 
-def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept on resume.
+def prepare(
+  config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
+) -> Prepared:
+  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept
+  on resume.
 
   Args:
-    load: returns the taskset with a given name; pass it to share loaded tasks with other code. None: load each once.
+    load: returns the taskset with a given name; pass it to share loaded tasks with other code.
+      None: load each once.
   """
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}
@@ -98,32 +120,43 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   for name in sorted(scored_tasksets(config)):
     check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
-  preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
+  preferences = {
+    source.name: _preferences(source, config, tasksets) for source in config.preferences
+  }
   _check_pairs(config, preferences, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
-      model_directory(stage.critic.init_from)  # Reports a missing model now, not when its stage begins.
+      # Reports a missing model now, not when its stage begins.
+      model_directory(stage.critic.init_from)
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
   else:
     tokenizer = _tokenizer(config, tasksets, preferences, workdir)
     longest = config.rollout.max_length
-    overrides = {'vocab_size': tokenizer.vocab_size, 'max_position_embeddings': longest, **config.policy.model}
+    overrides = {
+      'vocab_size': tokenizer.vocab_size,
+      'max_position_embeddings': longest,
+      **config.policy.model,
+    }
     spec = tiny(config.policy.family, **overrides)
     if spec.vocab_size < tokenizer.vocab_size:
       raise UserError(
-        f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} tokens; raise it, '
+        f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} '
+        'tokens; raise it, '
         'or leave it out'
       )
-  tokenizer.check_fits(spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}')
+  tokenizer.check_fits(
+    spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}'
+  )
   limit = config.rollout.max_prompt_length
 
   def length(task: Task) -> int:
     tokens = tokenizer.render_prompt(task.prompt)
     if max(tokens, default=0) >= spec.vocab_size:
       raise UserError(
-        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has {spec.vocab_size} tokens; use '
+        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has '
+        f'{spec.vocab_size} tokens; use '
         'the tokenizer of the model'
       )
     return len(tokens)
@@ -139,17 +172,25 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   for suite, tasks in suites:
     if not tasks:
       raise UserError(
-        f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a processor; raise the '
+        f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a '
+        'processor; raise the '
         'prompt limit, or take more tasks'
       )
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
-      logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
+      logging.info(
+        'taskset %s: %d prompts longer than %d tokens',
+        taskset.name,
+        taskset.counts['too_long'],
+        limit,
+      )
   longest = config.rollout.max_length
   for stage in config.stages:
     match stage.source:
       case Demonstrations() as shown:
-        _write_demonstrations(stage.name, shown, shown.sequences, tasksets, tokenizer, workdir, longest)
+        _write_demonstrations(
+          stage.name, shown, shown.sequences, tasksets, tokenizer, workdir, longest
+        )
       case Rollouts(experts=ExpertsConfig() as experts, expert_rows=count):
         _write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
       case Recorded() as recorded:
@@ -170,18 +211,24 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
     scorers = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
     if rewards.correct_by is not None and rewards.correct_by not in scorers:
       raise UserError(
-        f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset {taskset.name}, so '
+        f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset '
+        f'{taskset.name}, so '
         'nothing there would be correct; let it judge all, or remove correct_by'
       )
 
 
-def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
-  """Runs each taskset's processors, evaluation tasksets first, so that tasks that occur in both are dropped from
-  training."""
+def _processed(
+  config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]
+) -> dict[str, Taskset]:
+  """Runs each taskset's processors, evaluation tasksets first, so that tasks that occur in both are
+  dropped from training.
+  """
   measured = {suite.taskset for suite in config.evaluation}
   processed, kept = {}, []
   for taskset in sorted(config.tasksets, key=lambda taskset: taskset.name not in measured):
-    processed[taskset.name] = process(tasksets[taskset.name], taskset.processors, ProcessorContext(kept, length_of))
+    processed[taskset.name] = process(
+      tasksets[taskset.name], taskset.processors, ProcessorContext(kept, length_of)
+    )
     kept += processed[taskset.name].tasks
   return {name: processed[name] for name in tasksets}
 
@@ -199,14 +246,21 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
     pairs = stage.source
     for name in (pairs.train, pairs.held_out) if isinstance(pairs, Pairs) else ():
       if name is not None and name not in known:
-        raise UserError(f'stages.{stage.name}.source: no preferences {name!r}; configured are {sorted(known)}')
+        raise UserError(
+          f'stages.{stage.name}.source: no preferences {name!r}; configured are {sorted(known)}'
+        )
     for name in _trained(stage):
       if name not in tasksets:
-        raise UserError(f'stages.{stage.name}.source.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
+        raise UserError(
+          f'stages.{stage.name}.source.tasksets: no taskset {name!r}; configured are '
+          f'{sorted(tasksets)}'
+        )
 
 
 def _check_pairs(
-  config: Config, preferences: Mapping[str, Preferences], suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+  config: Config,
+  preferences: Mapping[str, Preferences],
+  suites: Sequence[tuple[SuiteConfig, Sequence[Task]]],
 ) -> None:
   """Raises UserError if a prompt in training pairs also occurs in a measurement."""
   for stage in config.stages:
@@ -220,25 +274,33 @@ def _check_pairs(
     for name, digests in measured.items():
       if common := trained & digests:
         raise UserError(
-          f'stages.{stage.name}: preferences {stage.source.train} (training) and {name} (held out) share '
+          f'stages.{stage.name}: preferences {stage.source.train} (training) and {name} (held out) '
+          'share '
           f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
         )
 
 
 def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequence[Task]:
   if suite.taskset not in tasksets:
-    raise UserError(f'evaluation.{suite.name}.taskset: no taskset {suite.taskset!r}; configured are {sorted(tasksets)}')
+    raise UserError(
+      f'evaluation.{suite.name}.taskset: no taskset {suite.taskset!r}; configured are '
+      f'{sorted(tasksets)}'
+    )
   tasks = tasksets[suite.taskset].tasks
   if suite.tasks is not None and len(tasks) < suite.tasks:
     raise UserError(
-      f'evaluation.{suite.name}.tasks: {suite.tasks} wanted, taskset {suite.taskset} has {len(tasks)}; '
+      f'evaluation.{suite.name}.tasks: {suite.tasks} wanted, taskset {suite.taskset} has '
+      f'{len(tasks)}; '
       'lower the number, or draw more (size)'
     )
   return tasks[: suite.tasks]
 
 
 def _tokenizer(
-  config: Config, tasksets: Mapping[str, Taskset], preferences: Mapping[str, Preferences], workdir: pathlib.Path
+  config: Config,
+  tasksets: Mapping[str, Taskset],
+  preferences: Mapping[str, Preferences],
+  workdir: pathlib.Path,
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
@@ -267,19 +329,26 @@ def _write_demonstrations(
   workdir: pathlib.Path,
   longest: int,
 ) -> None:
-  """Writes the demonstrations of at most `longest` tokens as samples; raises UserError if there are fewer than
-  `batch`."""
+  """Writes the demonstrations of at most `longest` tokens as samples; raises UserError if there are
+  fewer than `batch`.
+  """
   file, names = demonstrations_file(stage), config.tasksets
   path = workdir / file
   if path.exists():
     return
   pairs = [pair for name in names for pair in demonstrations(tasksets[name], config)]
-  samples = [demonstration_sample(task, answer, tokenizer, number=i) for i, (task, answer) in enumerate(pairs)]
+  samples = [
+    demonstration_sample(task, answer, tokenizer, number=i)
+    for i, (task, answer) in enumerate(pairs)
+  ]
   fitting = [sample for sample in samples if len(sample.tokens) <= longest]
-  logging.info('%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting))
+  logging.info(
+    '%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting)
+  )
   if len(fitting) < batch:
     raise UserError(
-      f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not fill a batch of '
+      f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not '
+      'fill a batch of '
       f'{batch} sequences; draw more tasks, lower the batch, or raise the lengths'
     )
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,18 +363,25 @@ def _take_over(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Copies the other run's groups whose tasks are in this stage's tasksets and whose sequences fit."""
+  """Copies the other run's groups whose tasks are in this stage's tasksets and whose sequences
+  fit.
+  """
   file = static_file(stage)
   if (workdir / file).exists():
     return
   run = pathlib.Path(source.run).expanduser()
   checkpoint, theirs = _recorded_config(stage.name, run)
   _check_same_tokenizer(
-    stage.name, run, run / TOKENIZER if checkpoint is None else model_directory(checkpoint), tokenizer
+    stage.name,
+    run,
+    run / TOKENIZER if checkpoint is None else model_directory(checkpoint),
+    tokenizer,
   )
   rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
   tasks = {task.uid: task for name in source.tasksets for task in tasksets[name].tasks}
-  text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  text = lambda sample: completion_text(
+    tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+  )
   taken, counts = [], collections.Counter()
   with tempfile.TemporaryDirectory() as scratch:
     store = open_copy(run / 'replay', pathlib.Path(scratch) / 'replay')
@@ -319,11 +395,18 @@ def _take_over(
           continue
         group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
         if any(choice.pair or choice.imitated for choice in group):
-          raise UserError(f'stages.{stage.name}.source: {source.run} stored pairs or imitated answers; wanted groups')
-        sample = group[0].scored.sample
-        if tokenizer.render_prompt(tasks[entry.task_id].prompt) != sample.tokens[: sample.prompt_len].tolist():
           raise UserError(
-            f'stages.{stage.name}.source: {source.run} encoded the prompt of {entry.task_id} differently; use its '
+            f'stages.{stage.name}.source: {source.run} stored pairs or imitated answers; wanted '
+            'groups'
+          )
+        sample = group[0].scored.sample
+        if (
+          tokenizer.render_prompt(tasks[entry.task_id].prompt)
+          != sample.tokens[: sample.prompt_len].tolist()
+        ):
+          raise UserError(
+            f'stages.{stage.name}.source: {source.run} encoded the prompt of {entry.task_id} '
+            'differently; use its '
             'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
           )
         if max(len(choice.scored.sample.tokens) for choice in group) > longest:
@@ -331,28 +414,35 @@ def _take_over(
           continue
         if len(group) > source.group_size:
           raise UserError(
-            f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored groups of '
+            f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored '
+            'groups of '
             f'{len(group)}; raise it'
           )
         taken.append(group)
-  logging.info('%s: %d groups of %s; left out: %s', file, len(taken), source.run, dict(counts) or 'none')
+  logging.info(
+    '%s: %d groups of %s; left out: %s', file, len(taken), source.run, dict(counts) or 'none'
+  )
   if len(taken) < source.groups_per_batch:
     raise UserError(
       f'stages.{stage.name}.source: {len(taken)} groups of {source.run} do not fill a batch of '
-      f'{source.groups_per_batch} (left out: {dict(counts)}); name the tasksets that it rolled out, or lower '
+      f'{source.groups_per_batch} (left out: {dict(counts)}); name the tasksets that it rolled '
+      'out, or lower '
       'groups_per_batch'
     )
   least = sum(sorted(map(len, taken))[: source.groups_per_batch])
   if least < stage.minibatches:
     raise UserError(
-      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest {source.groups_per_batch} groups of '
+      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest '
+      f'{source.groups_per_batch} groups of '
       f'{source.run} have {least} sequences; lower it'
     )
   write_recorded(workdir, file, taken)
 
 
 def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """Returns the `policy.init_from` of another run (None: random weights) and its rewards as JSON."""
+  """Returns the `policy.init_from` of another run (None: random weights) and its rewards as
+  JSON.
+  """
   try:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']
@@ -361,25 +451,36 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
     return checkpoint, rewards
   except (OSError, ValueError, KeyError, TypeError) as error:
     reason = f'lacks {error}' if isinstance(error, KeyError) else error
-    raise UserError(f'stages.{stage}.source.run: {run} is not the directory of a run ({reason})') from None
+    raise UserError(
+      f'stages.{stage}.source.run: {run} is not the directory of a run ({reason})'
+    ) from None
 
 
-def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:
-  """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other text."""
+def _check_same_tokenizer(
+  stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
+) -> None:
+  """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other
+  text.
+  """
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
-      f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its checkpoint, or use the '
+      f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
+      'checkpoint, or use the '
       'same tasksets and policy.tokenizer'
     )
 
 
 def preferences_file(name: str) -> str:
-  """Returns the path of the preference samples (chosen and rejected alternate), relative to the run directory."""
+  """Returns the path of the preference samples (chosen and rejected alternate), relative to the run
+  directory.
+  """
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """Returns the path of the static rows of a stage that does not sample, relative to the run directory."""
+  """Returns the path of the static rows of a stage that does not sample, relative to the run
+  directory.
+  """
   pairs = isinstance(stage.source, Pairs)
   return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
 
@@ -388,40 +489,59 @@ _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
 """Fields that preferences made from a taskset may set; the rest comes from the taskset."""
 
 
-def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str, Taskset]) -> Preferences:
+def _preferences(
+  source: PreferenceSource, config: Config, tasksets: Mapping[str, Taskset]
+) -> Preferences:
   if not source.source.startswith('taskset:'):
     if source.wrong:
-      raise UserError(f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected")
+      raise UserError(
+        f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected"
+      )
     return load_preferences(source)
   name = source.source.removeprefix('taskset:')
   if name not in tasksets:
-    raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
+    raise UserError(
+      f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}'
+    )
   if next(taskset for taskset in config.tasksets if taskset.name == name).processors:
     raise UserError(
-      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; take pairs of '
+      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop '
+      'pairs; take pairs of '
       'a taskset without processors'
     )
   if source.chosen is None or not source.wrong:
-    raise UserError(f'preferences.{source.name}: pairs of a taskset need the templates chosen and wrong')
+    raise UserError(
+      f'preferences.{source.name}: pairs of a taskset need the templates chosen and wrong'
+    )
   for field in dataclasses.fields(source):
     default = field.default if field.default is not dataclasses.MISSING else {}
     if field.name not in _OF_TASKS and getattr(source, field.name) != default:
-      raise UserError(f'preferences.{source.name}.{field.name}: pairs of a taskset take this from it; remove it')
+      raise UserError(
+        f'preferences.{source.name}.{field.name}: pairs of a taskset take this from it; remove it'
+      )
   return pairs_of_tasks(
     tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name
   )
 
 
 def _write_pairs(
-  source: PreferenceSource, preferences: Preferences, tokenizer: Tokenizer, workdir: pathlib.Path, longest: int
+  source: PreferenceSource,
+  preferences: Preferences,
+  tokenizer: Tokenizer,
+  workdir: pathlib.Path,
+  longest: int,
 ) -> None:
   path = workdir / preferences_file(source.name)
   if path.exists():
     return
   samples = [preference_samples(pair, tokenizer) for pair in preferences.pairs]
   fitting = [both for both in samples if max(len(sample.tokens) for sample in both) <= longest]
-  logging.info('preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting))
+  logging.info(
+    'preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting)
+  )
   if not fitting:
-    raise UserError(f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths')
+    raise UserError(
+      f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths'
+    )
   path.parent.mkdir(parents=True, exist_ok=True)
   write_segment(path.parent, path.name, [encode(sample) for both in fitting for sample in both])

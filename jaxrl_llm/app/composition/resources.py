@@ -80,16 +80,22 @@ class RolloutServices:
     return self.crew.take_metrics() if self.crew is not None else {}
 
 
-def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool) -> RolloutServices:
+def build_rollouts(
+  setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool
+) -> RolloutServices:
   """Builds the workflow and its auxiliary models and explorers, without starting them."""
   rollout, tokenizer = setup.config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
-  hub = MasterHub(engine, scorers, setup.config.rewards, auxiliary=auxiliary, events=setup.process.events)
+  hub = MasterHub(
+    engine, scorers, setup.config.rewards, auxiliary=auxiliary, events=setup.process.events
+  )
   # The master always builds it, so that an invalid workflow is reported before any explorer starts.
   workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
   crew = None
   if rollout.explorers is not None and engine is not None:
-    welcome = Welcome(workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files)
+    welcome = Welcome(
+      workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files
+    )
     crew = Crew(
       hub,
       rollout.explorers,
@@ -104,7 +110,9 @@ def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-  """Process 0's resources beside the loop's parts; `open_resources` opens them, `close` releases them."""
+  """Process 0's resources beside the loop's parts; `open_resources` opens them, `close` releases
+  them.
+  """
 
   events: Events
   engine: Engine | None
@@ -133,7 +141,9 @@ class Resources:
 
 
 def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resources:
-  """Opens process 0's logs, store, engine and scorers, as the commit's state left them (None: no commit)."""
+  """Opens process 0's logs, store, engine and scorers, as the commit's state left them (None: no
+  commit).
+  """
   config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
@@ -150,7 +160,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
       'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
       'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
       **resources(workdir),
-      'run/clock_decisions': scorers.counts['timeout'] + sum(explorer.clock_decisions for explorer in explorers),
+      'run/clock_decisions': scorers.counts['timeout']
+      + sum(explorer.clock_decisions for explorer in explorers),
       **scorers.take_metrics(),
       **(engine.take_metrics() if engine is not None else {}),
       **rolling.take_metrics(),
@@ -161,8 +172,14 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   begun = {stage.name: min(step, stage.end) for stage in stages if committed and stage.start < step}
   rollouts.discard_later(begun)
   evals.discard_later(begun)
-  runner = lambda of: GroupRunner(of, workflow=rolling.workflow, scorers=scorers, events=process.events)
-  batches = {stage.name: _batches(setup, prepared, stage, store, runner) for stage in stages if stage.end > step}
+  runner = lambda of: GroupRunner(
+    of, workflow=rolling.workflow, scorers=scorers, events=process.events
+  )
+  batches = {
+    stage.name: _batches(setup, prepared, stage, store, runner)
+    for stage in stages
+    if stage.end > step
+  }
   explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
   logs = Logs(
     metrics=metrics,
@@ -187,7 +204,12 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   if committed and committed['stage'] in logs.batches:
     logs.batches[committed['stage']].restore(committed['batches'])
   return Resources(
-    events=process.events, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat
+    events=process.events,
+    engine=engine,
+    scorers=scorers,
+    rollouts=rolling,
+    logs=logs,
+    heartbeat=heartbeat,
   )
 
 
@@ -198,15 +220,24 @@ def _batches(
   store: ReplayStore,
   runner: Callable[[ExplorerConfig], GroupRunner],
 ) -> Batches:
-  config, workdir, events, seed = setup.config, setup.workdir, setup.process.events, setup.config.seed
+  config, workdir, events, seed = (
+    setup.config,
+    setup.workdir,
+    setup.process.events,
+    setup.config.seed,
+  )
   stage_config = next(configured for configured in config.stages if configured.name == stage.name)
   source = stage_config.source
   if isinstance(source, Recorded):
     groups = recorded_groups(workdir, stage_config, prepared)
     return RecordedBatches(groups, count=source.groups_per_batch, seed=seed, events=events)
   if not isinstance(source, Rollouts):
-    stream = RowStream(workdir, static_file(stage_config), rows=source.sequences, seed=seed, unit=source.unit)
-    held_out = all_rows(workdir, preferences_file(stage.held_out)) if stage.held_out is not None else ()
+    stream = RowStream(
+      workdir, static_file(stage_config), rows=source.sequences, seed=seed, unit=source.unit
+    )
+    held_out = (
+      all_rows(workdir, preferences_file(stage.held_out)) if stage.held_out is not None else ()
+    )
     return StreamBatches(stream, held_out, events=events)
   tasksets = [prepared.tasksets[name] for name in source.tasksets]
   explorer_config = ExplorerConfig(
@@ -243,10 +274,16 @@ def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:
   return Past(stage=stage, groups=past.groups, max_uses=past.max_uses, config=past.draw, seed=seed)
 
 
-def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:
+def recorded_groups(
+  workdir: pathlib.Path, stage: StageConfig, prepared: Prepared
+) -> RecordedGroups:
   """Opens the groups that a stage took over from another run."""
-  tasks = {task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks}
-  text = lambda sample: completion_text(prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  tasks = {
+    task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks
+  }
+  text = lambda sample: completion_text(
+    prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+  )
   return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
 
 
@@ -259,20 +296,28 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
     engine,
     Gatherer(process.mesh, None if apart else config.policy.lora),
     process.device,
-    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if spec.served else None,
-    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+    prober=Prober(model, process.mesh, max_length=config.rollout.max_length)
+    if spec.served
+    else None,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0])
+    if apart
+    else lambda params: params,
     events=process.events,
   )
 
 
 def stage_entrance(setup: Setup) -> EnterStage:
-  """Returns a function that enters a stage: begins its state if needed and builds its trainer on rows in `workdir`."""
+  """Returns a function that enters a stage: begins its state if needed and builds its trainer on
+  rows in `workdir`.
+  """
   process, critic = setup.process, critic_model(setup.model)
   loader = RowLoader(setup.workdir, process.mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
     if state.step == stage.start:
-      state = await process.device.run(begin_stage, stage, setup.config, state, process.mesh, critic)
+      state = await process.device.run(
+        begin_stage, stage, setup.config, state, process.mesh, critic
+      )
     has_critic = stage.algorithm.critic_loss is not None
     roles = Roles(setup.model, critic if has_critic else None)
     return StageTrainer(stage, process, roles=roles, loader=loader, learned=state.learned), state

@@ -1,4 +1,6 @@
-"""Reads the config.json that a run saved, and converts the forms of earlier versions to the current one."""
+"""Reads the config.json that a run saved, and converts the forms of earlier versions to the current
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ from jaxrl_llm.config.values import TAG
 from jaxrl_llm.core.files import parse_json
 
 _SOURCES = {'demonstrations': Demonstrations, 'preferences': Pairs, 'recorded': Recorded}
-"""Former stage fields that selected the data, with the `source` classes that replace them; stages without any of these
-fields trained on rollouts."""
+"""Former stage fields that selected the data, with the `source` classes that replace them; stages
+without any of these fields trained on rollouts.
+"""
 
 
 def read_saved(file: pathlib.Path) -> Any:
-  """Returns the content of a run's config.json in the form that `values.to_json` writes now; does not check values.
+  """Returns the content of a run's config.json in the form that `values.to_json` writes now; does
+  not check values.
 
   Raises:
     OSError: the file cannot be read.
@@ -30,7 +34,9 @@ def read_saved(file: pathlib.Path) -> Any:
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a `source`; fields that have no effect on this kind of source are left out."""
+  """Returns a saved stage with a `source`; fields that have no effect on this kind of source are
+  left out.
+  """
   if not isinstance(stage, dict) or 'source' in stage:
     return stage
   chosen = next((name for name in _SOURCES if stage.get(name) is not None), None)
@@ -39,7 +45,9 @@ def _with_source(stage: Any) -> Any:
     return stage
   former = moved_fields(StageConfig)
   moved = {name: stage[name] for name in field_types(kind) if name in former and name in stage}
-  if isinstance(experts := moved.get('experts'), dict) and isinstance(experts.get('demonstrations'), dict):
+  if isinstance(experts := moved.get('experts'), dict) and isinstance(
+    experts.get('demonstrations'), dict
+  ):
     moved['experts'] = {**experts, **experts['demonstrations']}
     del moved['experts']['demonstrations']
   kept = {name: value for name, value in stage.items() if name not in former}

@@ -1,4 +1,6 @@
-"""Builds the scorers that a configuration names. Imports no JAX, so that scoring by hand starts fast."""
+"""Builds the scorers that a configuration names. Imports no JAX, so that scoring by hand starts
+fast.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 
 
 def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
-  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a scorer."""
+  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a
+  scorer.
+  """
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
-    raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; a custom one is 'module:attribute'")
+    raise UserError(
+      f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; a custom one is 'module:attribute'"
+    )
   options = options_within(scorer) if name == 'code' else scorer.options
   return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**options)
 
@@ -58,7 +64,9 @@ def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
 
 
 CHOOSERS = {'answer': choose_options}
-"""Functions from the given options and all truths to the chosen options and the reason, keyed by implementation."""
+"""Functions from the given options and all truths to the chosen options and the reason, keyed by
+implementation.
+"""
 CHOSEN = ('mode', 'extraction', 'units')
 """Names of the options that can be chosen."""
 
@@ -71,7 +79,9 @@ class ChosenScorer(NamedTuple):
 
   def line(self) -> str:
     options = {name: self.scorer.options[name] for name in CHOSEN if name in self.scorer.options}
-    settings = [f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()]
+    settings = [
+      f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()
+    ]
     return f'scorer {self.scorer.name}: {"; ".join(settings)} ({self.why or "as given"})'
 
 
@@ -79,10 +89,13 @@ def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> 
   """Returns the scorer with its open options chosen from the truths.
 
   Args:
-    truths: returns the truths of all tasks that the scorer judges; called only if an option is open.
+    truths: returns the truths of all tasks that the scorer judges; called only if an option is
+      open.
   """
   chooser = CHOOSERS.get(scorer.implementation)
   chosen = chooser(scorer.options, truths) if chooser else None
   if chosen is None:
     return ChosenScorer(scorer, '')
-  return ChosenScorer(dataclasses.replace(scorer, options={**scorer.options, **chosen.options}), chosen.why)
+  return ChosenScorer(
+    dataclasses.replace(scorer, options={**scorer.options, **chosen.options}), chosen.why
+  )

@@ -26,5 +26,6 @@ class Setup:
   checkpoints: Checkpoints
   process: Process
   explorer_command: ExplorerCommand
-  """Function that returns the command of an explorer process; passed in, since that program belongs to a higher
-  layer."""
+  """Function that returns the command of an explorer process; passed in, since that program belongs
+  to a higher layer.
+  """

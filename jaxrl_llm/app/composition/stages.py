@@ -1,4 +1,6 @@
-"""Builds the stages that every process runs, including derived numbers, from their configurations."""
+"""Builds the stages that every process runs, including derived numbers, from their
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs, Recorded, Rollouts, StageConfig
+from jaxrl_llm.app.schema import (
+  AlgorithmConfig,
+  Config,
+  CriticConfig,
+  Pairs,
+  Recorded,
+  Rollouts,
+  StageConfig,
+)
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
@@ -26,19 +36,28 @@ from jaxrl_llm.parallel.rules import parts
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
-  """Builds an algorithm: one from the catalogue, or a user's (options dataclass, function of options and setting)
-  pair."""
+  """Builds an algorithm: one from the catalogue, or a user's (options dataclass, function of
+  options and setting) pair.
+  """
   options, make = named_pair(config.name, 'algorithm', ALGORITHMS)
-  return make(from_json(dict(config.options), options, f'options of algorithm {config.name}'), setting)
+  return make(
+    from_json(dict(config.options), options, f'options of algorithm {config.name}'), setting
+  )
 
 
 def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
-  """Builds processors, from the catalogue or a user's (options dataclass, function of it) pair; returns (name,
-  processor) pairs."""
+  """Builds processors, from the catalogue or a user's (options dataclass, function of it) pair;
+  returns (name, processor) pairs.
+  """
   built = []
   for config in configs:
     options, make = named_pair(config.implementation, 'processor', PROCESSORS)
-    built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
+    built.append(
+      (
+        config.name,
+        make(from_json(dict(config.options), options, f'options of processor {config.name}')),
+      )
+    )
   return tuple(built)
 
 
@@ -48,7 +67,8 @@ def build_stages(
   """Builds the stages with their derived numbers.
 
   Args:
-    lengths: sequence lengths in tokens, keyed by stage name, for stages where they are known in advance.
+    lengths: sequence lengths in tokens, keyed by stage name, for stages where they are known in
+      advance.
   """
   stages, start = [], 0
   for stage in config.stages:
@@ -59,32 +79,46 @@ def build_stages(
 
 
 def _stage(
-  stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int, lengths: Sequence[int]
+  stage: StageConfig,
+  config: Config,
+  mesh: Mesh,
+  start: int,
+  vocab_size: int,
+  lengths: Sequence[int],
 ) -> Stage:
   source, optimizer = stage.source, stage.optimizer or config.learner.optimizer
   where = f'stages.{stage.name}'
   if optimizer is None:
-    raise UserError(f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr')
-  algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
+    raise UserError(
+      f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr'
+    )
+  algorithm = build_algorithm(
+    stage.algorithm, Setting(max_response_length=config.rollout.max_response_length)
+  )
   _check_stage(stage, config, algorithm)
   for line in algorithm.no_effect:
     logging.warning('%s.algorithm: %s', where, line)
   longest = config.rollout.max_length
   sequence = mesh.shape[SEQUENCE]
-  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)
+  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(
+    8, sequence
+  )
   if chunk_len % sequence:
     raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} devices; wanted a '
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
+      'devices; wanted a '
       'multiple of it'
     )
   if chunk_len < longest:
     raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
+      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + '
+      f'max_response_length = {longest}'
     )
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  # Rollouts and expert rows are split separately, so a minibatch may hold one unit more of each than its share.
+  # Rollouts and expert rows are split separately, so a minibatch may hold one unit more of each
+  # than its share.
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   kinds = [source.sequences - expert_rows, expert_rows]
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
@@ -102,7 +136,9 @@ def _stage(
     end=start + stage.steps,
     algorithm=algorithm,
     policy=Optimization(build_optimizer(optimizer, updates), optimizer),
-    critic=Optimization(build_optimizer(critic, critic_updates), critic) if critic is not None else None,
+    critic=Optimization(build_optimizer(critic, critic_updates), critic)
+    if critic is not None
+    else None,
     keep_optimizer=stage.keep_optimizer,
     shape=shape,
     token_chunk=plan_token_chunk(
@@ -124,44 +160,63 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a stage that cannot learn, or would not learn what its configuration suggests."""
+  """Raises UserError for a stage that cannot learn, or would not learn what its configuration
+  suggests.
+  """
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
-    raise UserError(f"{where}.source: {name} learns from pairs; set Pairs, or Rollouts with selection.kind='pairs'")
+    raise UserError(
+      f'{where}.source: {name} learns from pairs; set Pairs, or Rollouts with '
+      "selection.kind='pairs'"
+    )
   if pairs and name in ALGORITHMS and name not in PAIRWISE:
-    raise UserError(f'{where}: {name} does not learn from pairs; use one of {", ".join(sorted(PAIRWISE))}')
+    raise UserError(
+      f'{where}: {name} does not learn from pairs; use one of {", ".join(sorted(PAIRWISE))}'
+    )
   if name == 'sft' and groups and selection != 'shortest_correct':
     raise UserError(
-      f"{where}.source: sft learns from demonstrations; set Demonstrations, or imitate the policy's own best by "
+      f'{where}.source: sft learns from demonstrations; set Demonstrations, or imitate the '
+      "policy's own best by "
       "Rollouts with selection.kind='shortest_correct'"
     )
   if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
-    raise UserError(f'{where}.source.selection: imitates one answer of a group, which {name} does not; use sft')
+    raise UserError(
+      f'{where}.source.selection: imitates one answer of a group, which {name} does not; use sft'
+    )
   if not groups and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(
       f'{where}.source: {name} learns from rollouts; give it Rollouts '
       + ('with experts' if name == 'mix' else 'or Recorded')
     )
   if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
-    raise UserError(f'{where}.source.experts: mix needs expert rows besides its rollouts, and only mix uses them')
+    raise UserError(
+      f'{where}.source.experts: mix needs expert rows besides its rollouts, and only mix uses them'
+    )
   if algorithm.head == 'scalar' and groups:
-    raise UserError(f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs')
+    raise UserError(
+      f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs'
+    )
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():
     raise UserError(f'{where}.critic: {name} has no critic; remove it, or use ppo')
   if algorithm.critic_warmup >= stage.steps:
     raise UserError(
-      f'{where}: critic_warmup={algorithm.critic_warmup} of {stage.steps} steps leaves none for the policy; lower it'
+      f'{where}: critic_warmup={algorithm.critic_warmup} of {stage.steps} steps leaves none for '
+      'the policy; lower it'
     )
   if isinstance(source, Rollouts):
     _check_rollouts(stage, source, config)
-  if selection in ('all', 'mixed') and not expert_rows and source.sequences % (stage.minibatches * source.unit):
+  if (
+    selection in ('all', 'mixed')
+    and not expert_rows
+    and source.sequences % (stage.minibatches * source.unit)
+  ):
     raise UserError(
-      f'{where}.minibatches: {source.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
-      + (' of pairs' if pairs else '')
+      f'{where}.minibatches: {source.sequences} sequences cannot be dealt evenly into '
+      f'{stage.minibatches} minibatches' + (' of pairs' if pairs else '')
     )
 
 
@@ -169,76 +224,97 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
   """Raises UserError for rollouts that the engine, the scorers or the minibatches do not allow."""
   where = f'stages.{stage.name}'
   least = {
-    'groups_per_batch': source.groups_per_batch if source.selection.kind in ('pairs', 'shortest_correct') else None,
+    'groups_per_batch': source.groups_per_batch
+    if source.selection.kind in ('pairs', 'shortest_correct')
+    else None,
     'experts.ratio': source.expert_rows if source.experts is not None else None,
   }
   for field, units in least.items():
     if units is not None and units < stage.minibatches:
       raise UserError(
-        f'{where}.minibatches: {stage.minibatches} need rows of each kind, and source.{field} gives {units}; '
+        f'{where}.minibatches: {stage.minibatches} need rows of each kind, and source.{field} '
+        f'gives {units}; '
         'lower minibatches or raise it'
       )
   _check_processors(stage.name, source, config)
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(
-      f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that each must divide '
+      f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that '
+      'each must divide '
       f'evenly; group_size {source.group_size} does not divide into {stage.minibatches} minibatches'
     )
 
 
 def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
-  """Checks the processors by building them, in every process and before loading, so that all processes report
-  errors."""
+  """Checks the processors by building them, in every process and before loading, so that all
+  processes report errors.
+  """
   build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
   for processor in source.processors:
     key = processor.options.get('key')
     if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
       raise UserError(
-        f'stages.{stage}.source.processors: {processor.name} shapes by {key!r}, and no scorer is called '
+        f'stages.{stage}.source.processors: {processor.name} shapes by {key!r}, and no scorer is '
+        'called '
         f'{key.split("/")[0]!r}; configured are {sorted(scorers)}'
       )
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a reference that cannot differ from the policy, or cannot move as configured."""
+  """Raises UserError for a reference that cannot differ from the policy, or cannot move as
+  configured.
+  """
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
     return
   if rule.ema is not None and config.policy.param_dtype != 'float32':
     raise UserError(
-      f'{where}: reference.ema averages in the type of the parameters, and {config.policy.param_dtype} rounds its '
+      f'{where}: reference.ema averages in the type of the parameters, and '
+      f'{config.policy.param_dtype} rounds its '
       'small steps away; use param_dtype=float32, or reference.every'
     )
   if rule.ema is not None and config.policy.lora is not None:
     raise UserError(
-      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not those of what they "
+      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not "
+      'those of what they '
       'add to the weights; use reference.every, or policy.lora=null'
     )
   if rule.every == 1 and isinstance(stage.source, Pairs):
-    raise UserError(f'{where}: pairs are compared with a fixed reference; reference.every=1 has none')
+    raise UserError(
+      f'{where}: pairs are compared with a fixed reference; reference.every=1 has none'
+    )
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
-      f'{where}: with reference.every=1 and one update a batch the policy is its own reference, without effect; set '
+      f'{where}: with reference.every=1 and one update a batch the policy is its own reference, '
+      'without effect; set '
       'minibatches or epochs above 1, or another reference'
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    logging.warning('%s', text)  # Not an error: without the reference, OPMD is a policy gradient, which still learns.
+    # Not an error: without the reference, OPMD is a policy gradient, which still learns.
+    logging.warning('%s', text)
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
-  """Returns the spec of the model that the stages train: a policy, or a reward model with one output."""
+  """Returns the spec of the model that the stages train: a policy, or a reward model with one
+  output.
+  """
   setting = Setting(max_response_length=config.rollout.max_response_length)
   heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
   if len(set(heads.values())) > 1:
-    raise UserError(f'stages: {heads} train models of different outputs; train them in separate runs')
+    raise UserError(
+      f'stages: {heads} train models of different outputs; train them in separate runs'
+    )
   (head,) = set(heads.values())
   if head == 'scalar' and config.evaluation:
-    raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (source.held_out)')
+    raise UserError(
+      'evaluation: a reward model generates nothing; measure it on held-out pairs (source.held_out)'
+    )
   if head == 'lm' and spec.head != 'lm':
     raise UserError(
-      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; name a language model'
+      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; name a '
+      'language model'
     )
   return with_head(spec, head)
 

@@ -41,12 +41,17 @@ from jaxrl_llm.weights.hf import load_params, read_spec
 
 def critic_model(model: Model) -> Model:
   """Builds PPO's critic: the policy's architecture with one output per token, trained in full."""
-  return build_model(with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh)
+  return build_model(
+    with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh
+  )
 
 
-def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
-  """Starts a stage from the previous policy, which is also copied as the reference if the algorithm needs a copy; the
-  optimizer starts fresh, or keeps its moments with `keep_optimizer`."""
+def begin_stage(
+  stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model
+) -> LoopState:
+  """Starts a stage from the previous policy, which is also copied as the reference if the algorithm
+  needs a copy; the optimizer starts fresh, or keeps its moments with `keep_optimizer`.
+  """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
@@ -66,8 +71,12 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   return dataclasses.replace(state, learned=learned)
 
 
-def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
-  """Starts a stage's critic from the configured model, else the last stage's critic, else the policy's body."""
+def _begin_critic(
+  stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model
+) -> TrainState:
+  """Starts a stage's critic from the configured model, else the last stage's critic, else the
+  policy's body.
+  """
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic.config.offload
   if source is None and before.critic is not None:
@@ -82,10 +91,13 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
     wanted = dataclasses.replace(critic.spec, head=spec.head, max_position_embeddings=length)
     if spec.head == 'lm' or spec != wanted:
       raise UserError(
-        f'stages.{stage.name}.critic.init_from: {source} is a {spec.family} model with head {spec.head!r}; wanted a '
+        f'stages.{stage.name}.critic.init_from: {source} is a {spec.family} model with head '
+        f'{spec.head!r}; wanted a '
         "reward model or critic of the policy's own shape, as jaxrl train exports them"
       )
-    host = load_params(directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+    host = load_params(
+      directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype
+    )
     params = place_params(critic, mesh, host)
   else:
     dtype = config.policy.param_dtype
@@ -97,7 +109,8 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
-  """Returns the trained parameters before the first stage, and the frozen base below adapters (`models.lora.split`).
+  """Returns the trained parameters before the first stage, and the frozen base below adapters
+  (`models.lora.split`).
 
   If the checkpoint has another kind of head than the model, a fresh head replaces it.
   """
@@ -105,7 +118,9 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
   if directory is None:
     return lora.split(init_params(model, mesh, seed=config.seed), model.spec, model.options)
   spec = read_spec(directory)
-  host = load_params(directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+  host = load_params(
+    directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype
+  )
   if spec.head != model.spec.head:
     kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
     host = replace_head(host, model.spec, np.asarray(kernel))
@@ -116,7 +131,9 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
 
 
 def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
-  """Returns the state committed at `step` (0: the initial state), and the digest of the base below its adapters."""
+  """Returns the state committed at `step` (0: the initial state), and the digest of the base below
+  its adapters.
+  """
   config, model, mesh = setup.config, setup.model, setup.process.mesh
   params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
@@ -134,7 +151,9 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Returns a digest of all names and bits of the base parameters. Collective: every process must call it."""
+  """Returns a digest of all names and bits of the base parameters. Collective: every process must
+  call it.
+  """
   hasher = xxhash.xxh3_128()
   for name, array in Gatherer(mesh).leaves(base):
     hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
@@ -142,20 +161,32 @@ def base_digest(base: Params, mesh: Mesh) -> str:
 
 
 def check_base(found: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Raises UserError if the base weights differ from those that the committed adapters were trained on."""
+  """Raises UserError if the base weights differ from those that the committed adapters were trained
+  on.
+  """
   if found != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
-      f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at step '
-      f'{committed["step"]} were trained on (digest {found}, wanted {committed["base"]}); restore those, or start '
+      f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at '
+      'step '
+      f'{committed["step"]} were trained on (digest {found}, wanted {committed["base"]}); restore '
+      'those, or start '
       'another run'
     )
 
 
-def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
-  """Restores the state committed at `step`, in or at the end of `stage`, except for the base below adapters."""
+def restore_state(
+  stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
+) -> LoopState:
+  """Restores the state committed at `step`, in or at the end of `stage`, except for the base below
+  adapters.
+  """
   algorithm = stage.algorithm
-  like = {'train': abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)}
+  like = {
+    'train': abstract_state(
+      model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload
+    )
+  }
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:

@@ -1,4 +1,6 @@
-"""The run directory: at most one live run, and a configuration that is fixed once a step is committed."""
+"""The run directory: at most one live run, and a configuration that is fixed once a step is
+committed.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
 MAY_CHANGE = ('rewards.workers', 'rollout.explorers')
-"""Keys whose values a resumed run may change, beside those of its engine: number, place and deadlines of its
-services, not what they compute."""
+"""Keys whose values a resumed run may change, beside those of its engine: number, place and
+deadlines of its services, not what they compute.
+"""
 ATTEMPT = 'attempt'
 """Name of the file that holds the number of the last start."""
 _MAX_DIGITS = 20
 """Length in bytes from which the content of the attempt file is not accepted as a number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
-"""Folders of the files that a start makes from the configuration: the tokenizer, and static rows of offline stages."""
+"""Folders of the files that a start makes from the configuration: the tokenizer, and static rows of
+offline stages.
+"""
 
 
 class WorkdirInUse(UserError):
@@ -37,7 +42,9 @@ class WorkdirInUse(UserError):
 
 
 class Workdir:
-  """Creates and locks the run directory; the lock lasts until `close` or until the process ends, however it ends."""
+  """Creates and locks the run directory; the lock lasts until `close` or until the process ends,
+  however it ends.
+  """
 
   def __init__(self, path: pathlib.Path):
     self.path = path.absolute()
@@ -45,18 +52,22 @@ class Workdir:
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = (self.path / 'lock').open('a+')
     except OSError as error:
-      raise UserError(f'--workdir={path}: {error.strerror}; choose a directory that can be written') from error
+      raise UserError(
+        f'--workdir={path}: {error.strerror}; choose a directory that can be written'
+      ) from error
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       self._lock.seek(0)
       owner = self._lock.read().strip() or 'unknown'
       raise WorkdirInUse(
-        f'--workdir={path}: in use by a live run (process {owner}); wait for it, stop it, or choose another --workdir'
+        f'--workdir={path}: in use by a live run (process {owner}); wait for it, stop it, or '
+        'choose another --workdir'
       ) from None
     except OSError as error:
       raise UserError(
-        f'--workdir={path}: cannot be locked ({error.strerror}); choose a directory on a file system with locks'
+        f'--workdir={path}: cannot be locked ({error.strerror}); choose a directory on a file '
+        'system with locks'
       ) from error
     self._lock.truncate(0)
     self._lock.write(str(os.getpid()))
@@ -69,13 +80,14 @@ class Workdir:
   def adopt(self, config: Config) -> None:
     """Writes config.json, or raises UserError for a changed configuration once a step is committed.
 
-    Before the first commit, a changed configuration replaces the old one, so that a mistake in the first command does
-    not make the directory useless.
+    Before the first commit, a changed configuration replaces the old one, so that a mistake in the
+    first command does not make the directory useless.
     """
     file = self.path / 'config.json'
     if not file.exists() and has_commits(self.path):
       raise UserError(
-        f'{file}: missing, so that no start can check its configuration against that of the commits in '
+        f'{file}: missing, so that no start can check its configuration against that of the '
+        'commits in '
         f'{self.path / "checkpoints"}; restore it, or choose another --workdir'
       )
     if file.exists():
@@ -84,18 +96,26 @@ class Workdir:
         if not isinstance(old, dict):
           raise ValueError('not a JSON object')
       except ValueError as error:  # not JSON, or not even text
-        raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
-      with contextlib.suppress(UserError):  # Of an earlier version: fields that it lacked have their defaults.
+        raise UserError(
+          f'{file}: not the configuration of a run ({error}); choose another --workdir'
+        ) from error
+      # Of an earlier version: fields that it lacked have their defaults.
+      with contextlib.suppress(UserError):
         old = to_json(from_json(old, Config))
       may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
-      changes = [change for change in difference(old, config) if not is_below(change[0], may_change)]
+      changes = [
+        change for change in difference(old, config) if not is_below(change[0], may_change)
+      ]
       if not changes:
         return
       if has_commits(self.path):
-        listed = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
+        listed = '; '.join(
+          f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5]
+        )
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
-          f'{self.path}: holds a run with another configuration ({listed}{more}); resume with the same command, '
+          f'{self.path}: holds a run with another configuration ({listed}{more}); resume with the '
+          'same command, '
           f'or branch from it with --init_from={self.path} and another --workdir'
         )
       for made in (TOKENIZER, DATA):
@@ -106,8 +126,9 @@ class Workdir:
     """Checks that everything a commit names still exists; writes nothing.
 
     Args:
-      commit: the host state that the keeper committed with the arrays. Commits of earlier versions name no store,
-        attempt or files; in their case, the store's index, plans and segments must exist.
+      commit: the host state that the keeper committed with the arrays. Commits of earlier versions
+        name no store, attempt or files; in their case, the store's index, plans and segments must
+        exist.
 
     Raises:
       UserError: something is missing; the message names everything that is.
@@ -116,12 +137,16 @@ class Workdir:
     there = made_files(self.path)
     for name, size in commit.get('files', {}).items():
       if there.get(name) != size:
-        gone.append(f'{name} of {size:,} bytes' + (f' (it has {there[name]:,})' if name in there else ''))
+        gone.append(
+          f'{name} of {size:,} bytes' + (f' (it has {there[name]:,})' if name in there else '')
+        )
     gone += missing(self.path / 'replay', step=commit['step'], store=commit.get('store'))
     if gone:
       raise UserError(
-        f'{self.path}: the run cannot resume from its commit at step {commit["step"]}, whose files are missing or '
-        f'changed: {"; ".join(gone)}; restore them from a copy, or start another run in another --workdir'
+        f'{self.path}: the run cannot resume from its commit at step {commit["step"]}, whose files '
+        'are missing or '
+        f'changed: {"; ".join(gone)}; restore them from a copy, or start another run in another '
+        '--workdir'
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
@@ -140,8 +165,10 @@ class Workdir:
       last = int(content) if content.strip().isdigit() and len(content) < _MAX_DIGITS else -1
       if last < least:
         raise UserError(
-          f'{file}: holds {content.decode(errors="replace")!r}, wanted the number of the last start, at least {least}; '
-          f'restore it, or write a number there that is larger than any "attempt" in {self.path / EVENTS_FILE}'
+          f'{file}: holds {content.decode(errors="replace")!r}, wanted the number of the last '
+          f'start, at least {least}; '
+          'restore it, or write a number there that is larger than any "attempt" in '
+          f'{self.path / EVENTS_FILE}'
         )
       attempt = last + 1
     write_durably(file, str(attempt))
@@ -154,8 +181,12 @@ def has_commits(path: pathlib.Path) -> bool:
 
 
 def made_files(path: pathlib.Path) -> dict[str, int]:
-  """Returns the sizes in bytes of the tokenizer and data files in the run directory, keyed by path relative to it."""
-  files = sorted(file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file())
+  """Returns the sizes in bytes of the tokenizer and data files in the run directory, keyed by path
+  relative to it.
+  """
+  files = sorted(
+    file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file()
+  )
   return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
 
 

@@ -1,4 +1,6 @@
-"""Builds the workflow that a configuration names. Explorer processes import this module, so it does not import JAX."""
+"""Builds the workflow that a configuration names. Explorer processes import this module, so it does
+not import JAX.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {'single_turn': SingleTurn}
 
 
-def build_workflow(config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_tokens: int) -> Workflow:
+def build_workflow(
+  config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_tokens: int
+) -> Workflow:
   """Builds a workflow from the catalogue or a user's own.
 
   Args:
@@ -26,16 +30,20 @@ def build_workflow(config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_t
   kind = config.kind
   if ':' not in kind and kind not in WORKFLOWS:
     raise UserError(
-      f"rollout.workflow: no workflow {kind!r}; {nearest(kind, WORKFLOWS)}; a custom one is 'module:attribute'"
+      f'rollout.workflow: no workflow {kind!r}; {nearest(kind, WORKFLOWS)}; a custom one is '
+      "'module:attribute'"
     )
   make = own_part(kind, 'workflow') if ':' in kind else WORKFLOWS[kind]
   try:
     given = inspect.signature(make).bind(hub, tokenizer, max_tokens=max_tokens, **config.options)
   except TypeError as error:
     raise UserError(
-      f'rollout.workflow.options: workflow {kind!r} does not take {sorted(config.options)} ({error})'
+      f'rollout.workflow.options: workflow {kind!r} does not take {sorted(config.options)} '
+      f'({error})'
     ) from None
   workflow = make(*given.args, **given.kwargs)
   if not isinstance(workflow, Workflow):
-    raise UserError(f'workflow {kind!r}: made a {type(workflow).__name__}, which has no `run` and `text`')
+    raise UserError(
+      f'workflow {kind!r}: made a {type(workflow).__name__}, which has no `run` and `text`'
+    )
   return workflow

@@ -1,4 +1,6 @@
-"""Readable reports on compiled programs (memory, whether it fits the chip, traffic, FLOPs, time) and memory by role."""
+"""Readable reports on compiled programs (memory, whether it fits the chip, traffic, FLOPs, time)
+and memory by role.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,20 @@ from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
 UTILISATION = 0.4
-"""Share of the chip's peak FLOP/s that is assumed for the expected time; a well-tuned training step reaches it."""
+"""Share of the chip's peak FLOP/s that is assumed for the expected time; a well-tuned training step
+reaches it.
+"""
 _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
-"""Compiler options, keyed by platform. Without this one, TPU programs would fuse gathers into products as chains of
-permutes, which cannot be counted."""
+"""Compiler options, keyed by platform. Without this one, TPU programs would fuse gathers into
+products as chains of permutes, which cannot be counted.
+"""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
-  """Returns the mesh axes, and a table of the megabytes that each role keeps in total and on each device."""
+  """Returns the mesh axes, and a table of the megabytes that each role keeps in total and on each
+  device.
+  """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
   table = Table()
@@ -37,7 +44,9 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
 
 
 def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
-  """Compiles a program; returns a line with its statistics, and whether it fits `chip` (True if that is None)."""
+  """Compiles a program; returns a line with its statistics, and whether it fits `chip` (True if
+  that is None).
+  """
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
   try:
@@ -51,11 +60,14 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
   needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
   needed -= memory.alias_size_in_bytes
   line = (
-    f'{needed / 1e6:,.1f} MB a device (arguments {memory.argument_size_in_bytes / 1e6:,.1f}, temporaries '
+    f'{needed / 1e6:,.1f} MB a device (arguments {memory.argument_size_in_bytes / 1e6:,.1f}, '
+    'temporaries '
     f'{memory.temp_size_in_bytes / 1e6:,.1f}'
   )
   line += (
-    f', in host memory {memory.host_argument_size_in_bytes / 1e6:,.1f})' if memory.host_argument_size_in_bytes else ')'
+    f', in host memory {memory.host_argument_size_in_bytes / 1e6:,.1f})'
+    if memory.host_argument_size_in_bytes
+    else ')'
   )
   if not chip:
     return line, True
@@ -77,6 +89,10 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
 
 
 def _excess(message: str) -> str:
-  """Returns the memory figures in a compiler's error message, or the message's first line if there are none."""
+  """Returns the memory figures in a compiler's error message, or the message's first line if there
+  are none.
+  """
   match = _TOO_MUCH.search(message)
-  return f'needs {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]
+  return (
+    f'needs {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]
+  )

@@ -45,7 +45,7 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 def print_list() -> None:
   """Prints everything that a configuration can refer to by name, one item per line."""
   console = Console(markup=False, highlight=False, soft_wrap=True)
-  first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
+  first = lambda value: ' '.join((value.__doc__ or '').partition('\n\n')[0].split())
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('surrogate', name, first(loss)) for name, (_, loss) in SURROGATES.items()]
@@ -59,15 +59,18 @@ def print_list() -> None:
 
 
 def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = None) -> None:
-  """Prints the resolved configuration, derived numbers, parameters, memory by role and compiled programs.
+  """Prints the resolved configuration, derived numbers, parameters, memory by role and compiled
+  programs.
 
   Trains nothing and writes nothing to the run directory.
 
   Args:
-    topology: target devices of the compilation ('v5e:4x4'), which may be absent; None: the devices of this process.
+    topology: target devices of the compilation ('v5e:4x4'), which may be absent; None: the devices
+      of this process.
 
   Raises:
-    UserError: a program does not fit the topology's devices; raised after all programs have been printed.
+    UserError: a program does not fit the topology's devices; raised after all programs have been
+      printed.
   """
   console = Console(markup=False, highlight=False, soft_wrap=True)
   devices = jax.devices() if topology is None else topology_devices(topology)
@@ -88,7 +91,8 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
   console.print(f'run directory: {workdir}')
   console.print(
-    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary {prepared.spec.vocab_size}'
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary '
+    f'{prepared.spec.vocab_size}'
   )
   time = stages[0].shape.chunk_len
   attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
@@ -97,8 +101,10 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
   for stage in stages:
     console.print(
-      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, {_sequences(config, stage)} '
-      f'sequences a batch, arrays {_arrays(stage)} planned on {_known(prepared.lengths.get(stage.name))}, logits for '
+      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
+      f'{_sequences(config, stage)} '
+      f'sequences a batch, arrays {_arrays(stage)} planned on '
+      f'{_known(prepared.lengths.get(stage.name))}, logits for '
       f'{stage.token_chunk} of {stage.shape.chunk_len} tokens at a time'
     )
   engine, setting = config.rollout.engine_spec(), engine_setting(config, workdir, prepared)
@@ -118,16 +124,24 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
     refused += [] if fits else [name]
   if refused:
     raise UserError(
-      f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how much); use more '
-      'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another engine'
+      f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how '
+      'much); use more '
+      'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another '
+      'engine'
     )
 
 
 def _options(config: Config, chip: str | None) -> ModelOptions:
-  """Returns the training options, without fused GPU attention, which compiles only on a machine with a GPU."""
+  """Returns the training options, without fused GPU attention, which compiles only on a machine
+  with a GPU.
+  """
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'
-  return dataclasses.replace(options, attention='blockwise') if absent and options.attention == 'auto' else options
+  return (
+    dataclasses.replace(options, attention='blockwise')
+    if absent and options.attention == 'auto'
+    else options
+  )
 
 
 def _sequences(config: Config, stage: Stage) -> str:
@@ -144,11 +158,14 @@ def _sequences(config: Config, stage: Stage) -> str:
 def _known(lengths: Sequence[int] | None) -> str:
   if not lengths:
     return 'the longest'
-  return f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
+  return (
+    f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
+  )
 
 
 def _arrays(stage: Stage) -> str:
   shape = stage.shape
   return (
-    f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
+    f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, '
+    f'{shape.chunk_len} tokens]'
   )

@@ -1,4 +1,6 @@
-"""Lists the programs that a run's stages compile and the arrays that they keep on the devices, without running them."""
+"""Lists the programs that a run's stages compile and the arrays that they keep on the devices,
+without running them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """Model FLOPs over all devices for one micro-batch whose chunks each hold one sequence of full length."""
+  """Model FLOPs over all devices for one micro-batch whose chunks each hold one sequence of full
+  length.
+  """
 
 
 class Held(NamedTuple):
@@ -40,14 +44,18 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """Yields the update of each role that the stage trains, and its scoring passes (logprobs, values)."""
+  """Yields the update of each role that the stage trains, and its scoring passes (logprobs,
+  values).
+  """
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
   arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
-  def update(of: Model, loss: Loss, by: Optimization, updates: int) -> Callable[[], jax.stages.Lowered]:
+  def update(
+    of: Model, loss: Loss, by: Optimization, updates: int
+  ) -> Callable[[], jax.stages.Lowered]:
     state = abstract_state(of, by.optimizer, mesh, offload=by.config.offload)
     built = build_update(of, loss, *by, mesh, state, updates=updates, token_chunk=stage.token_chunk)
     return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
@@ -61,28 +69,37 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   if algorithm.reads & {'proximal', 'reference'}:
     built = build_score(model, mesh, token_chunk=stage.token_chunk)
     yield Program(
-      'logprobs', score(built, model, abstract_state(model, stage.policy.optimizer, mesh)), flops(model, False)
+      'logprobs',
+      score(built, model, abstract_state(model, stage.policy.optimizer, mesh)),
+      flops(model, False),
     )
   if algorithm.critic_loss is not None:
     critic_update = update(critic, algorithm.critic_loss, stage.critic, stage.critic_updates)
     yield Program('critic update', critic_update, flops(critic, True))
     built = value_pass(stage, critic, mesh)
     yield Program(
-      'values', score(built, critic, abstract_state(critic, stage.critic.optimizer, mesh)), flops(critic, False)
+      'values',
+      score(built, critic, abstract_state(critic, stage.critic.optimizer, mesh)),
+      flops(critic, False),
     )
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
-  """Returns the shapes and shardings of the arrays of one optimizer step, as the row loader places them."""
+  """Returns the shapes and shardings of the arrays of one optimizer step, as the row loader places
+  them.
+  """
   shape = stage.shape
-  arrays = shapes(shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments)
+  arrays = shapes(
+    shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments
+  )
   placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of_batch(mesh))
   return Chunks(**{name: placed(array) for name, array in arrays.items()})
 
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
-  """Returns, for each role, the maximum memory that a stage keeps; gradients are left out, since they exist only during
-  an update."""
+  """Returns, for each role, the maximum memory that a stage keeps; gradients are left out, since
+  they exist only during an update.
+  """
   largest: dict[str, Held] = {}
 
   def add(role: str, tree: Any) -> None:
@@ -107,7 +124,9 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
 
 
 def held_bytes(tree: Any) -> tuple[int, int]:
-  """Returns the bytes of a tree of sharded shapes: in total, counting copies once, and on each device."""
+  """Returns the bytes of a tree of sharded shapes: in total, counting copies once, and on each
+  device.
+  """
   size = lambda shape, leaf: math.prod(shape) * np.dtype(leaf.dtype).itemsize
   leaves = jax.tree.leaves(tree)
   whole = sum(size(leaf.shape, leaf) for leaf in leaves)

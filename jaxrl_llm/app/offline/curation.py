@@ -23,7 +23,9 @@ from jaxrl_llm.tasks.processors import Outcomes, Passed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurateConfig:
-  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1): pass rate and guessability."""
+  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1): pass rate and
+  guessability.
+  """
 
   samples: int = 10
   """Number of attempts at each task."""
@@ -34,7 +36,9 @@ class CurateConfig:
   high: float = 1.0
   """Maximum share of correct attempts for a task to be kept, inclusive."""
   guess_tries: int = 8
-  """Number of guesses (attempts without reasoning) per task; one correct guess drops the task. 0: no guesses."""
+  """Number of guesses (attempts without reasoning) per task; one correct guess drops the task. 0:
+  no guesses.
+  """
   guess_tokens: int = 16
   """Maximum length of a guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
@@ -45,7 +49,9 @@ class CurateConfig:
       if getattr(self, name) < least:
         raise UserError(f'--{name}={getattr(self, name)}: wanted at least {least}')
     if not self.temperature > 0:
-      raise UserError(f'--temperature={self.temperature}: wanted above 0; attempts would all be the same')
+      raise UserError(
+        f'--temperature={self.temperature}: wanted above 0; attempts would all be the same'
+      )
     if not 0 <= self.low <= self.high <= 1:
       raise UserError(f'--low={self.low} --high={self.high}: wanted 0 <= low <= high <= 1')
 
@@ -57,48 +63,66 @@ class Curated(NamedTuple):
   """Counts of each processor, in order."""
 
 
-async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig) -> Curated:
-  """Measures the tasks of taskset `name` with the policy committed at `step` (0: the initial policy); returns those to
-  keep."""
+async def curate(
+  config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig
+) -> Curated:
+  """Measures the tasks of taskset `name` with the policy committed at `step` (0: the initial
+  policy); returns those to keep.
+  """
   if name not in [taskset.name for taskset in config.tasksets]:
     raise UserError(
-      f'--taskset={name}: no such taskset; configured are {sorted(taskset.name for taskset in config.tasksets)}'
+      f'--taskset={name}: no such taskset; configured are '
+      f'{sorted(taskset.name for taskset in config.tasksets)}'
     )
   async with reopen(config, run) as past:
     taskset = past.prepared.tasksets[name]
     check_scored(taskset, config.rewards)
     if how.guess_tries:
-      _check_guesses(taskset.tasks, past.prepared.tokenizer.render_prompt, config.rollout.max_prompt_length, how)
+      _check_guesses(
+        taskset.tasks, past.prepared.tokenizer.render_prompt, config.rollout.max_prompt_length, how
+      )
     async with serving(past) as served:
       await served.serve(step)
-      attempts = await _outcomes(served, served.workflow, {task.uid: task for task in taskset.tasks}, how.samples, how)
+      attempts = await _outcomes(
+        served, served.workflow, {task.uid: task for task in taskset.tasks}, how.samples, how
+      )
       rate = processors.pass_rate(attempts, low=how.low, high=how.high)
-      tasks, passed = processors.run(f'pass_rate in [{how.low:g}, {how.high:g}]', rate, taskset.tasks)
+      tasks, passed = processors.run(
+        f'pass_rate in [{how.low:g}, {how.high:g}]', rate, taskset.tasks
+      )
       counts, guesses = [passed], {}
       if how.guess_tries:
         tokens = min(how.guess_tokens, config.rollout.max_response_length)
         workflow = SingleTurn(served.engine, past.prepared.tokenizer, max_tokens=tokens)
         asked = {task.uid: guess_of(task, how.guess_instruction) for task in tasks}
         guesses = await _outcomes(served, workflow, asked, how.guess_tries, how)
-        tasks, passed = processors.run(f'guessable in {how.guess_tries} tries', processors.guessable(guesses), tasks)
+        tasks, passed = processors.run(
+          f'guessable in {how.guess_tries} tries', processors.guessable(guesses), tasks
+        )
         counts.append(passed)
   return Curated([_row(task, attempts, guesses) for task in tasks], counts)
 
 
 def guess_of(task: Task, instruction: str) -> Task:
-  """Returns the task with `instruction`, to answer without reasoning, appended to its last message."""
+  """Returns the task with `instruction`, to answer without reasoning, appended to its last
+  message.
+  """
   *before, last = task.prompt
   content = f'{last["content"]}\n\n{instruction}' if instruction else last['content']
   return dataclasses.replace(task, prompt=(*before, {**last, 'content': content}))
 
 
 def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConfig) -> None:
-  """Raises UserError before sampling if the instruction makes a prompt longer than `limit` tokens."""
+  """Raises UserError before sampling if the instruction makes a prompt longer than `limit`
+  tokens.
+  """
   longest = max(len(render(guess_of(task, config.guess_instruction).prompt)) for task in tasks)
   if longest > limit:
     raise UserError(
-      f'--guess_instruction: makes prompts of up to {longest} tokens, and rollout.max_prompt_length is {limit}; raise '
-      "it with --config.rollout.max_prompt_length, shorten the instruction (--guess_instruction='' adds none), or "
+      f'--guess_instruction: makes prompts of up to {longest} tokens, and '
+      f'rollout.max_prompt_length is {limit}; raise '
+      "it with --config.rollout.max_prompt_length, shorten the instruction (--guess_instruction='' "
+      'adds none), or '
       'turn guesses off with --guess_tries=0'
     )
 
@@ -106,13 +130,17 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
-  """Runs and scores `samples` attempts at each task; returns the outcomes under the keys of `tasks`."""
+  """Runs and scores `samples` attempts at each task; returns the outcomes under the keys of
+  `tasks`.
+  """
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 
   async def attempt(task: Task) -> Outcomes:
     runs = checked_run(workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
-    verdicts = [scored.reward.correct for scored in await judged(runs, task, served.scorers, rewards)]
+    verdicts = [
+      scored.reward.correct for scored in await judged(runs, task, served.scorers, rewards)
+    ]
     return Outcomes(correct=verdicts.count(True), attempts=len(verdicts) - verdicts.count(None))
 
   outcomes = await gathered(
@@ -125,7 +153,9 @@ async def _outcomes(
   return dict(zip(tasks, outcomes, strict=True))
 
 
-def _row(task: Task, attempts: dict[str, Outcomes], guesses: dict[str, Outcomes]) -> dict[str, Json]:
+def _row(
+  task: Task, attempts: dict[str, Outcomes], guesses: dict[str, Outcomes]
+) -> dict[str, Json]:
   rate = attempts[task.uid].rate
   row = {**task.fields, 'pass_rate': rate, 'hardness': 1.0 - rate}
   return {**row, 'guessed': guesses[task.uid].correct} if guesses else row

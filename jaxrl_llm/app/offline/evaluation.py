@@ -29,14 +29,23 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
     raise UserError(f'--workdir={run}: no commit yet; --steps=0 measures the initial policy')
   missing = sorted(set(wanted or ()) - {0, *kept})
   if missing:
-    raise UserError(f'--steps: no commit at step {missing[0]} in {run}; kept are {", ".join(map(str, kept)) or "none"}')
+    raise UserError(
+      f'--steps: no commit at step {missing[0]} in {run}; kept are '
+      f'{", ".join(map(str, kept)) or "none"}'
+    )
   return kept if wanted is None else sorted(set(wanted))
 
 
-async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
-  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and suite. Only reads the run."""
+async def evaluate(
+  config: Config, run: pathlib.Path, steps: Sequence[int]
+) -> AsyncIterator[dict[str, Any]]:
+  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and suite. Only
+  reads the run.
+  """
   if not config.evaluation:
-    raise UserError('evaluation: the configuration of the run has no suite, so there is nothing to measure')
+    raise UserError(
+      'evaluation: the configuration of the run has no suite, so there is nothing to measure'
+    )
   async with reopen(config, run) as past, serving(past) as served:
     evaluator = Evaluator(
       workflow=served.workflow,

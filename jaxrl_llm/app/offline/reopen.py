@@ -45,7 +45,9 @@ def config_of_run(run: pathlib.Path) -> Config:
   try:
     return from_json(read_saved(file), Config)
   except FileNotFoundError:
-    raise UserError(f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run') from None
+    raise UserError(
+      f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run'
+    ) from None
   except ValueError as error:
     raise UserError(f'{file}: not the configuration of a run ({error})') from error
   except UserError as error:
@@ -59,29 +61,39 @@ def check_alone() -> None:
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
-  """Returns the run's configuration with overrides, changed so that sampling from its policies leaves its services
-  alone.
+  """Returns the run's configuration with overrides, changed so that sampling from its policies
+  leaves its services alone.
 
   Args:
     spec: the command line's --config; must be None.
   """
   if spec is not None:
-    raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
+    raise UserError(
+      f"--config={spec}: the run's own configuration is used; --config.field=value changes it"
+    )
   saved = config_of_run(run)
   config = apply_overrides(saved, overrides)
   check_alone()
-  attached, addresses = config.rollout.engine_spec().addresses, f'{config.rollout.engine_options_key}.addresses'
+  attached, addresses = (
+    config.rollout.engine_spec().addresses,
+    f'{config.rollout.engine_options_key}.addresses',
+  )
   kept = not any(key.startswith(addresses) for key in overrides)
   if attached and kept and attached == saved.rollout.engine_spec().addresses:
     embedded = '--config.rollout.engine=embedded' + (
       ' --config.rollout.engine_options={}' if config.rollout.engine_options else ''
     )
     raise UserError(
-      f"{addresses}: the run's own servers would receive old weights; use {embedded}, or name others with "
+      f"{addresses}: the run's own servers would receive old weights; use {embedded}, or name "
+      'others with '
       f'--config.{addresses}=[…]'
     )
   explorers = config.rollout.explorers
-  if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
+  if (
+    explorers is None
+    or explorers.listen is None
+    or any(key.startswith('rollout.explorers') for key in overrides)
+  ):
     return config
   # Explorers that connect from outside, and the port they connect to, belong to the run.
   local = dataclasses.replace(explorers, listen=None) if explorers.processes else None
@@ -90,7 +102,9 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reopened(Setup):
-  """An existing run, without its training loop; `workdir` is a temporary folder outside it, removed at the end."""
+  """An existing run, without its training loop; `workdir` is a temporary folder outside it, removed
+  at the end.
+  """
 
   prepared: Prepared
 
@@ -112,7 +126,9 @@ class Reopened(Setup):
 
 @contextlib.asynccontextmanager
 async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are compatible."""
+  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are
+  compatible.
+  """
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
@@ -123,14 +139,18 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
       stages=build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths),
       model=build_model(model_spec(config, prepared.spec), policy_options(config), mesh),
       checkpoints=Checkpoints(run / 'checkpoints', config.checkpoint, leads=True),
-      process=Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      process=Process(
+        coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+      ),
       explorer_command=explorer.command,
       prepared=prepared,
     )
 
 
 def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepared:
-  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static rows."""
+  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static
+  rows.
+  """
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()
@@ -157,7 +177,9 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(past: Reopened) -> AsyncIterator[Serving]:
-  """Starts engine, scorers and workflow, and stops them at the end of the block; call `serve` before sampling."""
+  """Starts engine, scorers and workflow, and stops them at the end of the block; call `serve`
+  before sampling.
+  """
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
     scorers = ScorerPool(build_scorers(config.rewards), config.rewards)

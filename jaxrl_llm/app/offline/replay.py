@@ -1,7 +1,9 @@
-"""Repeats updates of a run from a commit and the recorded plans, and compares them with the recorded results.
+"""Repeats updates of a run from a commit and the recorded plans, and compares them with the
+recorded results.
 
-On the run's machine, everything about an update except its times is determined by the commit, the plans and the samples
-that the plans name. A difference means that a file or the program changed, or that a result was not determined by them.
+On the run's machine, everything about an update except its times is determined by the commit, the
+plans and the samples that the plans name. A difference means that a file or the program changed, or
+that a result was not determined by them.
 """
 
 from __future__ import annotations
@@ -38,8 +40,16 @@ from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""Metric that tells rows of training steps, which all have it, from rows of evaluations, which never do."""
-_NOT_OF_THE_PLAN = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'run/clock_decisions', 'run/engine')
+"""Metric that tells rows of training steps, which all have it, from rows of evaluations, which
+never do.
+"""
+_NOT_OF_THE_PLAN = (
+  'timing_s/',
+  'timing_per_token_ms/',
+  'perf/',
+  'run/clock_decisions',
+  'run/engine',
+)
 """Prefixes of metrics that depend on time or on counters of the run's host."""
 
 
@@ -84,22 +94,28 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
     UserError: the run has not recorded that step, or recorded it on a machine unlike this one.
   """
   file = run / METRICS_FILE
-  rows = {row[STEP]: row for row in (read_jsonl(file)[0] if file.exists() else []) if _OF_A_STEP in row}
+  rows = {
+    row[STEP]: row for row in (read_jsonl(file)[0] if file.exists() else []) if _OF_A_STEP in row
+  }
   if not rows:
     raise UserError(f'--workdir={run}: no step is recorded yet, so there is none to replay')
   if step is None:
     step = max(rows)
   if step not in rows:
-    raise UserError(f'--step={step}: not recorded in {file}, which has the steps {min(rows)} to {max(rows)}')
+    raise UserError(
+      f'--step={step}: not recorded in {file}, which has the steps {min(rows)} to {max(rows)}'
+    )
   checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
   kept = checkpoints.steps()
   commit = max((committed for committed in kept if committed < step), default=0)
-  # Check the commits before and after the step: the machine of either may have made the steps in between.
+  # Check the commits before and after the step: the machine of either may have made the steps in
+  # between.
   after = min((committed for committed in kept if committed >= step), default=0)
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
       raise UserError(
-        f'--step={step}: not bit for bit here: the machine differs from that of the commit at step {near}: {changed}; '
+        f'--step={step}: not bit for bit here: the machine differs from that of the commit at step '
+        f'{near}: {changed}; '
         'replay it on a machine where all of these agree'
       )
   return Course(commit=commit, step=step, rows=rows)
@@ -134,24 +150,32 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
           differences = _metric_differences(row, way.rows.get(state.step, {}))
           arrays = 0
           if state.step == way.step and way.step in past.checkpoints.steps():
-            arrays, more = await past.process.device.run(_commit_differences, state.learned, past.checkpoints, way.step)
+            arrays, more = await past.process.device.run(
+              _commit_differences, state.learned, past.checkpoints, way.step
+            )
             differences += more
           yield Compared(
-            step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(differences)
+            step=plan.step + 1,
+            stage=stage.name,
+            metrics=row,
+            arrays=arrays,
+            differences=tuple(differences),
           )
     finally:
       store.close()
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
-  """Loads the plans of the course, keyed by number of completed batches before each; raises UserError if one is
-  missing."""
+  """Loads the plans of the course, keyed by number of completed batches before each; raises
+  UserError if one is missing.
+  """
   recorded = store.plans(way.commit)
   for step in range(way.commit, way.step):
     if step not in recorded:
       origin = f'the commit at step {way.commit}' if way.commit else 'the beginning'
       raise UserError(
-        f'--step={way.step}: the plan of step {step + 1}, which the replay from {origin} needs, is not recorded in '
+        f'--step={way.step}: the plan of step {step + 1}, which the replay from {origin} needs, is '
+        'not recorded in '
         f'{run / "replay" / INDEX}; choose a step that a later commit leads to'
       )
   return {step: StepPlan.from_json(recorded[step]) for step in range(way.commit, way.step)}
@@ -160,7 +184,9 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Scored]:
-  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the order of the plan's rows."""
+  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the order of the plan's
+  rows.
+  """
   if recorded is not None:
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
@@ -183,7 +209,9 @@ def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -
   ]
 
 
-def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -> tuple[int, list[Difference]]:
+def _commit_differences(
+  learned: Learned, checkpoints: Checkpoints, step: int
+) -> tuple[int, list[Difference]]:
   """Returns the number of arrays in the commit, and how `learned` differs from it.
 
   Deletes the arrays of `learned`, since the devices may have room for only one of the two states.
@@ -198,11 +226,16 @@ def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -
   for name in ('reference_step', 'algorithm_state'):
     pairs[name] = (getattr(learned, name), host[name])
   return len(got), [
-    Difference(name, *pair) for name, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])
+    Difference(name, *pair)
+    for name, pair in pairs.items()
+    if json.dumps(pair[0]) != json.dumps(pair[1])
   ]
 
 
 def _digests(arrays: Any) -> dict[str, str]:
   """Returns a digest of all bits of each array, keyed by the array's tree path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): digest(np.asarray(leaf)) for path, leaf in leaves}
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): digest(np.asarray(leaf))
+    for path, leaf in leaves
+  }

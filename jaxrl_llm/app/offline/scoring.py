@@ -13,14 +13,29 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+  AsyncIterator,
+  Callable,
+  Coroutine,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.api import AnyScorer, Attempt, AwaitedGroup, PerGroup, RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.api import (
+  AnyScorer,
+  Attempt,
+  AwaitedGroup,
+  PerGroup,
+  RewardsConfig,
+  ScorerConfig,
+)
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.scorers.answer.diagnosis import diagnose
 from jaxrl_llm.tasks import sources
@@ -63,12 +78,20 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
   ):
     value = fields.get(name)
     if not isinstance(value, kinds):
-      got = f'{name} is {json.dumps(value)[:80]}' if name in fields else f'no {name} among {sorted(fields)}'
+      got = (
+        f'{name} is {json.dumps(value)[:80]}'
+        if name in fields
+        else f'no {name} among {sorted(fields)}'
+      )
       raise ValueError(f'{got}, wanted {wanted}')
   reward_model, is_code = fields.get('reward_model'), fields.get('tests') is not None
   if reward_model is not None and 'ground_truth' not in reward_model:
     raise ValueError(f'reward_model has {sorted(reward_model)}, wanted ground_truth in it')
-  prompt = [{'role': 'user', 'content': ''}] if is_code and fields.get('prompt') is None else own_messages(fields)
+  prompt = (
+    [{'role': 'user', 'content': ''}]
+    if is_code and fields.get('prompt') is None
+    else own_messages(fields)
+  )
   completion = fields['completion']
   response_len = fields.get('response_len')
   task = Task(
@@ -105,8 +128,14 @@ class Summary:
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())
     statuses = ', '.join(f'{name} {number}' for name, number in self.statuses.items())
-    mean = 'no value' if self.mean is None else f'mean value {self.mean:.6g} of {count - self.unscorable}'
-    reasons = collections.Counter(one_line(each['reason'], 100) for each in self.evidence if 'reason' in each)
+    mean = (
+      'no value'
+      if self.mean is None
+      else f'mean value {self.mean:.6g} of {count - self.unscorable}'
+    )
+    reasons = collections.Counter(
+      one_line(each['reason'], 100) for each in self.evidence if 'reason' in each
+    )
     why = ''.join(f'; {reason}: {number}' for reason, number in reasons.most_common(_REASONS))
     return f'scorer {scorer}: {count} rows: {statuses}; {mean}, {self.unscorable} unscorable{why}'
 
@@ -192,17 +221,25 @@ def _row(score: Score) -> dict[str, Any]:
   return json.loads(json.dumps(dataclasses.asdict(score)), parse_constant=lambda _: None)
 
 
-async def _scores(pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attempt]) -> AsyncIterator[Score]:
-  """Yields one score per attempt, in order. For group scorers, attempts at the same prompt form a group."""
+async def _scores(
+  pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attempt]
+) -> AsyncIterator[Score]:
+  """Yields one score per attempt, in order. For group scorers, attempts at the same prompt form a
+  group.
+  """
   if not isinstance(scorer, PerGroup | AwaitedGroup):
-    async for _, (score,) in _in_order((place, pool.score(attempt)) for place, attempt in enumerate(attempts)):
+    async for _, (score,) in _in_order(
+      (place, pool.score(attempt)) for place, attempt in enumerate(attempts)
+    ):
       yield score
     return
   groups: dict[str, list[int]] = {}
   for place, attempt in enumerate(attempts):
     groups.setdefault(attempt.task.uid, []).append(place)
   by_place: dict[int, Score] = {}
-  judged = lambda places: pool.score_group([attempts[place] for place in places], [()] * len(places))
+  judged = lambda places: pool.score_group(
+    [attempts[place] for place in places], [()] * len(places)
+  )
   async for places, scores in _in_order((places, judged(places)) for places in groups.values()):
     by_place.update((place, score) for place, (score,) in zip(places, scores, strict=True))
   for place in range(len(attempts)):
@@ -213,7 +250,9 @@ KeyT = TypeVar('KeyT')
 ResultT = TypeVar('ResultT')
 
 
-async def _in_order(calls: Iterable[tuple[KeyT, Coroutine[Any, Any, ResultT]]]) -> AsyncIterator[tuple[KeyT, ResultT]]:
+async def _in_order(
+  calls: Iterable[tuple[KeyT, Coroutine[Any, Any, ResultT]]],
+) -> AsyncIterator[tuple[KeyT, ResultT]]:
   """Yields the calls' results in order, while up to _AHEAD calls are in flight."""
   calls, ahead = iter(calls), collections.deque()
   try:

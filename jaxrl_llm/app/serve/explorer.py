@@ -20,9 +20,15 @@ from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.rollout.explorers.explorer import Link, explore
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or its front.', flag_values=FLAGS)
-flags.DEFINE_string('name', None, 'Name of the explorer; default: the host name.', flag_values=FLAGS)
-flags.DEFINE_string('key_file', None, 'File whose first line is the bearer token.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'master', None, 'Address of the run: unix:PATH, or its front.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'name', None, 'Name of the explorer; default: the host name.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'key_file', None, 'File whose first line is the bearer token.', flag_values=FLAGS
+)
 flags.DEFINE_string('ca_file', None, 'Certificate authority for https, PEM.', flag_values=FLAGS)
 
 
@@ -38,7 +44,9 @@ def command(master: str, name: str) -> list[str]:
 
 async def _explore() -> None:
   name = FLAGS.name or platform.node() or 'explorer'
-  link = Link(FLAGS.master, key=read_key(FLAGS.key_file, '--key_file'), ca_file=FLAGS.ca_file, name=name)
+  link = Link(
+    FLAGS.master, key=read_key(FLAGS.key_file, '--key_file'), ca_file=FLAGS.ca_file, name=name
+  )
   await explore(link, build_workflow)
 
 

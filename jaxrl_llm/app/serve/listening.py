@@ -14,17 +14,27 @@ from jaxrl_llm.core.net.front import FrontConfig
 
 def define_listening(values: flags.FlagValues) -> None:
   """Registers the listener flags."""
-  flags.DEFINE_string('host', None, 'Address to listen on; default: a unix socket of this user.', flag_values=values)
+  flags.DEFINE_string(
+    'host', None, 'Address to listen on; default: a unix socket of this user.', flag_values=values
+  )
   flags.DEFINE_integer('port', 0, 'Port to listen on; 0 = a free port.', flag_values=values)
-  flags.DEFINE_string('token_file', None, 'Bearer token file (mode 600), required with --host.', flag_values=values)
+  flags.DEFINE_string(
+    'token_file', None, 'Bearer token file (mode 600), required with --host.', flag_values=values
+  )
   flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=values)
   flags.DEFINE_string('tls_key', None, 'Private key of the certificate, PEM.', flag_values=values)
-  flags.DEFINE_bool('allow_plaintext', False, 'Allow non-loopback addresses without TLS.', flag_values=values)
-  flags.DEFINE_string('addresses_file', None, 'JSON list of the address, written once ready.', flag_values=values)
+  flags.DEFINE_bool(
+    'allow_plaintext', False, 'Allow non-loopback addresses without TLS.', flag_values=values
+  )
+  flags.DEFINE_string(
+    'addresses_file', None, 'JSON list of the address, written once ready.', flag_values=values
+  )
 
 
 def read_front(values: flags.FlagValues) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe; None: only this user's processes can connect."""
+  """Returns the configuration of the front that the flags describe; None: only this user's
+  processes can connect.
+  """
   check_addresses_file(values.addresses_file)
   if not values.host:
     return None
@@ -37,7 +47,9 @@ def read_front(values: flags.FlagValues) -> FrontConfig | None:
 def check_addresses_file(file: str | None) -> None:
   """Raises UserError if the directory of `file` does not exist."""
   if file and not pathlib.Path(file).absolute().parent.is_dir():
-    raise UserError(f'{file}: the directory of --addresses_file does not exist; create it, or name another')
+    raise UserError(
+      f'{file}: the directory of --addresses_file does not exist; create it, or name another'
+    )
 
 
 def write_addresses(file: str | None, addresses: Sequence[str]) -> None:

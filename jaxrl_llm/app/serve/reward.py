@@ -1,7 +1,8 @@
 """Reward model service for scorers of kind `http`: `jaxrl serve --role=reward`.
 
-Request: `{prompt, completion, …}` as scorers of kind `http` post it; `prompt` is text or a list of chat messages.
-Response: `{value, evidence}`, or status 400 with a one-line reason if the request cannot be scored.
+Request: `{prompt, completion, …}` as scorers of kind `http` post it; `prompt` is text or a list of
+chat messages. Response: `{value, evidence}`, or status 400 with a one-line reason if the request
+cannot be scored.
 """
 
 from __future__ import annotations
@@ -34,17 +35,32 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('model', None, 'Reward model: a directory, hub id, or run that trained it.', flag_values=FLAGS)
-flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Type of weights and activations.', flag_values=FLAGS)
-flags.DEFINE_integer('max_length', None, "Tokens of prompt + answer; default: the model's.", 1, flag_values=FLAGS)
+flags.DEFINE_string(
+  'model', None, 'Reward model: a directory, hub id, or run that trained it.', flag_values=FLAGS
+)
+flags.DEFINE_enum(
+  'dtype',
+  'bfloat16',
+  ['float32', 'bfloat16'],
+  'Type of weights and activations.',
+  flag_values=FLAGS,
+)
+flags.DEFINE_integer(
+  'max_length', None, "Tokens of prompt + answer; default: the model's.", 1, flag_values=FLAGS
+)
 flags.DEFINE_integer('sequences', 32, 'Sequences per forward pass.', 1, flag_values=FLAGS)
 flags.DEFINE_integer(
-  'tensor', 1, 'Tensor-parallel devices for heads and MLP; the other devices shard weights.', 1, flag_values=FLAGS
+  'tensor',
+  1,
+  'Tensor-parallel devices for heads and MLP; the other devices shard weights.',
+  1,
+  flag_values=FLAGS,
 )
 define_listening(FLAGS)
 _CHARACTERS = 256
-"""Length in characters of the longest token in common vocabularies; a text of more than this times the maximum number
-of tokens cannot fit."""
+"""Length in characters of the longest token in common vocabularies; a text of more than this times
+the maximum number of tokens cannot fit.
+"""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -61,7 +77,8 @@ def load(
   spec = read_spec(directory)
   if spec.head != 'scalar':
     raise UserError(
-      f'--model={source}: a model with head {spec.head!r}; wanted a reward model (…ForSequenceClassification with one '
+      f'--model={source}: a model with head {spec.head!r}; wanted a reward model '
+      '(…ForSequenceClassification with one '
       'label), as jaxrl train --config=configs/reward_model.py exports it'
     )
   tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
@@ -76,17 +93,20 @@ def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> w
   """Builds the web application.
 
   Args:
-    max_length: maximum length in tokens of a sequence to score; texts that cannot fit are not even tokenized.
+    max_length: maximum length in tokens of a sequence to score; texts that cannot fit are not even
+      tokenized.
   """
-  # Tokenizes in a thread, since long texts would block the event loop; in only one, since tokenizers are not
-  # thread-safe.
+  # Tokenizes in a thread, since long texts would block the event loop; in only one, since
+  # tokenizers are not thread-safe.
   encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
 
   def encode(data: bytes) -> tuple[list[int], list[int]]:
     prompt, completion = _read(data)
     characters = sum(len(message['content']) for message in prompt) + len(completion)
     if characters > max_length * _CHARACTERS:
-      raise UserError(f'{characters} characters exceed the {max_length} tokens that the reward model accepts')
+      raise UserError(
+        f'{characters} characters exceed the {max_length} tokens that the reward model accepts'
+      )
     return tokenizer.render_answer(prompt, completion)
 
   async def score(request: web.Request) -> web.Response:
@@ -116,17 +136,23 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
     messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
     turns = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
   except (ValueError, KeyError, TypeError, RecursionError):
-    raise UserError(f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion') from None
+    raise UserError(
+      f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion'
+    ) from None
   if not isinstance(completion, str) or not turns:
     raise UserError('got no completion as text, or an empty prompt')
   try:
     ''.join([*(message['content'] for message in turns), completion]).encode()
   except UnicodeEncodeError as error:
-    raise UserError(f'got text that UTF-8 cannot encode ({error.reason}), which no tokenizer takes') from None
+    raise UserError(
+      f'got text that UTF-8 cannot encode ({error.reason}), which no tokenizer takes'
+    ) from None
   return turns, completion
 
 
-async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]) -> None:
+async def serve(
+  model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]
+) -> None:
   """Serves until SIGINT or SIGTERM; calls `say` with the address once ready."""
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -134,14 +160,19 @@ async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Calla
   await device.run(model, [[tokenizer.pad_id]])  # Compiles.
   batcher = Batcher(model, device)
   where = listening(
-    application(batcher, tokenizer, max_length=model.max_length), name='reward', front=front, routes=ROUTES
+    application(batcher, tokenizer, max_length=model.max_length),
+    name='reward',
+    front=front,
+    routes=ROUTES,
   )
   try:
     async with where as (address, public):
       running = asyncio.create_task(batcher.run())
       say(public or address)
       stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
-      await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
+      await asyncio.wait(
+        {running, stopped}, return_when=asyncio.FIRST_COMPLETED
+      )  # wait signal: none, see above
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
         await running  # wait cancelled: it has just been cancelled
@@ -157,7 +188,9 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 def _run(argv: Sequence[str], document: str | None) -> int:
   parse_flags(argv, FLAGS, document, takes_config=False)
   if FLAGS.model is None:
-    raise UserError('--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it')
+    raise UserError(
+      '--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it'
+    )
   front = read_front(FLAGS)
   logging.set_verbosity(-1)
   settings = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}

@@ -1,4 +1,6 @@
-"""Runs programs for code scorers on other hosts, each in a sandbox: `jaxrl serve --role=sandbox`."""
+"""Runs programs for code scorers on other hosts, each in a sandbox: `jaxrl serve
+--role=sandbox`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_integer('programs', None, 'Concurrent programs; default: one per core.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer(
+  'programs', None, 'Concurrent programs; default: one per core.', lower_bound=1, flag_values=FLAGS
+)
 flags.DEFINE_enum(
   'isolation',
   'auto',
@@ -33,7 +37,10 @@ async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
-  async with listening(server.application(), name='sandbox', front=front, routes=ROUTES) as (address, public):
+  async with listening(server.application(), name='sandbox', front=front, routes=ROUTES) as (
+    address,
+    public,
+  ):
     print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
     write_addresses(FLAGS.addresses_file, [public or address])
     await stop.wait()  # wait signal: none, a service runs until then

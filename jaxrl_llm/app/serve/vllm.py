@@ -16,46 +16,93 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.front import Front, FrontConfig
-from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, OwnedServer, VllmConfig, parse_options, server_commands
+from jaxrl_llm.rollout.vllm.server import (
+  WORKER,
+  WORKER_MODULE,
+  OwnedServer,
+  VllmConfig,
+  parse_options,
+  server_commands,
+)
 
 FLAGS = flags.FlagValues()
-_MODEL = flags.DEFINE_string('model', None, "Directory with the policy's config.json.", flag_values=FLAGS)
+_MODEL = flags.DEFINE_string(
+  'model', None, "Directory with the policy's config.json.", flag_values=FLAGS
+)
 _SERVERS = flags.DEFINE_integer(
-  'servers', 1, 'Number of servers; they share the cores of this machine equally.', flag_values=FLAGS
+  'servers',
+  1,
+  'Number of servers; they share the cores of this machine equally.',
+  flag_values=FLAGS,
 )
 _ENVIRONMENT = flags.DEFINE_string(
-  'environment', VllmConfig.environment, 'Virtual environment with vLLM installed.', flag_values=FLAGS
+  'environment',
+  VllmConfig.environment,
+  'Virtual environment with vLLM installed.',
+  flag_values=FLAGS,
 )
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'Data type of weights and activations.', flag_values=FLAGS
+  'dtype',
+  'bfloat16',
+  ['float32', 'bfloat16'],
+  'Data type of weights and activations.',
+  flag_values=FLAGS,
 )
 _LENGTH = flags.DEFINE_integer(
   'max_model_len', None, "Longest sequence in tokens; default: the model's.", flag_values=FLAGS
 )
 _LOAD = flags.DEFINE_enum(
-  'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: load --model.', flag_values=FLAGS
+  'load',
+  'dummy',
+  ['dummy', 'auto'],
+  'dummy: wait for a trainer; auto: load --model.',
+  flag_values=FLAGS,
 )
-_DEVICES = flags.DEFINE_list('devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.', flag_values=FLAGS)
+_DEVICES = flags.DEFINE_list(
+  'devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.', flag_values=FLAGS
+)
 _TRANSFER = flags.DEFINE_enum(
-  'transfer', 'files', ['files', 'nccl'], 'Weight transfer, as in rollout.vllm.transfer.', flag_values=FLAGS
+  'transfer',
+  'files',
+  ['files', 'nccl'],
+  'Weight transfer, as in rollout.vllm.transfer.',
+  flag_values=FLAGS,
 )
 _CACHE = flags.DEFINE_integer(
-  'cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server in GiB, on CPUs.', flag_values=FLAGS
+  'cpu_cache_gib',
+  VllmConfig.cpu_cache_gib,
+  'KV cache of each server in GiB, on CPUs.',
+  flag_values=FLAGS,
 )
 _LOGS = flags.DEFINE_string('logs', 'logs', "Directory for the servers' logs.", flag_values=FLAGS)
 _HOST = flags.DEFINE_string(
-  'host', None, 'Address for the fronts to listen on; default: unix sockets, no front.', flag_values=FLAGS
+  'host',
+  None,
+  'Address for the fronts to listen on; default: unix sockets, no front.',
+  flag_values=FLAGS,
 )
-_PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ports.', flag_values=FLAGS)
+_PORT = flags.DEFINE_integer(
+  'port', 8400, 'Port of the first front; 0 = free ports.', flag_values=FLAGS
+)
 _TOKEN = flags.DEFINE_string(
-  'token_file', None, 'File with the bearer token (mode 600), required with --host.', flag_values=FLAGS
+  'token_file',
+  None,
+  'File with the bearer token (mode 600), required with --host.',
+  flag_values=FLAGS,
 )
 _CERT = flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=FLAGS)
-_KEY = flags.DEFINE_string('tls_key', None, 'Private key of the certificate, PEM.', flag_values=FLAGS)
-_PLAIN = flags.DEFINE_bool(
-  'allow_plaintext', False, 'Allow fronts without TLS on addresses other than loopback.', flag_values=FLAGS
+_KEY = flags.DEFINE_string(
+  'tls_key', None, 'Private key of the certificate, PEM.', flag_values=FLAGS
 )
-_ROOT = flags.DEFINE_string('publish_root', None, 'With --host: directory to read weights from.', flag_values=FLAGS)
+_PLAIN = flags.DEFINE_bool(
+  'allow_plaintext',
+  False,
+  'Allow fronts without TLS on addresses other than loopback.',
+  flag_values=FLAGS,
+)
+_ROOT = flags.DEFINE_string(
+  'publish_root', None, 'With --host: directory to read weights from.', flag_values=FLAGS
+)
 _WORKER = flags.DEFINE_string(
   'worker_file',
   None,
@@ -63,13 +110,18 @@ _WORKER = flags.DEFINE_string(
   flag_values=FLAGS,
 )
 _FILE = flags.DEFINE_string(
-  'addresses_file', None, 'JSON list of addresses, written once all servers are ready.', flag_values=FLAGS
+  'addresses_file',
+  None,
+  'JSON list of addresses, written once all servers are ready.',
+  flag_values=FLAGS,
 )
 
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
-"""Seconds of uninterrupted service after which a server's count of successive failures starts over."""
+"""Seconds of uninterrupted service after which a server's count of successive failures starts
+over.
+"""
 
 
 async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) -> None:
@@ -93,7 +145,9 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) ->
     async with asyncio.TaskGroup() as group:
       keepers = [group.create_task(keep_up(server)) for server in servers]
       announcer = group.create_task(announce(servers, addresses))
-      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
+      await asyncio.wait(
+        {stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED
+      )  # wait signal: none, see above
       for task in (announcer, *keepers):
         task.cancel()
 
@@ -102,12 +156,17 @@ async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
   await asyncio.gather(*(server.ready(deadline_s=_START_DEADLINE_S) for server in servers))
   for server, address in zip(servers, addresses, strict=True):
     print(f'{server.name} serves at {address}', flush=True)
-  print(f"--config.rollout.engine=vllm --config.rollout.vllm.addresses='{json.dumps(addresses)}'", flush=True)
+  print(
+    f"--config.rollout.engine=vllm --config.rollout.vllm.addresses='{json.dumps(addresses)}'",
+    flush=True,
+  )
   write_addresses(_FILE.value, addresses)
 
 
 async def keep_up(server: OwnedServer) -> None:
-  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in a row."""
+  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in
+  a row.
+  """
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
@@ -117,7 +176,9 @@ async def keep_up(server: OwnedServer) -> None:
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
     logging.error('%s ended: %s', server.name, server.last_lines())
     if failures > _MAX_RESTARTS:
-      raise RunError(f'{server.name}: ended {failures} times in a row; its last lines: {server.last_lines()}')
+      raise RunError(
+        f'{server.name}: ended {failures} times in a row; its last lines: {server.last_lines()}'
+      )
     await server.stop()
     server.start()
     try:
@@ -163,8 +224,13 @@ def _run(options: Sequence[str]) -> int:
   try:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise UserError(f'{logs}: --logs cannot be created ({error.strerror}); name another directory') from None
-  servers = [OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
+    raise UserError(
+      f'{logs}: --logs cannot be created ({error.strerror}); name another directory'
+    ) from None
+  servers = [
+    OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log')
+    for i, command in enumerate(commands)
+  ]
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)
   try:
@@ -188,7 +254,9 @@ def front_config(i: int) -> FrontConfig | None:
 
 
 def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
-  """Parses the flags of `jaxrl serve --role=vllm` and returns vLLM's own options, which follow `--`."""
+  """Parses the flags of `jaxrl serve --role=vllm` and returns vLLM's own options, which follow
+  `--`.
+  """
   split = argv.index('--') if '--' in argv else len(argv)
   parse_flags(argv[:split], FLAGS, document, takes_config=False)
   return list(argv[split + 1 :])

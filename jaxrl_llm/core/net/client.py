@@ -1,7 +1,8 @@
-"""HTTP client of one address, and the errors of all clients. Only this module and the front's proxy send requests.
+"""HTTP client of one address, and the errors of all clients. Only this module and the front's proxy
+send requests.
 
-Invariant: a response is yielded only if its status is 200; anything else raises an error of this module. Redirects are
-not followed, because the service that they lead to must not see the token.
+Invariant: a response is yielded only if its status is 200; anything else raises an error of this
+module. Redirects are not followed, because the service that they lead to must not see the token.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from jaxrl_llm.core.types import Json
 _CONNECT_S = 10.0
 """Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Idle seconds before the client closes a connection. A server waits longer; if it closed first, a request might be
-lost."""
+"""Idle seconds before the client closes a connection. A server waits longer; if it closed first, a
+request might be lost.
+"""
 _EXCERPT = 500
 """Maximum number of characters of a response that an error quotes."""
 
@@ -34,7 +36,9 @@ class RemoteError(Exception):
     wait_s: seconds that the service asks the client to wait before the next request.
   """
 
-  def __init__(self, message: str, *, status: int | None = None, reason: str = '', wait_s: float = 0.0):
+  def __init__(
+    self, message: str, *, status: int | None = None, reason: str = '', wait_s: float = 0.0
+  ):
     super().__init__(message)
     self.status, self.reason, self.wait_s = status, reason, wait_s
 
@@ -44,7 +48,9 @@ class RemoteError(Exception):
 
 
 class Lost(RemoteError):
-  """The service cannot be reached, is silent, broke off, or failed (5xx); it may have carried out the request."""
+  """The service cannot be reached, is silent, broke off, or failed (5xx); it may have carried out
+  the request.
+  """
 
 
 class Malformed(Lost):
@@ -78,7 +84,9 @@ class Response:
 class Client:
   """Client of one address, with unlimited connections."""
 
-  def __init__(self, address: str, *, key: str | None, ca_file: str | None, where: str, max_bytes: int):
+  def __init__(
+    self, address: str, *, key: str | None, ca_file: str | None, where: str, max_bytes: int
+  ):
     """
     Args:
       address: see `connections.check_address`.
@@ -116,7 +124,8 @@ class Client:
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
   ) -> AsyncIterator[Response]:
-    """Sends a request and yields its response. Errors while the block reads the response are translated too.
+    """Sends a request and yields its response. Errors while the block reads the response are
+    translated too.
 
     Args:
       path: appended to the address; if empty, the address is the URL.
@@ -171,7 +180,9 @@ class Client:
 
 
 def parse_json(data: bytes, label: str) -> Json:
-  """Decodes a response. Raises Malformed, with `label` at the beginning of its message, if it is not JSON."""
+  """Decodes a response. Raises Malformed, with `label` at the beginning of its message, if it is
+  not JSON.
+  """
   try:
     return json.loads(data)
   except (ValueError, RecursionError):
@@ -183,7 +194,9 @@ def _status_error(response: aiohttp.ClientResponse, data: bytes, label: str) -> 
   reason, wait = _reason(data), response.headers.get('Retry-After', '')
   kind = Lost if response.status >= 500 else Refused
   message = f'{label}: HTTP {response.status}: {reason}'
-  return kind(message, status=response.status, reason=reason, wait_s=float(wait) if wait.isdecimal() else 0.0)
+  return kind(
+    message, status=response.status, reason=reason, wait_s=float(wait) if wait.isdecimal() else 0.0
+  )
 
 
 def _reason(data: bytes) -> str:

@@ -1,4 +1,6 @@
-"""Addresses, tokens and certificates of service clients; unusable ones raise one-line UserErrors."""
+"""Addresses, tokens and certificates of service clients; unusable ones raise one-line
+UserErrors.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ def read_key(file: str | None, where: str) -> str | None:
 
 
 def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
-  """Returns a TLS context that verifies https servers with the certificates in `ca_file`; None: with the system's."""
+  """Returns a TLS context that verifies https servers with the certificates in `ca_file`; None:
+  with the system's.
+  """
   try:
     return ssl.create_default_context(cafile=ca_file)
   except OSError as error:
-    raise UserError(f'{where}: ca_file {ca_file}: no certificates that can be read ({error})') from None
+    raise UserError(
+      f'{where}: ca_file {ca_file}: no certificates that can be read ({error})'
+    ) from None

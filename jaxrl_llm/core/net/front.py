@@ -1,10 +1,12 @@
 """Authenticating reverse proxy for an inference server that itself listens only on this host.
 
-Invariant: no part of a request reaches the upstream unless the request bears the token and matches a route, byte for
-byte. Unauthenticated connections have a deadline, and their number is limited by dropping the oldest. Strangers thus
-cannot hold memory or descriptors for long, and cannot lock out clients that have the token.
+Invariant: no part of a request reaches the upstream unless the request bears the token and matches
+a route, byte for byte. Unauthenticated connections have a deadline, and their number is limited by
+dropping the oldest. Strangers thus cannot hold memory or descriptors for long, and cannot lock out
+clients that have the token.
 
-Runs on serving-only hosts, so it imports neither JAX nor any module of this package except `core.errors`.
+Runs on serving-only hosts, so it imports neither JAX nor any module of this package except
+`core.errors`.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ _SERVER = {hdrs.SERVER: 'front'}
 """Replaces the Server header of aiohttp, which reveals the versions of aiohttp and Python."""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds within which a connection must authenticate, and maximum number of connections that have not yet (a trainer
-opens hundreds at once)."""
+"""Seconds within which a connection must authenticate, and maximum number of connections that have
+not yet (a trainer opens hundreds at once).
+"""
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
 _DESCRIPTORS = 1 << 16
@@ -91,7 +94,9 @@ class FrontConfig:
   port: int = 0
   """Port to listen on; 0: any free port."""
   token_file: str
-  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600 (owner only)."""
+  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600
+  (owner only).
+  """
   tls_cert: str | None = None
   """PEM file with the certificate and, if there is one, its chain; None: no TLS."""
   tls_key: str | None = None
@@ -106,13 +111,16 @@ class FrontConfig:
       raise UserError('front: only one of tls_cert and tls_key is set; set both, or neither')
     if not (_is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
       raise UserError(
-        f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain text; '
+        f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain '
+        'text; '
         'set tls_cert and tls_key, or allow_plaintext where the network is trusted'
       )
 
 
 class Front:
-  """Proxies one upstream while open. Use as an async context manager, or call `start` and `close`."""
+  """Proxies one upstream while open. Use as an async context manager, or call `start` and
+  `close`.
+  """
 
   refused: int
   """Number of requests refused so far because they lacked the token."""
@@ -129,7 +137,8 @@ class Front:
     """
     Args:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
-      upstream_token: bearer token sent to the upstream, which never gets the front's own token; None: none is sent.
+      upstream_token: bearer token sent to the upstream, which never gets the front's own token;
+        None: none is sent.
       publish_root: if given, /update_weights may only name directories below it.
       routes: (method, path) pairs to pass on.
 
@@ -142,7 +151,9 @@ class Front:
     self._tls = _tls_context(config)
     self._socket, self._base = _parse_upstream(upstream)
     if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
-      raise UserError('front: upstream_token holds characters that a header cannot; wanted visible ASCII')
+      raise UserError(
+        'front: upstream_token holds characters that a header cannot; wanted visible ASCII'
+      )
     self._upstream_token, self._routes = upstream_token, tuple(routes)
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
@@ -166,10 +177,13 @@ class Front:
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
     assert self._runner is None, 'started already'
-    # One connection per request: cheap on the same host, and no request inherits the state of another.
+    # One connection per request: cheap on the same host, and no request inherits the state of
+    # another.
     pool = {'limit': 0, 'force_close': True}
     self._session = aiohttp.ClientSession(
-      connector=aiohttp.UnixConnector(self._socket, **pool) if self._socket else aiohttp.TCPConnector(**pool),
+      connector=aiohttp.UnixConnector(self._socket, **pool)
+      if self._socket
+      else aiohttp.TCPConnector(**pool),
       timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
       cookie_jar=aiohttp.DummyCookieJar(),
       auto_decompress=False,
@@ -180,7 +194,8 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio may accept several full backlogs of connections before the first stranger is dropped.
+      # asyncio may accept several full backlogs of connections before the first stranger is
+      # dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
@@ -204,15 +219,20 @@ class Front:
     # Only the first address: a name with two would get two sockets and, with port 0, two ports.
     addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
-    await web.TCPSite(runner, addresses[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
+    await web.TCPSite(
+      runner, addresses[0][4][0], port, ssl_context=self._tls, backlog=backlog
+    ).start()
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port
     if error.errno == errno.EADDRINUSE:
       return UserError(
-        f'front.port: {port} of {host} is taken; stop what listens there, or set another port (0 = free)'
+        f'front.port: {port} of {host} is taken; stop what listens there, or set another port (0 = '
+        'free)'
       )
-    return UserError(f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host')
+    return UserError(
+      f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host'
+    )
 
   async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
     try:
@@ -224,20 +244,31 @@ class Front:
 
   def _authenticate(self, request: web.BaseRequest) -> None:
     given = request.headers.getall(hdrs.AUTHORIZATION, [])
-    if len(given) == 1 and hmac.compare_digest(given[0].encode('utf-8', 'surrogateescape'), self._wanted):
+    if len(given) == 1 and hmac.compare_digest(
+      given[0].encode('utf-8', 'surrogateescape'), self._wanted
+    ):
       assert self._server is not None
       self._server.trust(request.protocol)
       return
     self.refused += 1
     # Log at powers of two only, so that a flood does not fill the log.
     if self.refused & (self.refused - 1) == 0:
-      _log.warning('Refused %d requests without the token so far, the last from %s', self.refused, request.remote)
+      _log.warning(
+        'Refused %d requests without the token so far, the last from %s',
+        self.refused,
+        request.remote,
+      )
     raise _Refusal(401, 'wanted one header "Authorization: Bearer TOKEN" with this front\'s token')
 
   async def _forward(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
     body = await self._body(request, path)
     url = yarl.URL.build(
-      scheme='http', host=self._base.host, port=self._base.port, path=path, query_string=query, encoded=True
+      scheme='http',
+      host=self._base.host,
+      port=self._base.port,
+      path=path,
+      query_string=query,
+      encoded=True,
     )
     assert self._session is not None
     response: web.StreamResponse | None = None
@@ -264,8 +295,9 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """Returns the body to pass on: bytes for paths whose body is checked, a stream for the others; None without a
-    body."""
+    """Returns the body to pass on: bytes for paths whose body is checked, a stream for the others;
+    None without a body.
+    """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
@@ -347,14 +379,22 @@ class _Connection(web.RequestHandler):
   __slots__ = ()
 
   def handle_error(
-    self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    self,
+    request: web.BaseRequest,
+    status: int = 500,
+    exc: BaseException | None = None,
+    message: str | None = None,
   ) -> web.StreamResponse:
-    """Responds to invalid HTTP (400) and to errors in this module (500) without internal details."""
+    """Responds to invalid HTTP (400) and to errors in this module (500) without internal
+    details.
+    """
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
       raise ConnectionError('the response had begun')
-    response = _error_response(_Refusal(status, 'not a valid request' if status < 500 else 'the front failed'))
+    response = _error_response(
+      _Refusal(status, 'not a valid request' if status < 500 else 'the front failed')
+    )
     response.force_close()
     return response
 
@@ -397,7 +437,9 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns that number."""
+  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns
+  that number.
+  """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
   if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -421,14 +463,18 @@ def _read_token(path: str) -> str:
       line = file.readline(8192)
   except OSError as error:
     raise UserError(
-      f'front.token_file: cannot read {path} ({error.strerror}); put a token of at least 16 characters there, mode 600'
+      f'front.token_file: cannot read {path} ({error.strerror}); put a token of at least 16 '
+      'characters there, mode 600'
     ) from None
   if mode & 0o077:
-    raise UserError(f'front.token_file: {path} has mode {mode & 0o777:o}, and others can read it; chmod 600 it')
+    raise UserError(
+      f'front.token_file: {path} has mode {mode & 0o777:o}, and others can read it; chmod 600 it'
+    )
   token = line.decode('ascii', 'replace').strip()
   if not _TOKEN.fullmatch(token):
     raise UserError(
-      f'front.token_file: the first line of {path} has {len(token)} characters, wanted 16 to 4096 of visible ASCII '
+      f'front.token_file: the first line of {path} has {len(token)} characters, wanted 16 to 4096 '
+      'of visible ASCII '
       'without spaces; write a longer random one, such as `openssl rand -hex 32` gives'
     )
   return token
@@ -439,11 +485,13 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
     return None
   context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
   try:
-    # With a password, an encrypted key is an error. Without one, OpenSSL would prompt on the terminal.
+    # With a password, an encrypted key is an error. Without one, OpenSSL would prompt on the
+    # terminal.
     context.load_cert_chain(config.tls_cert, config.tls_key, password='')
   except OSError as error:
     raise UserError(
-      f'front.tls_cert, front.tls_key: cannot use {config.tls_cert} with {config.tls_key} ({error}); '
+      f'front.tls_cert, front.tls_key: cannot use {config.tls_cert} with {config.tls_key} '
+      f'({error}); '
       'wanted a certificate and its unencrypted key, both PEM'
     ) from None
   return context
@@ -469,7 +517,9 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Returns path and query of an authenticated request that may be passed on. Raises _Refusal otherwise."""
+  """Returns path and query of an authenticated request that may be passed on. Raises _Refusal
+  otherwise.
+  """
   path, _, query = request.raw_path.partition('?')
   methods = [method for method, known in routes if known == path]
   if not methods:
@@ -517,7 +567,9 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks an RPC body and re-encodes it, so that repeated keys cannot show the upstream another method."""
+  """Checks an RPC body and re-encodes it, so that repeated keys cannot show the upstream another
+  method.
+  """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -525,37 +577,60 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Checks an update request and re-encodes it with the resolved directory; that and its files must lie in `root`."""
+  """Checks an update request and re-encodes it with the resolved directory; that and its files must
+  lie in `root`.
+  """
   info = body.get('update_info')
-  if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files', 'adapter'}:
-    raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else')
+  if (
+    set(body) != {'update_info'}
+    or not isinstance(info, dict)
+    or not set(info) <= {'directory', 'files', 'adapter'}
+  ):
+    raise _Refusal(
+      400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else'
+    )
   directory, files = info.get('directory'), info.get('files', {})
   if not isinstance(directory, str) or not isinstance(files, dict):
     raise _Refusal(400, 'wanted a string as directory, and an object as files')
   try:
     resolved = os.path.realpath(directory)
-    plain = os.path.isabs(directory) and all(os.path.basename(file) == file not in ('', '.', '..') for file in files)
-    inside = all(_is_below(root, path) for path in (resolved, *(os.path.join(resolved, file) for file in files)))
+    plain = os.path.isabs(directory) and all(
+      os.path.basename(file) == file not in ('', '.', '..') for file in files
+    )
+    inside = all(
+      _is_below(root, path)
+      for path in (resolved, *(os.path.join(resolved, file) for file in files))
+    )
   except ValueError:
     plain = inside = False
   if not (plain and inside):
-    raise _Refusal(403, 'wanted an absolute path of a directory below publish_root, with files named inside it')
+    raise _Refusal(
+      403, 'wanted an absolute path of a directory below publish_root, with files named inside it'
+    )
   return json.dumps({'update_info': {**info, 'directory': resolved}}).encode()
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Checks an adapter load and re-encodes it with the resolved path; that and its files must lie in `root`."""
+  """Checks an adapter load and re-encodes it with the resolved path; that and its files must lie in
+  `root`.
+  """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
-    raise _Refusal(400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else')
+    raise _Refusal(
+      400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else'
+    )
   try:
     resolved = os.path.realpath(path)
     inside = os.path.isabs(path) and os.path.isdir(resolved) and _is_below(root, resolved)
-    inside = inside and all(_is_below(root, os.path.join(resolved, file)) for file in os.listdir(resolved))
+    inside = inside and all(
+      _is_below(root, os.path.join(resolved, file)) for file in os.listdir(resolved)
+    )
   except (ValueError, OSError):
     inside = False
   if not inside:
-    raise _Refusal(403, 'wanted an absolute path of a directory below publish_root, with files inside it')
+    raise _Refusal(
+      403, 'wanted an absolute path of a directory below publish_root, with files inside it'
+    )
   return json.dumps({**body, 'lora_path': resolved}).encode()
 
 

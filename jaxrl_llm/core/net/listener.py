@@ -1,4 +1,6 @@
-"""Local HTTP service: a Unix socket that only this user can reach, and optionally a front for other hosts."""
+"""Local HTTP service: a Unix socket that only this user can reach, and optionally a front for other
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,20 @@ from jaxrl_llm.core.net.front import Front, FrontConfig
 
 @contextlib.asynccontextmanager
 async def listening(
-  application: web.Application, *, name: str, front: FrontConfig | None, routes: Sequence[tuple[str, str]]
+  application: web.Application,
+  *,
+  name: str,
+  front: FrontConfig | None,
+  routes: Sequence[tuple[str, str]],
 ) -> AsyncIterator[tuple[str, str | None]]:
-  """Serves during the block; yields the socket's address (`unix:…`) and the front's address (None without a front).
+  """Serves during the block; yields the socket's address (`unix:…`) and the front's address (None
+  without a front).
 
   Args:
     application: handles the requests; a handler is cancelled when its client disconnects.
     name: part of the name of the socket's directory.
-    front: configuration of a front that gives others authenticated access; None: only this user has access.
+    front: configuration of a front that gives others authenticated access; None: only this user has
+      access.
     routes: (method, path) pairs that the front lets through.
 
   Raises:
@@ -28,7 +36,9 @@ async def listening(
   """
   with scratch(f'jaxrl-{name}-') as folder:
     socket = folder / 'socket'  # Short, since a socket's path is limited to 107 characters.
-    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
+    runner = web.AppRunner(
+      application, handler_cancellation=True, shutdown_timeout=0.2, access_log=None
+    )
     await runner.setup()
     try:
       await web.UnixSite(runner, str(socket), backlog=1024).start()

@@ -1,8 +1,8 @@
 """JSON client of a service that has one or more addresses.
 
-Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of all tries.
-Transient errors (no connection, timeout, 429, 5xx) are retried, at another address if there is one; at most
-`concurrency` requests are in flight at once.
+Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the
+errors of all tries. Transient errors (no connection, timeout, 429, 5xx) are retried, at another
+address if there is one; at most `concurrency` requests are in flight at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _MAX_ANSWER_BYTES = 4 << 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy address."""
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
+  busy address.
+  """
   key_file: str | None = None
   """File whose first line is the bearer token."""
   ca_file: str | None = None
@@ -41,19 +43,26 @@ class RemoteOptions:
   request_deadline_s: float = 60.0
   """Time limit of one try in seconds; the scorer's own `deadline_s` covers all tries."""
   retries: int = 5
-  """Maximum number of retries after transient errors. With the default waits they bridge 15 s, enough for a service
-  restart."""
+  """Maximum number of retries after transient errors. With the default waits they bridge 15 s,
+  enough for a service restart.
+  """
   first_wait_s: float = 0.5
-  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend the wait."""
+  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend
+  the wait.
+  """
 
   def check(self, where: str) -> None:
     """Raises UserError for options with which no request can be made."""
     _check_addresses(self.addresses, where)
     if self.concurrency < 1 or self.retries < 0:
-      raise UserError(f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 and 0')
+      raise UserError(
+        f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 '
+        'and 0'
+      )
     if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
       raise UserError(
-        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s {self.first_wait_s}, '
+        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s '
+        f'{self.first_wait_s}, '
         'wanted them above 0'
       )
     read_key(self.key_file, f'{where}: key_file')
@@ -134,11 +143,15 @@ class ServiceClient:
       wait *= 2
 
   def _choose(self) -> str:
-    """Returns the least busy address, preferably one without a recent error; among equals, the one that served
-    least."""
+    """Returns the least busy address, preferably one without a recent error; among equals, the one
+    that served least.
+    """
     now = asyncio.get_running_loop().time()
     rests = lambda address: self._rests_until.get(address, now) > now
-    return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
+    return min(
+      self._addresses,
+      key=lambda address: (rests(address), self._busy[address], self._served[address]),
+    )
 
   def _client(self, address: str) -> Client:
     if address not in self._clients:
@@ -160,7 +173,9 @@ class ServiceClient:
         return parse_json(await response.read(), address)
     except RemoteError as error:
       if error.refuses_key:
-        raise Refused(f'{error}; it refuses the key: look at key_file', status=error.status) from None
+        raise Refused(
+          f'{error}; it refuses the key: look at key_file', status=error.status
+        ) from None
       raise
 
 
@@ -172,5 +187,7 @@ def _is_transient(error: RemoteError) -> bool:
 def read_object(answer: Any, what: str) -> dict[str, Json]:
   """Returns `answer` if it is a JSON object. Raises Malformed otherwise."""
   if not isinstance(answer, dict):
-    raise Malformed(f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}')
+    raise Malformed(
+      f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}'
+    )
   return answer

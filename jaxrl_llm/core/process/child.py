@@ -1,6 +1,7 @@
 """Child processes that run under a guard.
 
-Invariant: neither the child nor anything that it starts outlives the process that started it (`core.process.guard`).
+Invariant: neither the child nor anything that it starts outlives the process that started it
+(`core.process.guard`).
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
-"""Maximum wait for a guard to end in seconds; the guard itself takes less: 5 s of grace and 30 s after SIGKILL."""
+"""Maximum wait for a guard to end in seconds; the guard itself takes less: 5 s of grace and 30 s
+after SIGKILL.
+"""
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
 
 
 class Child:
-  """A guarded child process, which together with its descendants never outlives this process; can be started again once
-  it has ended."""
+  """A guarded child process, which together with its descendants never outlives this process; can
+  be started again once it has ended.
+  """
 
-  def __init__(self, name: str, *, log: pathlib.Path, remove: Sequence[pathlib.Path] = (), grace_s: float = 5.0):
+  def __init__(
+    self, name: str, *, log: pathlib.Path, remove: Sequence[pathlib.Path] = (), grace_s: float = 5.0
+  ):
     """
     Args:
       name: name of the child in messages.
@@ -46,7 +52,9 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """The command's exit code (128 + the number for a signal); None while it runs or before its start."""
+    """The command's exit code (128 + the number for a signal); None while it runs or before its
+    start.
+    """
     return self._guard.poll() if self._guard else None
 
   def is_running(self) -> bool:
@@ -64,9 +72,9 @@ class Child:
 
     Args:
       first_line: line written to the log before the command's output.
-      channel: socket used as the command's stdin and stdout; the caller closes it after the call, and reads end-of-file
-        from the other end once no process of the command is left. None: the command has no input, and its stdout goes
-        to the log.
+      channel: socket used as the command's stdin and stdout; the caller closes it after the call,
+        and reads end-of-file from the other end once no process of the command is left. None: the
+        command has no input, and its stdout goes to the log.
     """
     if self.is_running():
       raise RuntimeError(f'{self.name} is running')
@@ -77,7 +85,14 @@ class Child:
     self._log_start = self.log.stat().st_size
     orphaned = [f'--remove_orphaned={path}' for path in self._remove]
     # -P: keeps the guard from importing the modules beside it.
-    guard_command = [sys.executable, '-P', str(GUARD), f'--log={self.log}', f'--grace_s={self._grace_s:g}', *orphaned]
+    guard_command = [
+      sys.executable,
+      '-P',
+      str(GUARD),
+      f'--log={self.log}',
+      f'--grace_s={self._grace_s:g}',
+      *orphaned,
+    ]
     self._guard = subprocess.Popen(
       [*guard_command, *(['--channel'] if channel else []), '--', *command],
       stdin=subprocess.PIPE,
@@ -88,16 +103,22 @@ class Child:
     )
 
   def lines(self) -> list[str]:
-    """Returns the last nonempty log lines since the start: the command's output, or why it could not be started."""
+    """Returns the last nonempty log lines since the start: the command's output, or why it could
+    not be started.
+    """
     if not self.log.exists():
       return []
     with self.log.open('rb') as file:
       file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
       lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
-    return [line for line in lines if line and (_NOT_STARTED in line or not line.startswith(_GUARD_SAYS))]
+    return [
+      line for line in lines if line and (_NOT_STARTED in line or not line.startswith(_GUARD_SAYS))
+    ]
 
   def terminate(self) -> None:
-    """Orders the guard to end the command, without waiting; the guard kills processes that survive SIGTERM."""
+    """Orders the guard to end the command, without waiting; the guard kills processes that survive
+    SIGTERM.
+    """
     if self._guard is not None:
       # Not by closing the pipe, which the guard would take for the death of this process.
       self._guard.terminate()
@@ -115,7 +136,9 @@ class Child:
     self.terminate()
     waits_for = f'the guard of {self.name} to end it (see {self.log})'
     try:
-      await ended(self._guard, name='guarded_stop', owner=owner, waits_for=waits_for, deadline_s=_STOP_S)
+      await ended(
+        self._guard, name='guarded_stop', owner=owner, waits_for=waits_for, deadline_s=_STOP_S
+      )
     except WaitExpired:
       self._close_pipe()
       raise

@@ -1,24 +1,29 @@
-"""Process guard: ties a server's process tree to its owner's lifetime, so that no process or file is left behind.
+"""Process guard: ties a server's process tree to its owner's lifetime, so that no process or file
+is left behind.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]
 
-Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The owner starts it with
-`start_new_session=True` and, as stdin, a pipe whose write end only the owner holds. The owner orders a stop by closing
-the pipe (or by dying); SIGTERM, SIGINT and SIGHUP order one too. COMMAND's output is appended to FILE, as is a line
-`guard: …` for each action of the guard at the end. With --channel, the guard's stdout is a socket to the owner, and
-COMMAND uses it as stdin and stdout.
+Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The
+owner starts it with `start_new_session=True` and, as stdin, a pipe whose write end only the owner
+holds. The owner orders a stop by closing the pipe (or by dying); SIGTERM, SIGINT and SIGHUP order
+one too. COMMAND's output is appended to FILE, as is a line `guard: …` for each action of the guard
+at the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses it as
+stdin and stdout.
 
-Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called setsid or ignored
-signals. Also gone are the files in /dev/shm (whose names match `_NAMES`) that those processes were seen using and no
-other process uses. If the owner closed the pipe or died, every PATH is gone too; a live owner needs the PATHs to start
-COMMAND again. On an order to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end; if COMMAND
-ends without such an order, the rest is killed at once. The exit code is COMMAND's (128 + the number for a signal), 0
-after an order to stop, 127 if COMMAND cannot be started, and 1 if a process survives SIGKILL after an order to stop.
+Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
+setsid or ignored signals. Also gone are the files in /dev/shm (whose names match `_NAMES`) that
+those processes were seen using and no other process uses. If the owner closed the pipe or died,
+every PATH is gone too; a live owner needs the PATHs to start COMMAND again. On an order to stop,
+COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end; if COMMAND ends without such
+an order, the rest is killed at once. The exit code is COMMAND's (128 + the number for a signal), 0
+after an order to stop, 127 if COMMAND cannot be started, and 1 if a process survives SIGKILL after
+an order to stop.
 
-Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a core), so a file whose
-users were all killed before the next scan may stay. If the guard itself gets SIGKILL, the kernel kills COMMAND, but its
-descendants and files may stay. Processes that the guard may not inspect (other accounts, other PID namespaces) do not
-prevent the removal of a file they use.
+Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a
+core), so a file whose users were all killed before the next scan may stay. If the guard itself gets
+SIGKILL, the kernel kills COMMAND, but its descendants and files may stay. Processes that the guard
+may not inspect (other accounts, other PID namespaces) do not prevent the removal of a file they
+use.
 """
 
 from __future__ import annotations
@@ -53,7 +58,9 @@ _SCAN_S = 1.0
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idle periods."""
+"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idle
+periods.
+"""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
 
@@ -79,12 +86,15 @@ def _processes() -> Iterator[_Process]:
         text = file.read().decode(errors='replace')
     except OSError:  # The process has ended.
       continue
-    name, rest = text.split('(', 1)[1].rsplit(')', 1)  # A name may itself contain parentheses and spaces.
+    # A name may itself contain parentheses and spaces.
+    name, rest = text.split('(', 1)[1].rsplit(')', 1)
     yield _Process(pid, name, int(rest.split()[1]))
 
 
 def _tree() -> Iterator[_Process]:
-  """Yields each descendant as soon as it is found, so that one that keeps forking and ending can be killed in time."""
+  """Yields each descendant as soon as it is found, so that one that keeps forking and ending can be
+  killed in time.
+  """
   tree = {os.getpid()}
   unrelated: list[_Process] = []
   for process in _processes():
@@ -94,7 +104,9 @@ def _tree() -> Iterator[_Process]:
     else:
       unrelated.append(process)
   # A child's PID is below its parent's if PIDs have wrapped around.
-  while late := [process for process in unrelated if process.parent in tree and process.pid not in tree]:
+  while late := [
+    process for process in unrelated if process.parent in tree and process.pid not in tree
+  ]:
     tree.update(process.pid for process in late)
     yield from late
 
@@ -102,14 +114,19 @@ def _tree() -> Iterator[_Process]:
 def _files() -> set[tuple[str, int]]:
   """Returns name and inode of the shared-memory files whose names match `_NAMES`."""
   with contextlib.suppress(OSError), os.scandir(_SHARED) as entries:
-    return {(e.name, e.inode()) for e in entries if _NAMES.match(e.name) and e.is_file(follow_symlinks=False)}
+    return {
+      (e.name, e.inode())
+      for e in entries
+      if _NAMES.match(e.name) and e.is_file(follow_symlinks=False)
+    }
   return set()
 
 
 def _used_by(pid: int) -> set[int]:
   """Returns the inodes of shared-memory files that a process has mapped or open.
 
-  Names would not do: glibc creates a semaphore under a temporary name, which /proc then shows as '(deleted)' forever.
+  Names would not do: glibc creates a semaphore under a temporary name, which /proc then shows as
+  '(deleted)' forever.
   """
   used: set[int] = set()
   with contextlib.suppress(OSError):  # The process has ended, or belongs to another account.
@@ -194,8 +211,9 @@ def _signal_source() -> int:
 
 
 def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subprocess.Popen:
-  """Starts COMMAND so that the kernel kills it if the guard dies, and orphaned descendants become the guard's
-  children."""
+  """Starts COMMAND so that the kernel kills it if the guard dies, and orphaned descendants become
+  the guard's children.
+  """
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
     raise OSError(ctypes.get_errno(), 'the kernel does not make the guard a subreaper')
@@ -226,7 +244,9 @@ def _ending(code: int) -> str:
 class Guard:
   """Watches one command until its whole process tree is gone."""
 
-  def __init__(self, command: subprocess.Popen, signals: int, *, grace_s: float, say: Callable[[str], None]):
+  def __init__(
+    self, command: subprocess.Popen, signals: int, *, grace_s: float, say: Callable[[str], None]
+  ):
     self._command = command
     self._signals = signals
     self._sources = [signals, 0]
@@ -277,7 +297,9 @@ class Guard:
     self._reap()
 
   def _reap(self) -> None:
-    """Reaps ended children. Since orphans become the guard's children, no descendant is left once there is no child."""
+    """Reaps ended children. Since orphans become the guard's children, no descendant is left once
+    there is no child.
+    """
     while self._children:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -294,7 +316,9 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills all descendants, repeatedly since they may fork meanwhile; returns False if some do not vanish."""
+    """Kills all descendants, repeatedly since they may fork meanwhile; returns False if some do not
+    vanish.
+    """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:
@@ -338,10 +362,17 @@ def main(argv: Sequence[str]) -> int:
   )
   parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
   parser.add_argument(
-    '--remove_orphaned', action='append', default=[], help='File or directory to remove if the owner is gone.'
+    '--remove_orphaned',
+    action='append',
+    default=[],
+    help='File or directory to remove if the owner is gone.',
   )
-  parser.add_argument('--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.')
-  parser.add_argument('--channel', action='store_true', help="Whether stdout is COMMAND's stdin and stdout.")
+  parser.add_argument(
+    '--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.'
+  )
+  parser.add_argument(
+    '--channel', action='store_true', help="Whether stdout is COMMAND's stdin and stdout."
+  )
   split = argv.index('--') if '--' in argv else len(argv)
   options, command = parser.parse_args(argv[:split]), argv[split + 1 :]
   if not command:
@@ -355,7 +386,9 @@ def main(argv: Sequence[str]) -> int:
     parser.error(f'--log={options.log}: {error.strerror}')
   say = _sayer(log)
   try:
-    guard = Guard(_start(command, log, channel=options.channel), signals, grace_s=options.grace_s, say=say)
+    guard = Guard(
+      _start(command, log, channel=options.channel), signals, grace_s=options.grace_s, say=say
+    )
   except (OSError, subprocess.SubprocessError) as error:
     reason = f'{command[0]} cannot be started: {getattr(error, "strerror", None) or error}'
     say(reason)

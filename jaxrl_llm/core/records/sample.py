@@ -84,15 +84,21 @@ class Sample:
   temperature: float = 1.0
   finish_reason: Finish = Finish.STOP
   preference: dict[str, str] | None = None
-  """For preference data: {'pair_id', 'label'}, with label chosen, rejected, desirable or undesirable; else None."""
+  """For preference data: {'pair_id', 'label'}, with label chosen, rejected, desirable or
+  undesirable; else None.
+  """
   media: tuple[dict[str, Json], ...] = ()
-  """One {'kind', 'digest', 'span'} per attachment; span is [start, end) of its placeholder tokens, empty if none."""
+  """One {'kind', 'digest', 'span'} per attachment; span is [start, end) of its placeholder tokens,
+  empty if none.
+  """
 
   def __post_init__(self):
     length = len(self.tokens)
     for name in ('role', 'loss_mask', 'sampled', 'behaviour_logprobs'):
       if len(getattr(self, name)) != length:
-        raise ValueError(f'Sample {self.uid}: {name} has {len(getattr(self, name))} entries, tokens {length}')
+        raise ValueError(
+          f'Sample {self.uid}: {name} has {len(getattr(self, name))} entries, tokens {length}'
+        )
     if not 0 < self.prompt_len <= length:
       raise ValueError(f'Sample {self.uid}: prompt_len {self.prompt_len} of {length} tokens')
     if self.loss_mask[0]:
@@ -103,7 +109,9 @@ class Sample:
       raise ValueError(f'Sample {self.uid}: behaviour_logprobs set where no token was sampled')
     for shown in self.media:
       if shown.keys() != {'kind', 'digest', 'span'}:
-        raise ValueError(f'Sample {self.uid}: media has {sorted(shown)}, wanted kind, digest and span')
+        raise ValueError(
+          f'Sample {self.uid}: media has {sorted(shown)}, wanted kind, digest and span'
+        )
       start, end = shown['span']
       if not 0 <= start <= end <= length:
         raise ValueError(f'Sample {self.uid}: media span {shown["span"]} of {length} tokens')
@@ -114,12 +122,19 @@ class Sample:
 
 
 def media_of(task: Task) -> tuple[dict[str, Json], ...]:
-  """Returns the task's media in the form of `Sample.media`; spans are empty, since text prompts have no media
-  tokens."""
+  """Returns the task's media in the form of `Sample.media`; spans are empty, since text prompts
+  have no media tokens.
+  """
   return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
 
 
-_ARRAYS = {'tokens': '<i4', 'role': '|u1', 'loss_mask': '|b1', 'sampled': '|b1', 'behaviour_logprobs': '<f4'}
+_ARRAYS = {
+  'tokens': '<i4',
+  'role': '|u1',
+  'loss_mask': '|b1',
+  'sampled': '|b1',
+  'behaviour_logprobs': '<f4',
+}
 
 
 def encode(sample: Sample) -> bytes:
@@ -127,7 +142,9 @@ def encode(sample: Sample) -> bytes:
   row: dict[str, Any] = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
   for name, dtype in _ARRAYS.items():
     row[name] = np.ascontiguousarray(row[name], dtype).tobytes()
-  row['segments'] = [[s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish] for s in sample.segments]
+  row['segments'] = [
+    [s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish] for s in sample.segments
+  ]
   row['source'], row['finish_reason'] = str(sample.source), str(sample.finish_reason)
   row['media'] = list(sample.media)
   return msgpack.packb({'schema': SCHEMA, **row})

@@ -1,4 +1,6 @@
-"""Score records: each holds one scorer's judgement of one sample. They are only appended, never changed."""
+"""Score records: each holds one scorer's judgement of one sample. They are only appended, never
+changed.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """One scorer's result for a sample. `value` None: unscorable, so excluded from baseline and loss, but counted.
+  """One scorer's result for a sample. `value` None: unscorable, so excluded from baseline and loss,
+  but counted.
 
-  Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other failures get None.
+  Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other
+  failures get None.
   """
 
   uid: str
@@ -42,5 +46,7 @@ class Score:
 
 
 def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
-  """Returns the total value of an attempt, that is, its value plus the values of its turns; None if unscorable."""
+  """Returns the total value of an attempt, that is, its value plus the values of its turns; None if
+  unscorable.
+  """
   return None if value is None else value + math.fsum(turn_values)

@@ -33,8 +33,9 @@ class ExplorerConfig:
   past: Past | None = None
   """Earlier groups that join each batch."""
   max_dropped_groups: int = 100
-  """Maximum number of groups dropped while collecting one batch (nothing scorable or nothing selected); one more ends
-  the run."""
+  """Maximum number of groups dropped while collecting one batch (nothing scorable or nothing
+  selected); one more ends the run.
+  """
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
   """Maximum wait for a batch, in seconds."""

@@ -1,13 +1,16 @@
-"""Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the gate admits them.
+"""Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the
+gate admits them.
 
-Only the explorer draws a stage's tasks, admits its groups and changes its samples in the store, so it holds their
-common state: the number of completed batches, and everything that a commit needs to continue.
+Only the explorer draws a stage's tasks, admits its groups and changes its samples in the store, so
+it holds their common state: the number of completed batches, and everything that a commit needs to
+continue.
 
-Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
-is a function of which groups started and what they scored, never of which ended first.
+Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason),
+and a closed batch is a function of which groups started and what they scored, never of which ended
+first.
 
-With a bound above 0, groups are in flight at a commit, and the committed state lists them. A resumed explorer reads
-those that had ended by then from the store and runs the others again.
+With a bound above 0, groups are in flight at a commit, and the committed state lists them. A
+resumed explorer reads those that had ended by then from the store and runs the others again.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Drawn(NamedTuple):
   """A closed batch."""
 
   chosen: list[Chosen]
-  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs occurs once per pair."""
+  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs occurs
+  once per pair.
+  """
   places: dict[str, Ref]
   """Places of the samples in the store's sealed segments, keyed by uid."""
   counts: dict[str, int]
@@ -74,7 +79,9 @@ class Explorer:
     events: Events = SILENT,
   ):
     self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
-    self._gate = Gate(bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches)
+    self._gate = Gate(
+      bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches
+    )
     self._events = events
     self._writer = store.at(0)
     """Stamps store changes with the number of completed batches of the run."""
@@ -82,11 +89,15 @@ class Explorer:
     self._groups: dict[int, _Group] = {}
     """Groups that no batch has taken yet, keyed by group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """Visits in earlier stages, keyed by prompt. A repeated visit number would repeat the random draws."""
+    """Visits in earlier stages, keyed by prompt. A repeated visit number would repeat the random
+    draws.
+    """
     self._handed_out: set[str] = set()
     """Names of the groups in a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """(task uid, number of correct samples, number of scorable samples) of ended groups, keyed by group number."""
+    """(task uid, number of correct samples, number of scorable samples) of ended groups, keyed by
+    group number.
+    """
     self._scoring_s = 0.0
     self._clock = IdleClock()
     self._progress = asyncio.Event()
@@ -117,7 +128,9 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      in_hand = {self._name(group.task, group.visit) for group in self._groups.values()} | self._handed_out
+      in_hand = {
+        self._name(group.task, group.visit) for group in self._groups.values()
+      } | self._handed_out
       live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
       unfinished = [entry for entry in live if entry.group_id in in_hand]
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
@@ -125,20 +138,25 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
-    """Records that `step` batches of the run are complete; the engines' weights include `served` of this stage's."""
+    """Records that `step` batches of the run are complete; the engines' weights include `served` of
+    this stage's.
+    """
     self._writer, self._handed_out = self._store.at(step), set()
     self._sampler.advance(served)
     self._gate.advance(served)
 
   async def next(self) -> Drawn:
-    """Returns the next batch with its samples sealed: new groups, then the earlier ones that `past` draws.
+    """Returns the next batch with its samples sealed: new groups, then the earlier ones that `past`
+    draws.
 
     Raises the exceptions of `collect`.
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:
       groups = await asyncio.to_thread(past.draw, self._store, self._writer.step)
-      chosen += await asyncio.to_thread(self._recall, [uid for group in groups for uid in group.uids])
+      chosen += await asyncio.to_thread(
+        self._recall, [uid for group in groups for uid in group.uids]
+      )
       counts['past_groups'] = len(groups)
     asked = self._events.request(Edge.FETCH, source='rollouts')
     uids = [*dict.fromkeys(choice.scored.sample.uid for choice in chosen)]
@@ -147,7 +165,8 @@ class Explorer:
     return Drawn(chosen, places, counts)
 
   async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
-    """Returns the new groups of the next batch: their chosen samples in order of issue, and the collection's counters.
+    """Returns the new groups of the next batch: their chosen samples in order of issue, and the
+    collection's counters.
 
     Raises:
       WaitExpired: after `collect_deadline_s`.
@@ -174,25 +193,31 @@ class Explorer:
     self._tell(first[-1])
     groups = [self._groups.pop(number) for number in first]
     batch = [member for group in groups for member in group.chosen]
-    self._scoring_s += max(group.scored for group in groups) - max(group.rolled_out for group in groups)
+    self._scoring_s += max(group.scored for group in groups) - max(
+      group.rolled_out for group in groups
+    )
     self._handed_out = {self._name(group.task, group.visit) for group in groups}
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
-    """Records that the batch is complete and was trained on these samples and on these rows of static data."""
+    """Records that the batch is complete and was trained on these samples and on these rows of
+    static data.
+    """
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
-    # A commit of this batch excludes store changes from here on, so the committed state is captured at the same point.
+    # A commit of this batch excludes store changes from here on, so the committed state is captured
+    # at the same point.
     self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
     self._completed = self._now()
 
   def _tell(self, last: int) -> None:
-    """Reports the outcomes of the groups up to number `last`, all of which have ended, to the task sampler in order.
+    """Reports the outcomes of the groups up to number `last`, all of which have ended, to the task
+    sampler in order.
 
-    With a bound of 0 no task is drawn meanwhile. With a larger bound, timing decides whether replacements for a later
-    batch's dropped groups are drawn before or after this report.
+    With a bound of 0 no task is drawn meanwhile. With a larger bound, timing decides whether
+    replacements for a later batch's dropped groups are drawn before or after this report.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
@@ -202,7 +227,8 @@ class Explorer:
     return list(itertools.islice(self._groups, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # Takes the groups that started first, not those that ended first, which would bias the batch towards short answers.
+    # Takes the groups that started first, not those that ended first, which would bias the batch
+    # towards short answers.
     ended = lambda number: self._groups[number].chosen is not None
     while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
@@ -212,7 +238,9 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
-        self._start(groups, {number: group for number, group in self._groups.items() if group.chosen is None})
+        self._start(
+          groups, {number: group for number, group in self._groups.items() if group.chosen is None}
+        )
         while True:
           count = await self._gate.admit()
           new = {self._started + i: self._draw() for i in range(count)}
@@ -229,7 +257,9 @@ class Explorer:
   def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
     with self._store.transaction():
       self._writer.offer([group.task for group in groups.values()])
-      self._writer.issue([row for group in groups.values() for row in self._issued(group.task, group.visit)])
+      self._writer.issue(
+        [row for group in groups.values() for row in self._issued(group.task, group.visit)]
+      )
     for number, group in groups.items():
       self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
       tasks.create_task(self._group(number, group.task, group.visit))
@@ -240,11 +270,14 @@ class Explorer:
   def _issued(self, task: Task, visit: int) -> list[Issue]:
     group = self._name(task, visit)
     return [
-      Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
+      Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit)
+      for i in range(self._config.group_size)
     ]
 
   def take_scoring(self) -> float:
-    """Returns the seconds since the previous call that batches waited for scores after their last rollout."""
+    """Returns the seconds since the previous call that batches waited for scores after their last
+    rollout.
+    """
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
@@ -259,15 +292,27 @@ class Explorer:
   def _now(self) -> Any:
     """Returns the current state; with a bound of 0 it lists no groups between batches."""
     groups = [
-      {'number': number, 'task': group.task.uid, 'visit': group.visit, 'ended': group.chosen is not None}
+      {
+        'number': number,
+        'task': group.task.uid,
+        'visit': group.visit,
+        'ended': group.chosen is not None,
+      }
       for number, group in self._groups.items()
     ]
     outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
-    flight = {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
+    flight = {
+      'started': self._started,
+      'groups': groups,
+      'outcomes': outcomes,
+      'counts': dict(self._counts),
+    }
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
-    """Continues from the state of the commit that the store was recovered to; call before `running`."""
+    """Continues from the state of the commit that the store was recovered to; call before
+    `running`.
+    """
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
     flight = state['explorer']
@@ -304,11 +349,15 @@ class Explorer:
     issued = self._issued(task, visit)
     self._writer.drop([row.uid for row in issued], reason)
     self._counts[f'dropped/{reason}'] += len(issued)
-    self._drop_group(number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
+    self._drop_group(
+      number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})'
+    )
     self._progress.set()
 
   def _admit(self, number: int, members: list[Scored]) -> None:
-    """Stores a finished group; drops unscorable and unselected samples, and the group if none is left."""
+    """Stores a finished group; drops unscorable and unselected samples, and the group if none is
+    left.
+    """
     scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
@@ -319,7 +368,11 @@ class Explorer:
     chosen = choose(self._config.selection, verified.members) if verified.members else []
     admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
     left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
-    dropped = {'scorer_failed' if scorer_failed else 'unscorable': unscorable, **verified.dropped, 'not_selected': left}
+    dropped = {
+      'scorer_failed' if scorer_failed else 'unscorable': unscorable,
+      **verified.dropped,
+      'not_selected': left,
+    }
     asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
       self._writer.append([m.sample for m in members])
@@ -335,7 +388,9 @@ class Explorer:
     if chosen:
       self._groups[number].chosen = chosen
     else:
-      self._drop_group(number, 'scorer failed' if scorer_failed else 'nothing to learn from', self._why(members))
+      self._drop_group(
+        number, 'scorer failed' if scorer_failed else 'nothing to learn from', self._why(members)
+      )
     self._progress.set()
 
   def _drop_group(self, number: int, reason: str, why: str) -> None:
@@ -344,8 +399,10 @@ class Explorer:
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
-        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn from while one '
-        f'batch was collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {why}'
+        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn '
+        'from while one '
+        f'batch was collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: '
+        f'{why}'
       )
     self._gate.drop()
 
@@ -356,7 +413,8 @@ class Explorer:
       return f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
     rewards = [m.reward.worth for m in members]
     return (
-      f'rewards {rewards}, of which selection {self._config.selection.kind!r} accepts none; the tasks are too easy or '
+      f'rewards {rewards}, of which selection {self._config.selection.kind!r} accepts none; the '
+      'tasks are too easy or '
       'too hard for this policy, or the group is too small'
     )
 

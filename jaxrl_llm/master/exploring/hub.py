@@ -1,4 +1,6 @@
-"""Serves workflows' requests to the master during an episode: generation, scores, auxiliary models."""
+"""Serves workflows' requests to the master during an episode: generation, scores, auxiliary
+models.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,26 @@ class MasterHub:
       reply['value'] = reward.value
     return reward
 
-  async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
+  async def ask(
+    self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
+  ) -> str:
     if model not in self._auxiliary:
       known = ', '.join(sorted(self._auxiliary)) or 'none'
-      raise RunError(f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {known}; add it there')
+      raise RunError(
+        f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {known}; add it there'
+      )
     with self._asked(Edge.AUXILIARY_MODEL, model=model) as reply:
-      said = await self._auxiliary[model].ask(messages, max_tokens=max_tokens, temperature=temperature)
+      said = await self._auxiliary[model].ask(
+        messages, max_tokens=max_tokens, temperature=temperature
+      )
       reply['characters'] = len(said)
     return said
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event and its reply; the block adds the reply's fields to the yielded dict."""
+    """Emits a request event and its reply; the block adds the reply's fields to the yielded
+    dict.
+    """
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:
       yield reply

@@ -13,13 +13,19 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine, drops_group
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
-async def judge(sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig) -> Scored:
+async def judge(
+  sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig
+) -> Scored:
   """Scores one attempt with all configured scorers of single attempts."""
   scores = await scorers.score(_attempt(sample, completion, task))
-  return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards))
+  return Scored(
+    sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
+  )
 
 
-async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig) -> list[Scored]:
+async def judge_group(
+  members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig
+) -> list[Scored]:
   """Returns a task's attempts in order of issue, after also applying the scorers of whole groups.
 
   If a scorer's failure drops the group, no member has a reward.
@@ -28,10 +34,14 @@ async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: R
   attempts = [_attempt(member.sample, member.completion, member.task) for member in members]
   scores = await scorers.score_group(attempts, [member.scores for member in members])
   rewarded = [
-    dataclasses.replace(m, scores=s, reward=combine(s, rewards)) for m, s in zip(members, scores, strict=True)
+    dataclasses.replace(m, scores=s, reward=combine(s, rewards))
+    for m, s in zip(members, scores, strict=True)
   ]
   if drops_group((score for of in scores for score in of), rewards):
-    return [dataclasses.replace(m, reward=dataclasses.replace(m.reward, value=None, correct=None)) for m in rewarded]
+    return [
+      dataclasses.replace(m, reward=dataclasses.replace(m.reward, value=None, correct=None))
+      for m in rewarded
+    ]
   return rewarded
 
 

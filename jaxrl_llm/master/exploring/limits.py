@@ -9,10 +9,11 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLimits:
-  """Time limits of a group, from its request to its last score. A group that exceeds them is dropped and replaced.
+  """Time limits of a group, from its request to its last score. A group that exceeds them is
+  dropped and replaced.
 
-  They depend on the clock: a run in which a limit takes effect is not reproducible bit for bit. `run/clock_decisions`
-  counts these cases.
+  They depend on the clock: a run in which a limit takes effect is not reproducible bit for bit.
+  `run/clock_decisions` counts these cases.
   """
 
   timeout_s: float | None = 900.0
@@ -22,16 +23,21 @@ class TaskLimits:
   straggler_factor: float | None = None
   """Give a group up, without another try, after this multiple of the mean group time; None: never.
 
-  The mean covers the final tries of the last `4 * groups_per_batch` groups, without those given up, and applies once
-  `groups_per_batch` groups have ended. Slow groups often have long answers, so this biases a policy against long
-  answers.
+  The mean covers the final tries of the last `4 * groups_per_batch` groups, without those given up,
+  and applies once `groups_per_batch` groups have ended. Slow groups often have long answers, so
+  this biases a policy against long answers.
   """
 
   def __post_init__(self):
     if (self.timeout_s is not None and not self.timeout_s > 0) or self.retries < 0:
-      raise UserError(f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at least 0')
+      raise UserError(
+        f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at '
+        'least 0'
+      )
     if self.straggler_factor is not None and not self.straggler_factor > 1:
-      raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
+      raise UserError(
+        f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none'
+      )
 
   def check(self, collect_deadline_s: float, where: str) -> None:
     """Raises UserError for non-default limits whose tries together outlast the wait for a batch."""
@@ -40,6 +46,7 @@ class TaskLimits:
     longest = self.timeout_s * (self.retries + 1)
     if longest >= collect_deadline_s:
       raise UserError(
-        f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and the wait for a batch '
+        f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and '
+        'the wait for a batch '
         f'ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower them, or raise it'
       )

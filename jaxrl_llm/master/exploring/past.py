@@ -20,9 +20,17 @@ class Past:
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws from the groups trained on at least once but fewer than `max_uses` times, as `config` specifies."""
-    reusable = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
+    """Draws from the groups trained on at least once but fewer than `max_uses` times, as `config`
+    specifies.
+    """
+    reusable = lambda group: (
+      group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
+    )
     oldest = None if self.config.max_age is None else step - self.config.max_age
-    groups = {group.group_id: group for group in store.candidates(step, oldest_version=oldest) if reusable(group)}
+    groups = {
+      group.group_id: group
+      for group in store.candidates(step, oldest_version=oldest)
+      if reusable(group)
+    }
     drawn = draw([*groups.values()], self.config, count=self.groups, step=step, seed=self.seed)
     return [groups[group_id] for group_id in drawn]

@@ -1,12 +1,14 @@
 """Processors: verify, shape and filter a finished group before it is trained on.
 
-A stage's processors run in order on the scorable members of a group, before selection and admission. Each is a pure
-function of the members and the number of completed batches: it changes rewards, masks members or removes them.
-The processor's name is the reason under which removed samples are dropped, and under which the store records every
-change to a sample (its lineage). A group without members left is replaced with another.
+A stage's processors run in order on the scorable members of a group, before selection and
+admission. Each is a pure function of the members and the number of completed batches: it changes
+rewards, masks members or removes them. The processor's name is the reason under which removed
+samples are dropped, and under which the store records every change to a sample (its lineage). A
+group without members left is replaced with another.
 
-They see what is known when a group ends: tokens, the sampler's logprobs, scores. The trainer's quantities are computed
-after the batch is closed, too late to replace a group: a processor that asks for them is refused.
+They see what is known when a group ends: tokens, the sampler's logprobs, scores. The trainer's
+quantities are computed after the batch is closed, too late to replace a group: a processor that
+asks for them is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +28,26 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.exploring.selection import Scored
 
-RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'scorer_failed', 'straggler', 'timeout', 'unscorable')
+RESERVED = (
+  'experience',
+  'given_up',
+  'groups',
+  'not_selected',
+  'scorer_failed',
+  'straggler',
+  'timeout',
+  'unscorable',
+)
 """Names that the explorer itself uses for drop reasons, counters or store records."""
-LATER = ('advantages', 'entropy', 'kl', 'proximal_logprobs', 'reference_logprobs', 'returns', 'values')
+LATER = (
+  'advantages',
+  'entropy',
+  'kl',
+  'proximal_logprobs',
+  'reference_logprobs',
+  'returns',
+  'values',
+)
 """Quantities that the trainer computes after the batch is closed."""
 
 
@@ -49,7 +68,9 @@ class ProcessorConfig:
 
 
 Processor = Callable[[Sequence[Scored], int], Sequence[Scored]]
-"""Maps (members in order of issue, completed batches of the run) to the remaining members, in the same order."""
+"""Maps (members in order of issue, completed batches of the run) to the remaining members, in the
+same order.
+"""
 
 
 class Processed(NamedTuple):
@@ -63,7 +84,9 @@ class Processed(NamedTuple):
   """Sample counts, `<processor>/in` and `<processor>/out`."""
 
 
-def process(processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int) -> Processed:
+def process(
+  processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int
+) -> Processed:
   """Runs named processors in order; stops when no member is left."""
   left, done = list(members), Processed([], {}, [], {})
   for name, processor in processors:
@@ -104,7 +127,9 @@ def aligned(options: Nothing) -> Processor:
       sample = member.sample
       drawn = sample.behaviour_logprobs[sample.sampled]
       covered = sum(segment.end - segment.start for segment in sample.segments)
-      return bool(sample.loss_mask.any() and (drawn <= 1e-3).all() and covered == int(sample.sampled.sum()))
+      return bool(
+        sample.loss_mask.any() and (drawn <= 1e-3).all() and covered == int(sample.sampled.sum())
+      )
 
     return [member for member in members if fine(member)]
 
@@ -130,11 +155,15 @@ def fresh(options: FreshOptions) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceOptions:
   min_std: float = 0.0
-  """Threshold that the population standard deviation of the group's rewards, turn rewards included, must exceed."""
+  """Threshold that the population standard deviation of the group's rewards, turn rewards included,
+  must exceed.
+  """
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter), as shaped by earlier processors."""
+  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter), as shaped by
+  earlier processors.
+  """
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     rewards = np.array([member.reward.worth for member in members], np.float64)
@@ -156,7 +185,9 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Masks answers cut at the length limit: they stay in their group's baseline but are not trained on."""
+  """Masks answers cut at the length limit: they stay in their group's baseline but are not trained
+  on.
+  """
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     cut = lambda member: member.masked or member.sample.finish_reason == Finish.LENGTH
@@ -176,7 +207,9 @@ class ShapeOptions:
 
 
 def shape(options: ShapeOptions) -> Processor:
-  """reward ← reward ∘ weight · (value + offset): reward shaping, and quality scores (Trinity-RFT, arXiv:2505.17826)."""
+  """reward ← reward ∘ weight · (value + offset): reward shaping, and quality scores (Trinity-RFT,
+  arXiv:2505.17826).
+  """
   known_then(options.key, 'shape.key')
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
@@ -188,9 +221,13 @@ def shape(options: ShapeOptions) -> Processor:
 def _shaped(options: ShapeOptions, member: Scored) -> float:
   if options.key not in member.reward.parts:
     raise UserError(
-      f'processor shape: {member.sample.uid} has no score {options.key!r}; it has {sorted(member.reward.parts)}'
+      f'processor shape: {member.sample.uid} has no score {options.key!r}; it has '
+      f'{sorted(member.reward.parts)}'
     )
-  reward, by = member.reward.value, options.weight * (member.reward.parts[options.key] + options.offset)
+  reward, by = (
+    member.reward.value,
+    options.weight * (member.reward.parts[options.key] + options.offset),
+  )
   match options.operation:
     case 'add':
       return reward + by
@@ -200,7 +237,10 @@ def _shaped(options: ShapeOptions, member: Scored) -> float:
       return reward * by
     case 'divide':
       if by == 0:
-        raise UserError(f'processor shape: {member.sample.uid} would be divided by 0 ({options.key}); set an offset')
+        raise UserError(
+          f'processor shape: {member.sample.uid} would be divided by 0 ({options.key}); set an '
+          'offset'
+        )
       return reward / by
 
 
@@ -214,9 +254,11 @@ class DiversityOptions:
 
 
 def diversity(options: DiversityOptions) -> Processor:
-  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's token bigrams.
+  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's token
+  bigrams.
 
-  After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. Adds 0 in a group of equal answers.
+  After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. Adds 0 in a group of
+  equal answers.
   """
   if options.decay_steps < 1:
     raise UserError(f'processor diversity: decay_steps {options.decay_steps}, wanted at least 1')
@@ -227,7 +269,10 @@ def diversity(options: DiversityOptions) -> Processor:
     bags = [_pairs(member.sample.tokens[member.sample.prompt_len :]) for member in members]
     mean: collections.Counter[tuple[int, int]] = sum(bags, collections.Counter())
     far = [1.0 - _cosine(bag, mean) for bag in bags]
-    return [with_reward(m, m.reward.value + weight * distance) for m, distance in zip(members, far, strict=True)]
+    return [
+      with_reward(m, m.reward.value + weight * distance)
+      for m, distance in zip(members, far, strict=True)
+    ]
 
   return run
 
@@ -246,7 +291,9 @@ def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
 def with_reward(member: Scored, value: float) -> Scored:
   """Returns the member with that reward; the reward's parts and correctness stay as scored."""
   if not math.isfinite(value):
-    raise UserError(f'processors: the reward of {member.sample.uid} became {value}; check their weights')
+    raise UserError(
+      f'processors: the reward of {member.sample.uid} became {value}; check their weights'
+    )
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
 
 
@@ -254,7 +301,8 @@ def known_then(key: str, where: str) -> None:
   """Raises UserError for a key that is known only after the batch is closed."""
   if key.split('/')[0] in LATER:
     raise UserError(
-      f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group that it drops could '
+      f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group '
+      'that it drops could '
       'no longer be replaced; use a score, or an option of the algorithm'
     )
 
@@ -272,19 +320,25 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError for duplicate or reserved names and for unknown kinds; `where` begins its message."""
+  """Raises UserError for duplicate or reserved names and for unknown kinds; `where` begins its
+  message.
+  """
   names = [config.name for config in configs]
   for config in configs:
     if names.count(config.name) > 1:
       raise UserError(
-        f'{where}: {names.count(config.name)} are called {config.name!r}; give each its own name (and kind)'
+        f'{where}: {names.count(config.name)} are called {config.name!r}; give each its own name '
+        '(and kind)'
       )
     if config.name in RESERVED:
-      raise UserError(f'{where}: the name {config.name!r} is taken; give it another name, and its kind')
+      raise UserError(
+        f'{where}: the name {config.name!r} is taken; give it another name, and its kind'
+      )
     kind = config.implementation
     if kind in LATER:
       known_then(kind, 'kind')
     if ':' not in kind and kind not in PROCESSORS:
       raise UserError(
-        f"{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; a custom one is 'module:attribute'"
+        f'{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; a custom one is '
+        "'module:attribute'"
       )

@@ -1,4 +1,6 @@
-"""Rebuilds chosen rollouts from the store: tokens, scores, and the rewards that processors derived from them."""
+"""Rebuilds chosen rollouts from the store: tokens, scores, and the rewards that processors derived
+from them.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,16 @@ def recall(
     task = tasks(sample.task_id)
     if task is None:
       raise UserError(
-        f'sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the run; restore the source of '
+        f'sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the run; '
+        'restore the source of '
         f'taskset {sample.taskset}'
       )
     given = tuple(scores[sample.uid])
     members[sample.uid] = Scored(
-      sample=sample, task=task, completion=text(sample), scores=given, reward=combine(given, rewards)
+      sample=sample,
+      task=task,
+      completion=text(sample),
+      scores=given,
+      reward=combine(given, rewards),
     )
   return read_experiences(experiences, members)

@@ -1,4 +1,6 @@
-"""Runs a group within its time limits: rolls out its samples, scores each as it ends, then scores the whole group."""
+"""Runs a group within its time limits: rolls out its samples, scores each as it ends, then scores
+the whole group.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,26 @@ class GroupRunner:
     clock_decisions: number of times a time limit cut a group's try short.
   """
 
-  def __init__(self, config: ExplorerConfig, *, workflow: Workflow, scorers: ScorerPool, events: Events = SILENT):
+  def __init__(
+    self,
+    config: ExplorerConfig,
+    *,
+    workflow: Workflow,
+    scorers: ScorerPool,
+    events: Events = SILENT,
+  ):
     self.workflow, self.scorers = workflow, scorers
     self._config, self._events = config, events
     self.clock_decisions = 0
-    self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
+    self._durations: collections.deque[float] = collections.deque(
+      maxlen=4 * config.groups_per_batch
+    )
     """Durations, in seconds, of the groups that ended last."""
 
   async def run(self, name: str, task: Task, visit: int) -> Judged:
-    """Rolls out and scores group `name`; retries if it times out. Raises GroupExpired when its tries are used up."""
+    """Rolls out and scores group `name`; retries if it times out. Raises GroupExpired when its
+    tries are used up.
+    """
     limits = self._config.limits
     for tried in itertools.count():
       (reason, seconds), begun = self._limit(), time.monotonic()
@@ -72,7 +85,9 @@ class GroupRunner:
   def _limit(self) -> tuple[str, float | None]:
     """Returns (reason, seconds): why and when to give up a group that starts now."""
     limits = self._config.limits
-    if limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch:
+    if (
+      limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch
+    ):
       mean = sum(self._durations) / len(self._durations)
       if limits.timeout_s is None or limits.straggler_factor * mean < limits.timeout_s:
         return _STRAGGLER, limits.straggler_factor * mean
@@ -95,7 +110,9 @@ class GroupRunner:
         async for sample, completion in runs:
           if Edge.EVAL not in open_requests:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          pending.append(scoring.create_task(judge(sample, completion, task, self.scorers, rewards)))
+          pending.append(
+            scoring.create_task(judge(sample, completion, task, self.scorers, rewards))
+          )
         rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self.scorers, rewards)

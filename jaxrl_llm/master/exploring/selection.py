@@ -1,4 +1,5 @@
-"""Selection of the members of a finished group to train on: all of them, preference pairs, or the best one.
+"""Selection of the members of a finished group to train on: all of them, preference pairs, or the
+best one.
 
 A group from which nothing is chosen is dropped and replaced.
 """
@@ -49,12 +50,12 @@ class SelectionConfig:
   """Selects the samples of a group to train on."""
 
   kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
-  """all: every scorable sample. mixed: the same, if the group has two different rewards, turn rewards included (DAPO's
-  dynamic sampling).
+  """all: every scorable sample. mixed: the same, if the group has two different rewards, turn
+  rewards included (DAPO's dynamic sampling).
 
-  pairs: the shortest correct sample against wrong ones, and against correct ones that are `longer_by` times as long
-  (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses. shortest_correct: that sample alone, as a
-  demonstration (shortest rejection sampling, ibid.).
+  pairs: the shortest correct sample against wrong ones, and against correct ones that are
+  `longer_by` times as long (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses.
+  shortest_correct: that sample alone, as a demonstration (shortest rejection sampling, ibid.).
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -62,7 +63,8 @@ class SelectionConfig:
   def __post_init__(self):
     if self.pairs_per_group < 1 or self.longer_by < 1:
       raise UserError(
-        f'selection: pairs_per_group {self.pairs_per_group} and longer_by {self.longer_by}, wanted at least 1 of each'
+        f'selection: pairs_per_group {self.pairs_per_group} and longer_by {self.longer_by}, wanted '
+        'at least 1 of each'
       )
 
   @property
@@ -78,7 +80,8 @@ class SelectionConfig:
 
 
 def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
-  """Selects from a group's scorable members, given in order of issue; an empty result drops the group.
+  """Selects from a group's scorable members, given in order of issue; an empty result drops the
+  group.
 
   Masked members count in the baseline of the others, but are never in a pair or imitated.
   """
@@ -110,15 +113,21 @@ EXPERIENCE = 'experience'
 
 
 def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
-  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) for each chosen sample of a group."""
+  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) for each chosen sample of a
+  group.
+  """
   uses: dict[str, list[tuple[int, Chosen]]] = {}
   for place, choice in enumerate(chosen):
     uses.setdefault(choice.scored.sample.uid, []).append((place, choice))
   rows = []
   for uid, choices in uses.items():
     scored = choices[0][1].scored
-    uses_of = [[place, choice.pair or '', choice.label or 0, choice.imitated] for place, choice in choices]
-    rows.append((uid, EXPERIENCE, {'reward': scored.reward.value, 'masked': scored.masked, 'uses': uses_of}))
+    uses_of = [
+      [place, choice.pair or '', choice.label or 0, choice.imitated] for place, choice in choices
+    ]
+    rows.append(
+      (uid, EXPERIENCE, {'reward': scored.reward.value, 'masked': scored.masked, 'uses': uses_of})
+    )
   return rows
 
 
@@ -135,5 +144,7 @@ def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) ->
     scored = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
     for place, pair, label, imitated in row['uses']:
       chosen = groups.setdefault(scored.sample.group_id, {})
-      chosen[place] = Chosen(scored=scored, pair=pair or None, label=label or None, imitated=imitated)
+      chosen[place] = Chosen(
+        scored=scored, pair=pair or None, label=label or None, imitated=imitated
+      )
   return [chosen[place] for chosen in groups.values() for place in sorted(chosen)]

@@ -1,6 +1,8 @@
-"""Runs scorers that wait for another process on the event loop: opens each once, limits its concurrency and call time.
+"""Runs scorers that wait for another process on the event loop: opens each once, limits its
+concurrency and call time.
 
-Invariants: a call ends at its deadline even if the scorer ignores its cancellation; exceptions are returned as data.
+Invariants: a call ends at its deadline even if the scorer ignores its cancellation; exceptions are
+returned as data.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class AwaitedScorer:
     self._under_way: set[asyncio.Task] = set()
 
   async def start(self) -> None:
-    """Opens the scorer. Raises RunError if that fails; a UserError raised by the scorer is passed on."""
+    """Opens the scorer. Raises RunError if that fails; a UserError raised by the scorer is passed
+    on.
+    """
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     self._open = asyncio.create_task(self._hold(ready))
     try:
@@ -53,7 +57,8 @@ class AwaitedScorer:
       raise
     except Exception as error:
       raise RunError(
-        f'scorer {self._name}: could not be opened ({type(error).__name__}: {error}); does its server run?'
+        f'scorer {self._name}: could not be opened ({type(error).__name__}: {error}); does its '
+        'server run?'
       ) from error
 
   async def _hold(self, ready: asyncio.Future) -> None:
@@ -67,13 +72,16 @@ class AwaitedScorer:
       raise
     except BaseException as error:
       if not ready.done():
-        # Awaiting a SystemExit would end the event loop; a cancellation would look like one of the awaiting task.
+        # Awaiting a SystemExit would end the event loop; a cancellation would look like one of the
+        # awaiting task.
         failure = RuntimeError(f'{type(error).__name__}: {error}')
         ready.set_exception(error if isinstance(error, Exception) else failure)
       elif isinstance(error, asyncio.CancelledError):
         raise
       else:
-        logging.warning('Scorer %s failed to close: %s: %s', self._name, type(error).__name__, error)
+        logging.warning(
+          'Scorer %s failed to close: %s: %s', self._name, type(error).__name__, error
+        )
 
   async def close(self) -> None:
     """Closes the scorer; calls in flight raise RunError."""
@@ -85,7 +93,9 @@ class AwaitedScorer:
       _, late = await asyncio.wait({self._open}, timeout=CLOSE_DEADLINE_S)
       for task in late:
         task.cancel()
-        logging.warning('Scorer %s did not close within %g s: left open', self._name, CLOSE_DEADLINE_S)
+        logging.warning(
+          'Scorer %s did not close within %g s: left open', self._name, CLOSE_DEADLINE_S
+        )
 
   @property
   def addressed(self) -> bool:
@@ -93,7 +103,9 @@ class AwaitedScorer:
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sets the scorer's addresses. Raises UserError if the scorer refuses one, or if it has no addresses."""
+    """Sets the scorer's addresses. Raises UserError if the scorer refuses one, or if it has no
+    addresses.
+    """
     if not isinstance(self._call, Addressed):
       raise UserError(f'scorer {self._name!r} has no addresses to change')
     try:
@@ -101,12 +113,16 @@ class AwaitedScorer:
     except UserError:
       raise
     except Exception as error:
-      raise UserError(f'scorer {self._name!r}: refused {addresses} ({type(error).__name__}: {error})') from error
+      raise UserError(
+        f'scorer {self._name!r}: refused {addresses} ({type(error).__name__}: {error})'
+      ) from error
 
   async def call(
     self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
   ) -> CallOutcome:
-    """Scores one attempt or one group; the wait for a free slot does not count towards the deadline."""
+    """Scores one attempt or one group; the wait for a free slot does not count towards the
+    deadline.
+    """
     async with self._free:
       if self._call is None:
         raise RunError('scorer pool: score() was called before start() or after close()')
@@ -131,7 +147,9 @@ async def _call_scorer(
   *,
   per_group: bool,
 ) -> CallOutcome:
-  """Calls the scorer; returns what it raises as data, also SystemExit (which would end the loop) or a cancellation."""
+  """Calls the scorer; returns what it raises as data, also SystemExit (which would end the loop) or
+  a cancellation.
+  """
   start = time.perf_counter()
   try:
     said = await call(attempts, scores) if per_group else [await call(attempts[0])]

@@ -1,7 +1,8 @@
-"""`scorers.json`: changes the number of scorer processes and the addresses of judges and sandbox hosts during a run.
+"""`scorers.json`: changes the number of scorer processes and the addresses of judges and sandbox
+hosts during a run.
 
-Invariants: an unreadable or invalid file changes nothing and logs one line. If a part is refused after another was
-applied, the log line says which part is in force.
+Invariants: an unreadable or invalid file changes nothing and logs one line. If a part is refused
+after another was applied, the log line says which part is in force.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ def parse(text: str) -> Live:
   if workers is not None and (type(workers) is not int or workers < 1):
     raise UserError(f'workers is {workers!r}, wanted at least 1 process')
   if not isinstance(addresses, dict) or not all(map(_is_list_of_addresses, addresses.values())):
-    raise UserError(f'addresses is {addresses!r}, wanted a list of at least one address for each scorer')
+    raise UserError(
+      f'addresses is {addresses!r}, wanted a list of at least one address for each scorer'
+    )
   return Live(workers=workers, addresses={name: tuple(of) for name, of in addresses.items()})
 
 
 def _is_list_of_addresses(value: Any) -> bool:
-  return isinstance(value, list) and bool(value) and all(isinstance(address, str) and address for address in value)
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(isinstance(address, str) and address for address in value)
+  )
 
 
 class Partly(UserError):
@@ -67,7 +74,8 @@ class LiveFile:
     """
     Args:
       path: the file; it need not exist.
-      apply: applies the content; raises UserError if nothing was applied, Partly if only a part was.
+      apply: applies the content; raises UserError if nothing was applied, Partly if only a part
+        was.
     """
     self._path, self._apply = path, apply
     self._seen: tuple[int, ...] | None = None
@@ -101,7 +109,8 @@ class LiveFile:
         logging.info('%s: applied', self._path)
     except Partly as error:
       logging.warning('%s: %s', self._path, error)
-    except (UserError, OSError, ValueError) as error:  # ValueError: not text, not a regular file, or too large.
+    # ValueError: not text, not a regular file, or too large.
+    except (UserError, OSError, ValueError) as error:
       logging.warning('%s: %s; nothing was changed', self._path, error)
 
   def _changed(self) -> str | None:

@@ -1,7 +1,7 @@
 """Locks between scorer processes that have no name in the file system.
 
-With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when the whole process
-tree is killed.
+With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when
+the whole process tree is killed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import time
 
 
 class PipeLock:
-  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds the lock.
+  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds the
+  lock.
 
-  Passed to a process by pickling when the process starts. As with `multiprocessing.RLock`, a holder that is
-  killed never releases it.
+  Passed to a process by pickling when the process starts. As with `multiprocessing.RLock`, a holder
+  that is killed never releases it.
   """
 
   def __init__(self, context: multiprocessing.context.BaseContext):

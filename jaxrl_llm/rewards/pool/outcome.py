@@ -13,7 +13,9 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Maximum magnitude of a value, part or turn value; squares and sums over a batch thus stay finite in float32."""
+"""Maximum magnitude of a value, part or turn value; squares and sums over a batch thus stay finite
+in float32.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,13 @@ class CallOutcome:
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
   """Validates `count` verdicts and converts them to plain floats and JSON.
 
-  Raises TypeError or ValueError for a wrong type or count, a number beyond `MAX_SCORE`, or deeply nested evidence.
+  Raises TypeError or ValueError for a wrong type or count, a number beyond `MAX_SCORE`, or deeply
+  nested evidence.
   """
   if not isinstance(verdicts, Sequence):
-    raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
+    raise TypeError(
+      f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts'
+    )
   if len(verdicts) != count:
     raise ValueError(f'scorer returned {len(verdicts)} verdicts for a group of {count}')
   return tuple(map(_checked, verdicts))
@@ -51,7 +56,8 @@ def _checked(verdict: Verdict) -> Verdict:
   numbers = (value or 0.0, *parts.values(), *turns)
   if not all(abs(number) <= MAX_SCORE for number in numbers):  # Also false for NaN.
     raise ValueError(
-      f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of at most {MAX_SCORE:g}'
+      f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of '
+      f'at most {MAX_SCORE:g}'
     )
   evidence = json.loads(json.dumps(dict(verdict.evidence)))
   check_depth(evidence)

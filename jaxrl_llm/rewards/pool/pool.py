@@ -1,7 +1,8 @@
 """The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
 
-Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes its process affects
-only its own scores, whose values its `on_failure` policy decides; every failure is counted.
+Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes
+its process affects only its own scores, whose values its `on_failure` policy decides; every failure
+is counted.
 """
 
 from __future__ import annotations
@@ -38,21 +39,30 @@ class ScorerPool:
   """Runs all scorers of a run: CPU-bound ones in worker processes, awaited ones on the event loop.
 
   Attributes:
-    counts: counters keyed by name. Calls by status: `ok`, `timeout`, `error` and `crashed` in total, and
-      `<scorer>/<status>` per scorer. How failures were handled: `<scorer>/retried`, `<scorer>/unscorable`,
-      `<scorer>/zeroed` and, counting groups, `<scorer>/dropped_groups`. `unscorable` counts all values of None;
-      `breaks` counts restarts of all workers.
+    counts: counters keyed by name. Calls by status: `ok`, `timeout`, `error` and `crashed` in
+      total, and `<scorer>/<status>` per scorer. How failures were handled: `<scorer>/retried`,
+      `<scorer>/unscorable`, `<scorer>/zeroed` and, counting groups, `<scorer>/dropped_groups`.
+      `unscorable` counts all values of None; `breaks` counts restarts of all workers.
   """
 
-  def __init__(self, scorers: Mapping[str, AnyScorer], config: RewardsConfig, *, live: pathlib.Path | None = None):
+  def __init__(
+    self,
+    scorers: Mapping[str, AnyScorer],
+    config: RewardsConfig,
+    *,
+    live: pathlib.Path | None = None,
+  ):
     """
     Args:
       scorers: scorers, keyed by their names in `config`.
-      live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such file.
+      live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such
+        file.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
     if missing:
-      raise UserError(f'rewards.scorers: no scorer was built for {missing}; built: {sorted(scorers)}')
+      raise UserError(
+        f'rewards.scorers: no scorer was built for {missing}; built: {sorted(scorers)}'
+      )
     self.config = config
     self.counts: collections.Counter[str] = collections.Counter()
     self._taken: collections.Counter[str] = collections.Counter()
@@ -83,7 +93,9 @@ class ScorerPool:
     """Kills the workers and closes the awaited scorers; calls in flight raise RunError."""
     if self._live is not None:
       await self._live.close()
-    await asyncio.gather(self._workers.close(), *(awaited.close() for awaited in self._awaited.values()))
+    await asyncio.gather(
+      self._workers.close(), *(awaited.close() for awaited in self._awaited.values())
+    )
 
   @property
   def workers(self) -> int:
@@ -91,7 +103,9 @@ class ScorerPool:
     return self._workers.count
 
   async def resize(self, workers: int) -> None:
-    """Changes the number of workers from the next call on; calls in flight finish in their current processes."""
+    """Changes the number of workers from the next call on; calls in flight finish in their current
+    processes.
+    """
     if workers < 1:
       raise UserError(f'scorer pool: {workers} workers, wanted at least 1')
     await self._workers.resize(workers)
@@ -101,7 +115,9 @@ class ScorerPool:
     addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
     for name in live.addresses:
       if name not in addressed:
-        raise UserError(f'addresses of {name!r}: wanted one of the scorers with addresses, {addressed}')
+        raise UserError(
+          f'addresses of {name!r}: wanted one of the scorers with addresses, {addressed}'
+        )
     moved: list[str] = []
     try:
       for name, addresses in live.addresses.items():
@@ -117,17 +133,27 @@ class ScorerPool:
       raise Partly(f'{error}; only the addresses of {moved} were changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
-    """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration order."""
+    """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration
+    order.
+    """
     chosen = self._in_force(attempt, per_group=False)
-    return tuple([score for (score,) in await asyncio.gather(*(self._scores(config, (attempt,)) for config in chosen))])
+    return tuple(
+      [
+        score
+        for (score,) in await asyncio.gather(
+          *(self._scores(config, (attempt,)) for config in chosen)
+        )
+      ]
+    )
 
   async def score_group(
     self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
   ) -> list[tuple[Score, ...]]:
-    """Runs the group scorers; returns all scores of each attempt (`scores` included) in configuration order.
+    """Runs the group scorers; returns all scores of each attempt (`scores` included) in
+    configuration order.
 
-    Group scorers see all attempts, including those that other scorers could not judge. They are skipped if the failure
-    of another scorer drops the group.
+    Group scorers see all attempts, including those that other scorers could not judge. They are
+    skipped if the failure of another scorer drops the group.
 
     Args:
       attempts: the group's attempts, at one task.
@@ -135,31 +161,54 @@ class ScorerPool:
     """
     attempts, scores = tuple(attempts), tuple(scores)
     if len({attempt.task.uid for attempt in attempts}) != 1:
-      raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted attempts at one task')
+      raise ValueError(
+        f'attempts at {sorted({a.task.uid for a in attempts})}, wanted attempts at one task'
+      )
     all_of = lambda: [score for of in scores for score in of]
-    if not drops_group(all_of(), self.config) and (chosen := self._in_force(attempts[0], per_group=True)):
-      by_scorer = await asyncio.gather(*(self._scores(config, attempts, scores) for config in chosen))
+    if not drops_group(all_of(), self.config) and (
+      chosen := self._in_force(attempts[0], per_group=True)
+    ):
+      by_scorer = await asyncio.gather(
+        *(self._scores(config, attempts, scores) for config in chosen)
+      )
       order = {scorer.name: place for place, scorer in enumerate(self.config.scorers)}
       merged = zip(scores, *by_scorer, strict=True)
-      scores = tuple(tuple(sorted((*single, *more), key=lambda s: order[s.scorer])) for single, *more in merged)
+      scores = tuple(
+        tuple(sorted((*single, *more), key=lambda s: order[s.scorer])) for single, *more in merged
+      )
     for name in {s.scorer for s in all_of() if drops_group([s], self.config)}:
       self.counts[f'{name}/dropped_groups'] += 1
     return list(scores)
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns failure counts since the last call as metrics; kinds that never occurred are left out."""
+    """Returns failure counts since the last call as metrics; kinds that never occurred are left
+    out.
+    """
     taken, self._taken = self._taken, self.counts.copy()
-    reported = [key for key in self.counts if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))]
+    reported = [
+      key
+      for key in self.counts
+      if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))
+    ]
     return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(reported)}
 
   def _in_force(self, attempt: Attempt, *, per_group: bool) -> list[ScorerConfig]:
     chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
-    return [config for config in chosen if isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group]
+    return [
+      config
+      for config in chosen
+      if isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
+    ]
 
   async def _scores(
-    self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...] = ()
+    self,
+    config: ScorerConfig,
+    attempts: tuple[Attempt, ...],
+    scores: tuple[tuple[Score, ...], ...] = (),
   ) -> tuple[Score, ...]:
-    """Returns one Score per attempt; a failed call is repeated as often as the scorer's `retries` allow."""
+    """Returns one Score per attempt; a failed call is repeated as often as the scorer's `retries`
+    allow.
+    """
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
@@ -171,7 +220,9 @@ class ScorerPool:
       calls += 1
     self.counts['unscorable'] += sum(verdict.value is None for verdict in outcome.verdicts)
     return tuple(
-      Score(uid=attempt.uid, scorer=config.name, time=outcome.seconds, **dataclasses.asdict(verdict))
+      Score(
+        uid=attempt.uid, scorer=config.name, time=outcome.seconds, **dataclasses.asdict(verdict)
+      )
       for attempt, verdict in zip(attempts, outcome.verdicts, strict=True)
     )
 
@@ -187,15 +238,29 @@ class ScorerPool:
     return outcome
 
   def _failed(
-    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome, calls: int, *, blamed: bool
+    self,
+    config: ScorerConfig,
+    attempts: tuple[Attempt, ...],
+    outcome: CallOutcome,
+    calls: int,
+    *,
+    blamed: bool,
   ) -> tuple[Score, ...]:
-    """Returns the scores of a failed call: 0 if the completion is to blame, else as the scorer's `on_failure` says."""
+    """Returns the scores of a failed call: 0 if the completion is to blame, else as the scorer's
+    `on_failure` says.
+    """
     value = 0.0 if blamed or config.on_failure == 'zero' else None
-    evidence = {**outcome.evidence, 'caused_by': 'completion' if blamed else 'scorer', 'calls': calls}
+    evidence = {
+      **outcome.evidence,
+      'caused_by': 'completion' if blamed else 'scorer',
+      'calls': calls,
+    }
     if value is None:
       self.counts['unscorable'] += len(attempts)
     if not blamed and config.on_failure != 'drop_group':
-      self.counts[f'{config.name}/{"zeroed" if config.on_failure == "zero" else "unscorable"}'] += len(attempts)
+      self.counts[f'{config.name}/{"zeroed" if config.on_failure == "zero" else "unscorable"}'] += (
+        len(attempts)
+      )
     return tuple(
       Score(
         uid=attempt.uid,
@@ -209,12 +274,22 @@ class ScorerPool:
     )
 
   def _tell(
-    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome, calls: int, *, last: bool
+    self,
+    config: ScorerConfig,
+    attempts: tuple[Attempt, ...],
+    outcome: CallOutcome,
+    calls: int,
+    *,
+    last: bool,
   ) -> None:
-    """Logs the 1st, 2nd, 4th, 8th, … failure per scorer and status, so a constant failure does not flood the log."""
+    """Logs the 1st, 2nd, 4th, 8th, … failure per scorer and status, so a constant failure does not
+    flood the log.
+    """
     so_far = self.counts[f'{config.name}/{outcome.status.value}']
     if so_far & (so_far - 1) == 0:
-      then = config.on_failure if last else f'trying again ({calls} of {config.retries + 1} calls made)'
+      then = (
+        config.on_failure if last else f'trying again ({calls} of {config.retries + 1} calls made)'
+      )
       where = attempts[0].uid if len(attempts) == 1 else f'the group of {attempts[0].uid}'
       logging.warning(
         'Scorer %s on %s: %s (%d so far; %s): %s',

@@ -1,12 +1,14 @@
-"""Worker processes for scorers; they can be killed, are replaced when they die, and their number can change any time.
+"""Worker processes for scorers; they can be killed, are replaced when they die, and their number
+can change any time.
 
-Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its process affects its
-own call only; no worker outlives the process that owns it.
+Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its
+process affects its own call only; no worker outlives the process that owns it.
 
-Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed worker is replaced
-in milliseconds. A process has one fork server, with the imports that its first pool asked for; workers import the rest
-when they start, outside any call's deadline. `multiprocessing` runs the main module's top level in every new worker, so
-a launch script keeps its heavy imports under `if __name__ == '__main__':`.
+Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
+worker is replaced in milliseconds. A process has one fork server, with the imports that its first
+pool asked for; workers import the rest when they start, outside any call's deadline.
+`multiprocessing` runs the main module's top level in every new worker, so a launch script keeps its
+heavy imports under `if __name__ == '__main__':`.
 """
 
 from __future__ import annotations
@@ -35,14 +37,18 @@ from jaxrl_llm.rewards.pool.locks import NamelessLocks
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Time limit in seconds for starting (with imports) or ending the fork server and the workers on a busy machine."""
+"""Time limit in seconds for starting (with imports) or ending the fork server and the workers on a
+busy machine.
+"""
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
 """Interval in seconds at which the pool is checked to be alive while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of times the whole pool may break without an outcome in between; one more stops the run."""
+"""Maximum number of times the whole pool may break without an outcome in between; one more stops
+the run.
+"""
 
 
 class Workers:
@@ -68,10 +74,15 @@ class Workers:
       longest_s: longest call deadline of any scorer, in seconds.
       counts: counter whose `breaks` is incremented whenever all processes have to be restarted.
     """
-    self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
+    self._scorers, self._memory_limit_bytes, self._longest_s = (
+      dict(scorers),
+      memory_limit_bytes,
+      longest_s,
+    )
     self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
     self.count, self._counts = count, counts
-    # Twice the number of workers: each has its next call queued while the event loop is busy elsewhere.
+    # Twice the number of workers: each has its next call queued while the event loop is busy
+    # elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
@@ -87,7 +98,8 @@ class Workers:
       _check_travels(name, scorer)
     if self._withheld:
       logging.info(
-        'Scorer workers do not inherit %s; list in rewards.environment what they need', ', '.join(self._withheld)
+        'Scorer workers do not inherit %s; list in rewards.environment what they need',
+        ', '.join(self._withheld),
       )
     self._pool = self._new_pool(self.count)
     try:
@@ -97,10 +109,13 @@ class Workers:
       raise
     except BrokenProcessPool:
       await self.close()
-      raise RunError(f'scorer pool: waited for {_TO_START}, but they died; their errors are in the log above') from None
+      raise RunError(
+        f'scorer pool: waited for {_TO_START}, but they died; their errors are in the log above'
+      ) from None
     if heavy:
       logging.warning(
-        'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports of the launch '
+        'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports '
+        'of the launch '
         "script under `if __name__ == '__main__':`.",
         ', '.join(heavy),
       )
@@ -121,7 +136,8 @@ class Workers:
         await _stopped(pool)
 
   async def resize(self, count: int) -> None:
-    """Changes the number of workers from the next call on; calls in flight finish in their current processes.
+    """Changes the number of workers from the next call on; calls in flight finish in their current
+    processes.
 
     Raises:
       RunError: the new workers do not start; the current ones are kept.
@@ -135,18 +151,23 @@ class Workers:
           await _started(new)
         except BrokenProcessPool as error:
           await _stopped(new)
-          raise RunError(f'scorer pool: {count} workers do not start ({error}); keeping {self.count}') from None
+          raise RunError(
+            f'scorer pool: {count} workers do not start ({error}); keeping {self.count}'
+          ) from None
         old, self._pool = self._pool, new
         ending = asyncio.create_task(_stopped(old, START_DEADLINE_S + 2 * self._longest_s))
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
-      full.release()  # Wakes the first waiter, which moves to the new semaphore and so releases the next one.
+      # Wakes the first waiter, which moves to the new semaphore and so releases the next one.
+      full.release()
 
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
   ) -> CallOutcome:
-    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group with the scores of each."""
+    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group with the
+    scores of each.
+    """
     outcome = None
     while outcome is None:
       slots = self._slots
@@ -157,7 +178,9 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> CallOutcome | None:
-    """Returns None if the whole pool broke during the call: it has been replaced, and the call can be repeated."""
+    """Returns None if the whole pool broke during the call: it has been replaced, and the call can
+    be repeated.
+    """
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
@@ -187,12 +210,14 @@ class Workers:
       self._breaks_in_a_row += 1
       if self._breaks_in_a_row > MAX_BREAKS:
         raise RunError(
-          f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: {error}); '
+          f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: '
+          f'{error}); '
           'is something killing workers, or is memory short? Lower rewards.workers'
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)
-      with contextlib.suppress(BrokenProcessPool):  # The next call fails on it and counts the break.
+      # The next call fails on it and counts the break.
+      with contextlib.suppress(BrokenProcessPool):
         await _started(new)
       if self._pool is not broken:  # Closed meanwhile.
         await _stopped(new)
@@ -215,7 +240,8 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
   """Raises UserError if the scorer cannot be pickled."""
   try:
     pickle.dumps(scorer)
-  except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of the three.
+  # pickle raises any of the three.
+  except (AttributeError, TypeError, pickle.PicklingError) as error:
     raise UserError(
       f'scorer {name!r}: cannot be pickled for its worker process ({error}); '
       'wanted a top-level function, or a functools.partial of one'
@@ -223,7 +249,9 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
 
 
 def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
-  """Starts the pool with SIGINT blocked: Ctrl-C reaches the whole process group, even while its processes import."""
+  """Starts the pool with SIGINT blocked: Ctrl-C reaches the whole process group, even while its
+  processes import.
+  """
   signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     return pool.schedule(worker.heavy_modules)
@@ -238,13 +266,17 @@ def _schedule(
   scores: tuple[tuple[Score, ...], ...],
 ) -> concurrent.futures.Future:
   try:
-    return pool.schedule(worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s)
+    return pool.schedule(
+      worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s
+    )
   except RuntimeError as error:  # Raised by pebble if the pool is not running.
     raise BrokenProcessPool(str(error)) from error
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:
-  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool, or WaitExpired if stuck."""
+  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool, or
+  WaitExpired if stuck.
+  """
 
   async def start() -> list[str]:
     return await _answer(pool, await asyncio.to_thread(_first_call, pool))

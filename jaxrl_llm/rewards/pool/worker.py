@@ -1,5 +1,6 @@
-"""Code that runs in a scorer worker process: holds the scorers, sets resource limits, and ends with the pool's
-owner."""
+"""Code that runs in a scorer worker process: holds the scorers, sets resource limits, and ends with
+the pool's owner.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _ADAPTERS = 'adapters'
 """Name of the module whose scorers call a user's function."""
 
 _SECRET = re.compile(
-  r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL', re.IGNORECASE
+  r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL',
+  re.IGNORECASE,
 )
 
 _scorers: dict[str, Scorer | PerGroup] = {}
@@ -43,17 +45,22 @@ _scorers: dict[str, Scorer | PerGroup] = {}
 
 
 def _die_with_owner() -> None:
-  """Makes the kernel kill this worker when the pool's owner is gone, even if the owner was SIGKILLed.
+  """Makes the kernel kill this worker when the pool's owner is gone, even if the owner was
+  SIGKILLed.
 
-  The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The sentinel is a pipe
-  whose other end only the owner holds: its hang-up raises a signal, even in C code that never releases the GIL.
+  The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The
+  sentinel is a pipe whose other end only the owner holds: its hang-up raises a signal, even in C
+  code that never releases the GIL.
   """
   parent = multiprocessing.parent_process()
   if sys.platform == 'linux':
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if multiprocessing.connection.wait([parent.sentinel], timeout=0):  # The owner ended before the signal was set.
+    fcntl.fcntl(
+      parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
+    )
+    # The owner ended before the signal was set.
+    if multiprocessing.connection.wait([parent.sentinel], timeout=0):
       os._exit(1)
   else:
 
@@ -70,12 +77,20 @@ def _libraries_of(module: str) -> tuple[str, ...]:
 
 
 def _known_libraries() -> set[str]:
-  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process has imported."""
-  return {library for name in [*sys.modules] if name.startswith(_PACKAGE) for library in _libraries_of(name)}
+  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process has
+  imported.
+  """
+  return {
+    library
+    for name in [*sys.modules]
+    if name.startswith(_PACKAGE)
+    for library in _libraries_of(name)
+  }
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Returns the modules that a built-in scorer needs (its own and its libraries); None for a user's scorer.
+  """Returns the modules that a built-in scorer needs (its own and its libraries); None for a user's
+  scorer.
 
   Options with an attribute `libraries` override the module's `LIBRARIES`.
   """
@@ -94,7 +109,8 @@ def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
 def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
   """Returns the modules that the fork server imports for workers with these scorers.
 
-  For a user's scorer they include the known libraries that this process has imported, perhaps for that scorer.
+  For a user's scorer they include the known libraries that this process has imported, perhaps for
+  that scorer.
   """
   modules = [__name__]
   for scorer in scorers:
@@ -106,10 +122,12 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 
 
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
-  """Imports the libraries that the scorers' first calls would otherwise import within their deadlines.
+  """Imports the libraries that the scorers' first calls would otherwise import within their
+  deadlines.
 
-  The fork server usually has them, unless it was started for other scorers. A user's scorer may call any built-in
-  scoring function that it has imported, so the libraries of all imported modules are loaded for it.
+  The fork server usually has them, unless it was started for other scorers. A user's scorer may
+  call any built-in scoring function that it has imported, so the libraries of all imported modules
+  are loaded for it.
   """
   libraries: set[str] = set()
   for scorer in scorers:
@@ -125,11 +143,15 @@ def secrets(environment: Iterable[str]) -> list[str]:
   return sorted(name for name in environment if _SECRET.search(name))
 
 
-def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()) -> None:
-  """Initialises a worker process: limits, libraries and scorers; removes the variables `withheld` from its
-  environment."""
+def initialise(
+  scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()
+) -> None:
+  """Initialises a worker process: limits, libraries and scorers; removes the variables `withheld`
+  from its environment.
+  """
   _die_with_owner()
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
+  # Ctrl-C reaches the whole process group; the owner decides.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   # A Python handler would wait for C code to return, holding up all workers meanwhile.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -145,8 +167,11 @@ def heavy_modules() -> list[str]:
   return [name for name in HEAVY if name in sys.modules]
 
 
-def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> CallOutcome:
-  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which would end the owner.
+def call(
+  name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
+) -> CallOutcome:
+  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which would end the
+  owner.
 
   After a `BadSign` this process exits: its results can no longer be trusted.
 
@@ -156,7 +181,11 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
   """
   start, scorer = time.perf_counter(), _scorers[name]
   try:
-    verdicts = scorer.scorer(attempts, scores) if isinstance(scorer, PerGroup) else [scorer(a) for a in attempts]
+    verdicts = (
+      scorer.scorer(attempts, scores)
+      if isinstance(scorer, PerGroup)
+      else [scorer(a) for a in attempts]
+    )
     verdicts = checked(verdicts, len(attempts))
     return CallOutcome(verdicts=verdicts, seconds=time.perf_counter() - start)
   except BadSign as sign:

@@ -1,7 +1,8 @@
-"""Starts sandboxes: with the project's own namespaces, with bubblewrap or, on request, without isolation.
+"""Starts sandboxes: with the project's own namespaces, with bubblewrap or, on request, without
+isolation.
 
-Invariant: no process started here outlives the process that started it. Each waits on a socket whose other end only the
-starting process holds, and ends when that end closes, for whatever reason.
+Invariant: no process started here outlives the process that started it. Each waits on a socket
+whose other end only the starting process holds, and ends when that end closes, for whatever reason.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""auto: namespaces if the kernel permits them, else bubblewrap, else an error; none: resource limits but no
-isolation."""
+"""auto: namespaces if the kernel permits them, else bubblewrap, else an error; none: resource
+limits but no isolation.
+"""
 
 START_S = 30.0
 """Time limit in seconds for Python to start on a busy machine."""
@@ -59,7 +61,9 @@ class Preload:
   path: tuple[str, ...] = ()
   """Host directories from which programs import; programs can read everything in them."""
   source: str = ''
-  """Trusted statements to run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
+  """Trusted statements to run once, before sandboxes are forked (bubblewrap: once in each
+  sandbox).
+  """
 
   def bound(self) -> tuple[str, ...]:
     """Returns the directories in `path` that `readable` does not cover."""
@@ -75,7 +79,9 @@ NOTHING = Preload()
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-  """Returns the host paths that a program may read: the system's programs and libraries, and Python's."""
+  """Returns the host paths that a program may read: the system's programs and libraries, and
+  Python's.
+  """
   paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
   for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
     if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
@@ -83,9 +89,11 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-# The code directory comes last in `sys.path`, so that files beside `inside` hide none of Python's own modules.
+# The code directory comes last in `sys.path`, so that files beside `inside` hide none of Python's
+# own modules.
 _START = (
-  'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); sys.path.append(options["code"]); '
+  'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); '
+  'sys.path.append(options["code"]); '
   'from inside.zygote import main; main(options)'
 )
 
@@ -93,8 +101,8 @@ _START = (
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
   """Returns a command, and the options as the first bytes of its standard input.
 
-  The options are not on the command line because they name host directories, and programs in a sandbox can read the
-  command line of the process that they descend from.
+  The options are not on the command line because they name host directories, and programs in a
+  sandbox can read the command line of the process that they descend from.
   """
   first = json.dumps(options).encode()
   arguments = [str(options['tmp_bytes']), str(len(first))]
@@ -151,7 +159,9 @@ class Zygote:
       raise NoIsolation(answer)
 
   def start(self) -> socket.socket:
-    """Starts a sandbox and returns its control socket without waiting for it. Raises OSError if none can be started."""
+    """Starts a sandbox and returns its control socket without waiting for it. Raises OSError if
+    none can be started.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
       try:
@@ -162,7 +172,9 @@ class Zygote:
     return ours
 
   def close(self) -> None:
-    """Stops the process that starts sandboxes. A started sandbox ends when its control socket is closed."""
+    """Stops the process that starts sandboxes. A started sandbox ends when its control socket is
+    closed.
+    """
     self._requests.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)
@@ -184,29 +196,52 @@ class Bubblewrap:
       raise NoIsolation('bwrap is older than 0.5')
     self._processes: list[subprocess.Popen] = []
     code = pathlib.PurePath('/jaxrl')
-    self._command = [command, '--unshare-all', '--unshare-user', '--uid', '1000', '--gid', '1000', '--new-session']
+    self._command = [
+      command,
+      '--unshare-all',
+      '--unshare-user',
+      '--uid',
+      '1000',
+      '--gid',
+      '1000',
+      '--new-session',
+    ]
     self._command += ['--as-pid-1', '--hostname', 'sandbox']
     self._command += ['--disable-userns'] if '--disable-userns' in usage.stdout else []
     for path in (*readable(), *preload.bound()):
       link = os.path.islink(path)
       self._command += ['--symlink', os.readlink(path), path] if link else ['--ro-bind', path, path]
-    self._command += ['--ro-bind', str(_CODE / 'inside'), str(code / 'inside'), '--proc', '/proc', '--dev', '/dev']
-    # The kernel's command line describes the host; a shared mapping of /dev/zero is memory that no limit counts.
+    self._command += [
+      '--ro-bind',
+      str(_CODE / 'inside'),
+      str(code / 'inside'),
+      '--proc',
+      '/proc',
+      '--dev',
+      '/dev',
+    ]
+    # The kernel's command line describes the host; a shared mapping of /dev/zero is memory that no
+    # limit counts.
     for path in ('/proc/cmdline', '/dev/zero'):
       self._command += ['--ro-bind', '/dev/null', path]
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
-    # /proc too: if root starts bwrap, programs are root outside the sandbox, and root may change the kernel's settings.
+    # /proc too: if root starts bwrap, programs are root outside the sandbox, and root may change
+    # the kernel's settings.
     for path in ('/dev', '/proc', '/'):
       self._command += ['--remount-ro', path]
-    command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
+    command, self._first = _python(
+      {'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()}
+    )
     self._command += command
     with self.start(subprocess.PIPE) as first:  # Checks that bwrap works here.
       if reason := first_words(first):
         process = self._processes.pop()
         process.kill()  # It may be stuck.
-        raise NoIsolation(process.communicate()[1].decode(errors='replace').strip()[-200:] or reason)
+        raise NoIsolation(
+          process.communicate()[1].decode(errors='replace').strip()[-200:] or reason
+        )
     self._processes[0].stderr.close()
 
   def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:
@@ -239,7 +274,9 @@ Starter = Zygote | Bubblewrap
 
 
 def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
-  """Opens the first permitted kind of isolation that works on this machine. Raises NoIsolation if none does."""
+  """Opens the first permitted kind of isolation that works on this machine. Raises NoIsolation if
+  none does.
+  """
   ways = {
     'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
     'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),
@@ -254,8 +291,10 @@ def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOT
       if isolation == 'auto':
         logging.warning('Sandbox: no isolation by %s', reasons[-1])
   refusal = NoIsolation(
-    f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged user namespaces, '
-    "name sandbox hosts (addresses), or accept that programs can do whatever this user can with isolation='none'"
+    f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged '
+    'user namespaces, '
+    'name sandbox hosts (addresses), or accept that programs can do whatever this user can with '
+    "isolation='none'"
   )
   refusal.reasons = '; '.join(reasons)
   raise refusal

@@ -1,7 +1,7 @@
 """Runs untrusted programs, each in its own sandbox, which is discarded afterwards.
 
-Invariant: a program cannot write its own outcome: its output is compared here, outside the sandbox, and function tests
-run in a separate process (`inside.examiner`), out of the program's reach.
+Invariant: a program cannot write its own outcome: its output is compared here, outside the sandbox,
+and function tests run in a separate process (`inside.examiner`), out of the program's reach.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
-from jaxrl_llm.rewards.sandbox.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
+from jaxrl_llm.rewards.sandbox.isolation import (
+  NOTHING,
+  Isolation,
+  Preload,
+  Starter,
+  first_words,
+  open_starter,
+)
 
 _GRACE_S = 15.0
 """Seconds that the sandbox has, after a program's wall-clock limit, to report the outcome."""
@@ -54,7 +61,9 @@ class Limits:
   """Resource limits for one program, including all of its tests and processes."""
 
   wall_s: float = 30.0
-  """Wall-clock time. If a program reaches it because the machine is busy, the run raises a SandboxError."""
+  """Wall-clock time. If a program reaches it because the machine is busy, the run raises a
+  SandboxError.
+  """
   cpu_s: int = 6
   """Processor time of all processes together, including those of the tests."""
   memory_mib: int = 1024
@@ -115,7 +124,9 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; if programs are isolated, whoever runs the program gets a SandboxError."""
+  """Ends a program from another thread; if programs are isolated, whoever runs the program gets a
+  SandboxError.
+  """
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -158,8 +169,20 @@ class Sandboxes:
     NoIsolation: if this machine cannot isolate as requested.
   """
 
-  def __init__(self, limits: Limits, *, isolation: Isolation = 'auto', waiting: int = 1, preload: Preload = NOTHING):
-    self._limits, self._isolation, self._waiting, self._preload = limits, isolation, waiting, preload
+  def __init__(
+    self,
+    limits: Limits,
+    *,
+    isolation: Isolation = 'auto',
+    waiting: int = 1,
+    preload: Preload = NOTHING,
+  ):
+    self._limits, self._isolation, self._waiting, self._preload = (
+      limits,
+      isolation,
+      waiting,
+      preload,
+    )
     self._lock = threading.Lock()
     self._starter = self._open()
     self._idle: list[socket.socket] = []
@@ -171,8 +194,12 @@ class Sandboxes:
   def isolation(self) -> str:
     return self._starter.kind
 
-  def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> ProgramOutcome:
-    """Runs the program once for each case; a case passes if the output agrees, up to white space at line ends."""
+  def run_cases(
+    self, program: str, cases: Sequence[Case], stop: Stop | None = None
+  ) -> ProgramOutcome:
+    """Runs the program once for each case; a case passes if the output agrees, up to white space at
+    line ends.
+    """
 
     def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
@@ -184,15 +211,24 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
-        if result['ended'] in ('wall', 'cpu'):  # All cases share these limits: the rest have no time left.
+        # All cases share these limits: the rest have no time left.
+        if result['ended'] in ('wall', 'cpu'):
           break
-      ended = Ending.PASSED if first is None else Ending.FAILED if first['ended'] == 'ok' else Ending(first['ended'])
+      ended = (
+        Ending.PASSED
+        if first is None
+        else Ending.FAILED
+        if first['ended'] == 'ok'
+        else Ending(first['ended'])
+      )
       return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
 
     return self._in_sandbox(run, len(cases), stop)
 
   def output(self, program: str, stdin: str) -> tuple[ProgramOutcome, str]:
-    """Runs the program once; returns how it ended (PASSED: exit code 0), and its standard output up to the limit."""
+    """Runs the program once; returns how it ended (PASSED: exit code 0), and its standard output up
+    to the limit.
+    """
     printed = ''
 
     def run(control: Channel) -> ProgramOutcome:
@@ -209,9 +245,15 @@ class Sandboxes:
     return outcome, printed
 
   def run_tests(
-    self, program: str, tests: Sequence[str], entry_point: str | None = None, stop: Stop | None = None
+    self,
+    program: str,
+    tests: Sequence[str],
+    entry_point: str | None = None,
+    stop: Stop | None = None,
   ) -> ProgramOutcome:
-    """Runs the program, then each test, in order and in one namespace; a test passes if it raises nothing."""
+    """Runs the program, then each test, in order and in one namespace; a test passes if it raises
+    nothing.
+    """
 
     def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
@@ -243,10 +285,14 @@ class Sandboxes:
       self._starter.close()
 
   def _open(self) -> Starter:
-    return open_starter(self._isolation, tmp_bytes=self._limits.tmp_mib << 20, preload=self._preload)
+    return open_starter(
+      self._isolation, tmp_bytes=self._limits.tmp_mib << 20, preload=self._preload
+    )
 
   def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> ProgramOutcome:
-    return ProgramOutcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
+    return ProgramOutcome(
+      ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:]
+    )
 
   def _in_sandbox(
     self, run: Callable[[Channel], ProgramOutcome], total: int, stop: Stop | None = None
@@ -301,7 +347,8 @@ class Sandboxes:
 
   def _restart(self, failed: Starter) -> None:
     with self._lock:
-      if self._starter is not failed or self._closed:  # Another thread has already replaced or closed it.
+      # Another thread has already replaced or closed it.
+      if self._starter is not failed or self._closed:
         return
       for control in self._idle:
         control.close()
@@ -338,7 +385,9 @@ def _has_hung_up(control: socket.socket) -> bool:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-  """Returns the supervisor's message. Raises SandboxError if the machine, not the program, is to blame."""
+  """Returns the supervisor's message. Raises SandboxError if the machine, not the program, is to
+  blame.
+  """
   if result['ended'] == 'starved':
     raise SandboxError(
       'the program hit its wall-clock limit while other processes held the CPUs; '
@@ -348,7 +397,9 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str) -> list[str]:
-  """Splits text into lines, without white space at line ends and without empty lines at the end of the text."""
+  """Splits text into lines, without white space at line ends and without empty lines at the end of
+  the text.
+  """
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 

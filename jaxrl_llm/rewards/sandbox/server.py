@@ -1,7 +1,8 @@
-"""HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the program ended.
+"""HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the
+program ended.
 
-Invariant: the server checks no token, so it listens on a unix socket that only its own user can reach; other users go
-through an HTTP proxy that checks a token (`core.net.front`).
+Invariant: the server checks no token, so it listens on a unix socket that only its own user can
+reach; other users go through an HTTP proxy that checks a token (`core.net.front`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, NoIsolation
-from jaxrl_llm.rewards.sandbox.sandbox import Limits, ProgramOutcome, SandboxError, Sandboxes, Stop, Work
+from jaxrl_llm.rewards.sandbox.sandbox import (
+  Limits,
+  ProgramOutcome,
+  SandboxError,
+  Sandboxes,
+  Stop,
+  Work,
+)
 
 RUN_PATH = '/run'
 ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
@@ -27,7 +35,14 @@ ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
 MAX_BODY = 64 << 20
 """Maximum size of a request body in bytes."""
 MOST = Limits(
-  wall_s=120.0, cpu_s=120, memory_mib=8192, processes=256, files=4096, file_mib=1024, tmp_mib=1024, output_kib=65536
+  wall_s=120.0,
+  cpu_s=120,
+  memory_mib=8192,
+  processes=256,
+  files=4096,
+  file_mib=1024,
+  tmp_mib=1024,
+  output_kib=65536,
 )
 """Maximum limits that a request may ask for."""
 _KINDS = 8
@@ -79,16 +94,22 @@ class SandboxServer:
     try:
       order = from_json(await request.json(), Order, 'body')
       # In a thread: the first order with these limits starts sandboxes.
-      sandboxes = await asyncio.get_running_loop().run_in_executor(self._threads, self._sandboxes, order.limits)
+      sandboxes = await asyncio.get_running_loop().run_in_executor(
+        self._threads, self._sandboxes, order.limits
+      )
     except NoIsolation as error:  # Before UserError, its base class: another host may succeed.
       return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
     except RecursionError:
-      return web.Response(status=400, text='the body is nested too deeply, wanted an order as `order_body` writes it')
+      return web.Response(
+        status=400, text='the body is nested too deeply, wanted an order as `order_body` writes it'
+      )
     stop = Stop()
     try:
-      outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes, stop)
+      outcome = await asyncio.get_running_loop().run_in_executor(
+        self._threads, order.work.run, sandboxes, stop
+      )
     except asyncio.CancelledError:  # The client has hung up.
       stop.set()
       raise
@@ -105,7 +126,9 @@ class SandboxServer:
     with self._making:
       if limits not in self._kinds:
         if len(self._kinds) == _KINDS:
-          raise UserError(f'this host already has sandboxes with {_KINDS} different limits; use one of them')
+          raise UserError(
+            f'this host already has sandboxes with {_KINDS} different limits; use one of them'
+          )
         self._kinds[limits] = Sandboxes(limits, isolation=self._isolation, waiting=self._at_once)
       return self._kinds[limits]
 

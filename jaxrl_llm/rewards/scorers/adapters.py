@@ -1,8 +1,9 @@
-"""Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
+"""Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a
+plain Python function.
 
-Invariant: a function gets the arguments that its own framework would pass, under the same names (docs/guides/rewards.md
-lists what is not available here); its result becomes the Verdict. Exceptions and results of another form count as
-failures of the scorer, never as a value.
+Invariant: a function gets the arguments that its own framework would pass, under the same names
+(docs/guides/rewards.md lists what is not available here); its result becomes the Verdict.
+Exceptions and results of another form count as failures of the scorer, never as a value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, Verdict
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerlOptions:
   function: str
-  """`module:attribute`, or `path/to/file.py:attribute` (verl's `custom_reward_function.path` and `name`)."""
+  """`module:attribute`, or `path/to/file.py:attribute` (verl's `custom_reward_function.path` and
+  `name`).
+  """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Further keyword arguments (verl's `custom_reward_function.reward_kwargs`)."""
 
@@ -44,9 +47,13 @@ class TrlOptions:
   function: str
   """`module:attribute`, or `path/to/file.py:attribute`."""
   form: Literal['row', 'plain', 'conversational'] = 'row'
-  """Form of prompts and completions. plain: text; conversational: messages; row: the form of the row's own prompt."""
+  """Form of prompts and completions. plain: text; conversational: messages; row: the form of the
+  row's own prompt.
+  """
   truth_column: str = 'ground_truth'
-  """Name of the column in which the function gets the truth; a field of the row with this name takes precedence."""
+  """Name of the column in which the function gets the truth; a field of the row with this name
+  takes precedence.
+  """
   per_group: bool = False
   """Call the function once per group instead of once per attempt, if it compares completions."""
 
@@ -60,8 +67,9 @@ class PythonOptions:
 
 
 class UserFunction:
-  """A user's function, pickled by name, so that a worker loads it at start-up and not within the first call's
-  deadline."""
+  """A user's function, pickled by name, so that a worker loads it at start-up and not within the
+  first call's deadline.
+  """
 
   def __init__(self, name: str, scorer: str):
     """Loads the function. Raises UserError if it does not exist."""
@@ -81,7 +89,9 @@ class UserFunction:
       self.call = own_part(name, f'scorer {scorer!r}: function')
     self._scorer = scorer
     if not callable(self.call):
-      raise UserError(f'scorer {scorer!r}: function {name!r} is a {type(self.call).__name__}, wanted a function')
+      raise UserError(
+        f'scorer {scorer!r}: function {name!r} is a {type(self.call).__name__}, wanted a function'
+      )
 
   def __reduce__(self):
     return UserFunction, (self.name, self._scorer)
@@ -97,10 +107,14 @@ async def _result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:
-  """Imports the file as a module, once per process; it can import its siblings, as a Python script can."""
+  """Imports the file as a module, once per process; it can import its siblings, as a Python script
+  can.
+  """
   if not path.is_file():
     raise UserError(f'{where}: {path}: no such file')
-  name = f'jaxrl_llm_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}'
+  name = (
+    f'jaxrl_llm_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}'
+  )
   if name in sys.modules:
     return sys.modules[name]
   if str(path.parent) not in sys.path:
@@ -112,19 +126,36 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
     spec.loader.exec_module(module)
   except (Exception, SystemExit) as error:
     del sys.modules[name]
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [0])[-1]
+    lines = [
+      frame.lineno
+      for frame in traceback.extract_tb(error.__traceback__)
+      if frame.filename == str(path)
+    ]
+    line = (
+      error.lineno
+      if isinstance(error, SyntaxError) and error.filename == str(path)
+      else (lines or [0])[-1]
+    )
     message = ' '.join(str(error).split())
     raise UserError(f'{where}: {path}:{line}: {type(error).__name__}: {message}') from error
   return module
 
 
 def ground_truth(task: Task) -> Json:
-  """Returns the truth with the type that it has in the row; the taskset's text if the taskset made its own."""
+  """Returns the truth with the type that it has in the row; the taskset's text if the taskset made
+  its own.
+  """
   reward_model = task.fields.get('reward_model')
-  values = [reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else None, task.fields.get('answer')]
+  values = [
+    reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else None,
+    task.fields.get('answer'),
+  ]
   for value in values:
-    if value is not None and not isinstance(value, str) and json.dumps(value, ensure_ascii=False) == task.truth:
+    if (
+      value is not None
+      and not isinstance(value, str)
+      and json.dumps(value, ensure_ascii=False) == task.truth
+    ):
       return value
   return task.truth
 
@@ -136,9 +167,15 @@ def data_source(task: Task) -> str:
 
 
 def prompt_text(task: Task) -> str:
-  """Returns the prompt as one text: the row's if it is text, else the message contents joined by blank lines."""
+  """Returns the prompt as one text: the row's if it is text, else the message contents joined by
+  blank lines.
+  """
   prompt = task.fields.get('prompt')
-  return prompt if isinstance(prompt, str) else '\n\n'.join(message['content'] for message in task.prompt)
+  return (
+    prompt
+    if isinstance(prompt, str)
+    else '\n\n'.join(message['content'] for message in task.prompt)
+  )
 
 
 def _number(value: Any, where: str) -> float:
@@ -150,7 +187,8 @@ def _number(value: Any, where: str) -> float:
 def _json(value: Any) -> Json:
   try:
     return json.loads(json.dumps(value, default=repr), parse_constant=str)
-  except (TypeError, ValueError, RecursionError):  # A key that JSON does not allow, or a value that contains itself.
+  # A key that JSON does not allow, or a value that contains itself.
+  except (TypeError, ValueError, RecursionError):
     return repr(value)
 
 
@@ -159,22 +197,29 @@ def _is_part(value: Any) -> bool:
     return False
   try:
     return math.isfinite(float(value))
-  except (TypeError, ValueError, OverflowError):  # An array of several numbers; an integer too large for a float.
+  # An array of several numbers; an integer too large for a float.
+  except (TypeError, ValueError, OverflowError):
     return False
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
-  """Converts a number, or a dict whose value is under one of `keys`; its other numbers become parts, the rest
-  evidence."""
+  """Converts a number, or a dict whose value is under one of `keys`; its other numbers become
+  parts, the rest evidence.
+  """
   if not isinstance(result, Mapping):
     return Verdict(value=_number(result, 'what the function returned'))
   key = next((key for key in keys if key in result), None)
   if key is None:
-    raise KeyError(f'the function returned a dict with {sorted(map(str, result))}, wanted {" or ".join(keys)} in it')
+    raise KeyError(
+      f'the function returned a dict with {sorted(map(str, result))}, wanted {" or ".join(keys)} '
+      'in it'
+    )
   rest = {str(name): value for name, value in result.items() if name != key}
   parts = {name: float(value) for name, value in rest.items() if _is_part(value)}
   return Verdict(
-    value=None if result[key] is None else _number(result[key], f'{key!r} of what the function returned'),
+    value=None
+    if result[key] is None
+    else _number(result[key], f'{key!r} of what the function returned'),
     parts=parts,
     evidence={name: _json(value) for name, value in rest.items() if name not in parts},
   )
@@ -184,7 +229,9 @@ def _none_said() -> Verdict:
   return Verdict(value=None, evidence={'reason': 'the function returned None'})
 
 
-def score_verl(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
+def score_verl(
+  attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]
+) -> Verdict:
   """Scores as verl's reward manager does: the function returns a number, or a dict with `score`."""
   task = attempt.task
   result = function(
@@ -198,21 +245,35 @@ def score_verl(attempt: Attempt, *, function: UserFunction, arguments: Mapping[s
 
 
 def verl_scorer(**options: Any) -> Scorer:
-  """verl's compute_score(data_source, solution_str, ground_truth, extra_info), unchanged; options: `VerlOptions`."""
+  """verl's compute_score(data_source, solution_str, ground_truth, extra_info), unchanged; options:
+  `VerlOptions`.
+  """
   read = from_json(dict(options), VerlOptions, "options of scorer 'verl'")
-  return functools.partial(score_verl, function=UserFunction(read.function, 'verl'), arguments=read.arguments)
+  return functools.partial(
+    score_verl, function=UserFunction(read.function, 'verl'), arguments=read.arguments
+  )
 
 
-def score_python(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
-  """Scores with a function that returns a number, a bool, a dict with `score` or `value`, or None for unscorable."""
-  result = function(prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments)
+def score_python(
+  attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]
+) -> Verdict:
+  """Scores with a function that returns a number, a bool, a dict with `score` or `value`, or None
+  for unscorable.
+  """
+  result = function(
+    prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments
+  )
   return _none_said() if result is None else _verdict(result, ('score', 'value'))
 
 
 def python_scorer(**options: Any) -> Scorer:
-  """A plain Python function f(prompt, completion, truth) -> number, bool or dict; options: `PythonOptions`."""
+  """A plain Python function f(prompt, completion, truth) -> number, bool or dict; options:
+  `PythonOptions`.
+  """
   read = from_json(dict(options), PythonOptions, "options of scorer 'python'")
-  return functools.partial(score_python, function=UserFunction(read.function, 'python'), arguments=read.arguments)
+  return functools.partial(
+    score_python, function=UserFunction(read.function, 'python'), arguments=read.arguments
+  )
 
 
 class UnknownTokens(Sequence):
@@ -229,7 +290,9 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """Returns the rows' fields as TRL passes dataset columns: one list per field, one element per completion."""
+  """Returns the rows' fields as TRL passes dataset columns: one list per field, one element per
+  completion.
+  """
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
   columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in kept}
@@ -247,29 +310,49 @@ def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
   return {name: value for name, value in given.items() if name in parameters}
 
 
-def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: TrlOptions) -> tuple[Verdict, ...]:
+def trl_verdicts(
+  attempts: Sequence[Attempt], function: UserFunction, options: TrlOptions
+) -> tuple[Verdict, ...]:
   """Calls the function once, as `GRPOTrainer` does; returns one verdict per attempt."""
   extras: dict[str, list[Any]] = {}
   metrics: dict[str, float] = {}
   row_prompts = [attempt.task.fields.get('prompt') for attempt in attempts]
-  talks = [options.form == 'conversational' or (options.form == 'row' and isinstance(p, list)) for p in row_prompts]
+  talks = [
+    options.form == 'conversational' or (options.form == 'row' and isinstance(p, list))
+    for p in row_prompts
+  ]
   message = lambda text: [{'role': 'assistant', 'content': text}]
   given = {
     **_columns(attempts, options.truth_column),
-    'prompts': [[dict(m) for m in a.task.prompt] if talk else prompt_text(a.task) for a, talk in zip(attempts, talks)],
-    'completions': [message(a.completion) if talk else a.completion for a, talk in zip(attempts, talks)],
+    'prompts': [
+      [dict(m) for m in a.task.prompt] if talk else prompt_text(a.task)
+      for a, talk in zip(attempts, talks)
+    ],
+    'completions': [
+      message(a.completion) if talk else a.completion for a, talk in zip(attempts, talks)
+    ],
     'completion_ids': [UnknownTokens(attempt.response_len) for attempt in attempts],
     'trainer_state': None,
     'log_extra': lambda column, values: extras.update({column: list(values)}),
     'log_metric': lambda name, value: metrics.update({name: float(value)}),
   }
   rewards = function(**_taken(function.call, given))
-  if isinstance(rewards, str | Mapping) or not isinstance(rewards, Sized) or len(rewards) != len(attempts):
-    raise ValueError(f'the function returned {rewards!r:.200}, wanted a list of {len(attempts)}: a reward for each')
+  if (
+    isinstance(rewards, str | Mapping)
+    or not isinstance(rewards, Sized)
+    or len(rewards) != len(attempts)
+  ):
+    raise ValueError(
+      f'the function returned {rewards!r:.200}, wanted a list of {len(attempts)}: a reward for each'
+    )
   verdicts = []
   for index, reward in enumerate(rewards):
-    evidence = {name: _json(values[index]) for name, values in extras.items() if index < len(values)}
-    value = None if reward is None else _number(reward, f'reward {index} of what the function returned')
+    evidence = {
+      name: _json(values[index]) for name, values in extras.items() if index < len(values)
+    }
+    value = (
+      None if reward is None else _number(reward, f'reward {index} of what the function returned')
+    )
     if value is None or math.isnan(value):  # TRL uses both for "no reward".
       verdicts.append(Verdict(value=None, evidence={**_none_said().evidence, **evidence}))
     else:
@@ -284,14 +367,20 @@ def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) 
 
 
 def score_trl_group(
-  attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, function: UserFunction, options: TrlOptions
+  attempts: tuple[Attempt, ...],
+  scores: tuple[tuple[Score, ...], ...],
+  *,
+  function: UserFunction,
+  options: TrlOptions,
 ) -> tuple[Verdict, ...]:
   """Scores a group by calling the function once on all of its completions."""
   return trl_verdicts(attempts, function, options)
 
 
 def trl_scorer(**options: Any) -> Scorer | PerGroup:
-  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged; options: `TrlOptions`."""
+  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged; options:
+  `TrlOptions`.
+  """
   read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
   function = UserFunction(read.function, 'trl')
   if read.per_group:

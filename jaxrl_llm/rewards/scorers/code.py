@@ -1,8 +1,8 @@
 """Scorer that runs the completion's program against the task's tests, in a sandbox.
 
-The value is 1.0 if all tests pass, else 0.0 (or the fraction that passes, see `credit`); it is None only if the task
-has no valid tests. Whatever the program does, it gets a value; if the sandbox itself fails,
-the scorer raises an exception.
+The value is 1.0 if all tests pass, else 0.0 (or the fraction that passes, see `credit`); it is None
+only if the task has no valid tests. Whatever the program does, it gets a value; if the sandbox
+itself fails, the scorer raises an exception.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeOptions(RemoteOptions):
   credit: Literal['all', 'fraction'] = 'all'
-  """Value of a program that passes only some tests. all: 0; fraction: the fraction it passes, which the part `passed`
-  holds in either case."""
+  """Value of a program that passes only some tests. all: 0; fraction: the fraction it passes, which
+  the part `passed` holds in either case.
+  """
   addresses: tuple[str, ...] = ()
-  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this machine."""
+  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this
+  machine.
+  """
   isolation: Isolation = 'auto'
   """How programs that run on this machine are isolated."""
   wall_s: float = Limits.wall_s
   """Wall-clock limit in seconds for a program with all of its tests.
 
-  It must be below the scorer's deadline_s, so that the program, not the scorer, is blamed for a timeout.
+  It must be below the scorer's deadline_s, so that the program, not the scorer, is blamed for a
+  timeout.
 
-  Unless configured, it is four fifths of deadline_s, but not more than the default (`options_within`).
+  Unless configured, it is four fifths of deadline_s, but not more than the default
+  (`options_within`).
   """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
@@ -66,7 +71,9 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 
 def fenced(text: str) -> str | None:
-  """Returns the last fenced block of Python, closed or not; if there is none, the last block without a language."""
+  """Returns the last fenced block of Python, closed or not; if there is none, the last block
+  without a language.
+  """
   blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
   plain = [code for language, code in blocks if not language]
@@ -76,7 +83,9 @@ def fenced(text: str) -> str | None:
 def _block(fence: re.Match[str]) -> str:
   """Returns the block's code without the indent of its fence, which a block in a list has."""
   indent = len(fence['indent'])
-  return re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
+  return (
+    re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
+  )
 
 
 def _parses(source: str) -> ast.Module | None:
@@ -87,10 +96,16 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether the source is Python that defines or imports something, rather than prose or a usage example."""
+  """Whether the source is Python that defines or imports something, rather than prose or a usage
+  example.
+  """
   tree = _parses(source)
-  kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
-  return tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
+  kinds = (
+    ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
+  )
+  return (
+    tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
+  )
 
 
 def _stands_alone(tree: ast.Module) -> bool:
@@ -120,8 +135,8 @@ def _stands_alone(tree: ast.Module) -> bool:
 def program_of(completion: str, prompt: str) -> str | None:
   """Extracts the completion's program: its last fenced block, else all of it; None if it is blank.
 
-  A program that continues code in the prompt (with an indented body), or repeats only a part of that code, is joined to
-  it.
+  A program that continues code in the prompt (with an indented body), or repeats only a part of
+  that code, is joined to it.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)
@@ -147,12 +162,19 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
   tests, entry_point = fields.get('tests'), fields.get('entry_point')
   if not tests:
     return None
-  if entry_point is not None and not (isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point)):
-    raise ValueError(f'entry_point is {entry_point!r}, wanted the name of a function, or Class().method')
+  if entry_point is not None and not (
+    isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point)
+  ):
+    raise ValueError(
+      f'entry_point is {entry_point!r}, wanted the name of a function, or Class().method'
+    )
   name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
   if isinstance(tests, str):
     if entry_point is None:
-      raise ValueError('tests are a string, and entry_point is missing; wanted the name that check(candidate) receives')
+      raise ValueError(
+        'tests are a string, and entry_point is missing; wanted the name that check(candidate) '
+        'receives'
+      )
     return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
   if isinstance(tests, Sequence):
     if all(isinstance(test, str) for test in tests):
@@ -160,7 +182,10 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
     if all(isinstance(test, Mapping) and {'stdin', 'stdout'} <= test.keys() for test in tests):
       cases = tuple(Case(stdin=str(test['stdin']), stdout=str(test['stdout'])) for test in tests)
       return Work(program='', cases=cases)
-  raise ValueError('tests are neither statements, nor a string that defines check, nor objects with stdin and stdout')
+  raise ValueError(
+    'tests are neither statements, nor a string that defines check, nor objects with stdin and '
+    'stdout'
+  )
 
 
 def read_work(attempt: Attempt) -> Work | Verdict:
@@ -223,22 +248,32 @@ class SandboxHosts(ServiceClient):
 
 
 _SHARE = 0.8
-"""Share of a call's deadline given to the program as its wall-clock limit; the sandbox needs the rest."""
+"""Share of a call's deadline given to the program as its wall-clock limit; the sandbox needs the
+rest.
+"""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
   """Returns the scorer's options, with a wall-clock limit that fits its deadline if they set none.
 
-  Raises UserError if a program that never ends would count as a failure of the scorer rather than score 0.
+  Raises UserError if a program that never ends would count as a failure of the scorer rather than
+  score 0.
   """
   options = dict(config.options)
-  remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf
+  remote_s = (
+    options.get('request_deadline_s', CodeOptions.request_deadline_s)
+    if options.get('addresses')
+    else math.inf
+  )
   if not isinstance(remote_s, int | float):
     return options  # Refused where the options are parsed.
-  wall_s = options.setdefault('wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s))
+  wall_s = options.setdefault(
+    'wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s)
+  )
   if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
     raise UserError(
-      f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take wall_s={wall_s:g}; '
+      f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take '
+      f'wall_s={wall_s:g}; '
       'raise deadline_s above it, so that a program that never ends scores 0'
     )
   return options
@@ -252,9 +287,12 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
     read.check("scorer 'code'")
     if read.wall_s >= read.request_deadline_s:
       raise UserError(
-        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, and its programs may take "
-        f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never ends scores 0'
+        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, and its programs may "
+        'take '
+        f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never '
+        'ends scores 0'
       )
     return Awaited(functools.partial(SandboxHosts, read), concurrency=read.concurrency)
-  Sandboxes(limits, isolation=read.isolation).close()  # Fails at the start on a machine that cannot isolate.
+  # Fails at the start on a machine that cannot isolate.
+  Sandboxes(limits, isolation=read.isolation).close()
   return functools.partial(score_code, options=read)

@@ -1,8 +1,10 @@
 """Checks that a whole completion has the form of a template.
 
-A template is literal text with named fields, such as `<think>{think}</think><answer>{answer}</answer>`. Each literal
-piece (a tag, or text between tags) must occur exactly as often and in the same order as in the template, and no field
-may be blank. White space at both ends and around literal pieces is ignored, in the template and in the completion.
+A template is literal text with named fields, such as
+`<think>{think}</think><answer>{answer}</answer>`. Each literal piece (a tag, or text between tags)
+must occur exactly as often and in the same order as in the template, and no field may be blank.
+White space at both ends and around literal pieces is ignored, in the template and in the
+completion.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ class Piece:
 
 
 def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
-  """Splits a template into its pieces, in order. Raises UserError if the template is malformed or ambiguous."""
+  """Splits a template into its pieces, in order. Raises UserError if the template is malformed or
+  ambiguous.
+  """
 
   def wrong(problem: str) -> UserError:
     example = '<answer>{answer}</answer>'
     return UserError(
-      f'scorer {scorer!r}: template {template!r} {problem}; wanted text with named fields, as in {example!r}'
+      f'scorer {scorer!r}: template {template!r} {problem}; wanted text with named fields, as in '
+      f'{example!r}'
     )
 
   try:
@@ -67,7 +72,9 @@ def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
 
 
 def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
-  """Returns the contents of the template's fields and ''; if the form is wrong, no fields and the reason."""
+  """Returns the contents of the template's fields and ''; if the form is wrong, no fields and the
+  reason.
+  """
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)

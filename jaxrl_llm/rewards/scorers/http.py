@@ -1,8 +1,8 @@
 """A scorer behind HTTP: posts each attempt as JSON and reads the verdict from the response.
 
-Request: `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is a list of chat messages.
-Response: `{value | score, parts?, evidence?}`; a null value means that the attempt cannot be judged. Any other response
-counts as a failure of the scorer, never as a value.
+Request: `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is a
+list of chat messages. Response: `{value | score, parts?, evidence?}`; a null value means that the
+attempt cannot be judged. Any other response counts as a failure of the scorer, never as a value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def request_body(attempt: Attempt) -> dict[str, Json]:
 
 
 def is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+  return (
+    isinstance(value, int | float)
+    and not isinstance(value, bool)
+    and abs(value) <= sys.float_info.max
+  )
 
 
 def read_verdict(answer: Json) -> Verdict:
@@ -47,7 +51,9 @@ def read_verdict(answer: Json) -> Verdict:
   fields = read_object(answer, 'the answer')
   named = [key for key in ('value', 'score') if key in fields]
   if len(named) != 1:
-    raise Malformed(f'the answer has the keys {sorted(fields)}, wanted one of value and score among them')
+    raise Malformed(
+      f'the answer has the keys {sorted(fields)}, wanted one of value and score among them'
+    )
   value = fields[named[0]]
   if value is not None and not is_number(value):
     raise Malformed(f'the answer has {named[0]} {value!r:.100}, wanted a finite number or null')
@@ -71,7 +77,9 @@ class Endpoint(ServiceClient):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """An HTTP endpoint that receives each attempt and responds with its value; options: `EndpointOptions`."""
+  """An HTTP endpoint that receives each attempt and responds with its value; options:
+  `EndpointOptions`.
+  """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")
   return Awaited(functools.partial(Endpoint, read), concurrency=read.concurrency)

@@ -1,4 +1,6 @@
-"""Scorer for school questions: grades each by its kind against the reference answer, with the functions of `answer`."""
+"""Scorer for school questions: grades each by its kind against the reference answer, with the
+functions of `answer`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class K12Options(AnswerOptions):
   mode: Mode | None = None
   """Mode for tasks that state no kind; None: such tasks cannot be scored."""
   kind_field: str = 'kind'
-  """Field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
+  """Field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s
+  modes.
+  """
   extraction: Methods = ANYWHERE
   units: Units = 'stated'
 
@@ -31,18 +35,25 @@ class K12Options(AnswerOptions):
     return LIBRARIES  # A row may name any kind.
 
 
-def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]) -> Verdict:
-  """Scores 1.0 if the answer agrees with the reference by the rules of the task's kind, else 0.0; None for an unknown
-  kind."""
+def score_k12(
+  attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]
+) -> Verdict:
+  """Scores 1.0 if the answer agrees with the reference by the rules of the task's kind, else 0.0;
+  None for an unknown kind.
+  """
   kind = field_of(attempt.task, options.kind_field) or options.mode
   if not isinstance(kind, str) or kind not in by_kind:
-    return Verdict(value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'})
+    return Verdict(
+      value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'}
+    )
   verdict = score_answer(attempt, options=by_kind[kind])
   return dataclasses.replace(verdict, evidence={'kind': kind, **verdict.evidence})
 
 
 def k12_scorer(**options: Any) -> Scorer:
-  """School questions, compared with a reference by their kind (choice, numeric, text, …); options: `K12Options`."""
+  """School questions, compared with a reference by their kind (choice, numeric, text, …); options:
+  `K12Options`.
+  """
   read = read_options(K12Options, options, 'k12')
   by_kind = {kind: dataclasses.replace(read, mode=kind) for kind in typing.get_args(Mode)}
   scorer = functools.partial(score_k12, options=read, by_kind=by_kind)

@@ -1,16 +1,19 @@
 """Language-consistency scorer: the share of a text's words that are in the target language.
 
-Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2) rewards the proportion of target-language words in the reasoning.
-The paper does not define a word; these rules are ours, deterministic and without a model:
+Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2) rewards the proportion of target-language
+words in the reasoning. The paper does not define a word; these rules are ours, deterministic and
+without a model:
 
-1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`, commands), tags and
-   URLs are removed. A fence that is never closed runs to the end.
-2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word. A single letter of any
-   other script is not a word (`x`, `A`: variables and option labels), nor are digits and signs.
-3. A word belongs to a language that uses its script. If several supported languages use it, the sentence (up to a full
-   stop or the end of the line) decides: Latin words belong to the language whose function words are most frequent, with
-   ties in favour of the target; Han characters are Japanese in a sentence with kana and Chinese in one without, and
-   count as either if there are fewer than five and no kana.
+1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`,
+   commands), tags and URLs are removed. A fence that is never closed runs to the end.
+2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word. A
+   single letter of any other script is not a word (`x`, `A`: variables and option labels), nor are
+   digits and signs.
+3. A word belongs to a language that uses its script. If several supported languages use it, the
+   sentence (up to a full stop or the end of the line) decides: Latin words belong to the language
+   whose function words are most frequent, with ties in favour of the target; Han characters are
+   Japanese in a sentence with kana and Chinese in one without, and count as either if there are
+   fewer than five and no kana.
 
 A text without words scores 0.
 """
@@ -32,7 +35,9 @@ Language = Literal[
   'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru', 'ta', 'tr', 'vi',
   'zh',
 ]  # fmt: skip
-"""ISO 639-1 codes. If only one language listed here uses a script, all text in it counts as that: Persian as `ar`."""
+"""ISO 639-1 codes. If only one language listed here uses a script, all text in it counts as that:
+Persian as `ar`.
+"""
 
 SCRIPTS: dict[str, frozenset[str]] = {
   'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}), 'he': frozenset({'HEBREW'}),
@@ -73,12 +78,16 @@ _CLOSING = {'```': '```', '~~~': '~~~', '`': '`', '$$': '$$', r'\(': r'\)', r'\[
 class LanguageOptions:
   language: Language = 'en'
   field: str = 'think'
-  """Template field to score; a completion without the template's form scores 0. Empty: the whole completion."""
+  """Template field to score; a completion without the template's form scores 0. Empty: the whole
+  completion.
+  """
   template: str = '<think>{think}</think><answer>{answer}</answer>'
 
 
 def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
-  """Returns the closing mark and the range to search for it; `$` and a backtick must close on the same line."""
+  """Returns the closing mark and the range to search for it; `$` and a backtick must close on the
+  same line.
+  """
   mark = opening.group()
   start = opening.end()
   if opening['name']:
@@ -112,12 +121,18 @@ def prose(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def script(letter: str) -> str:
-  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other non-letters."""
+  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other
+  non-letters.
+  """
   category = unicodedata.category(letter)
   if category[0] != 'L':
     return 'MARK' if category[0] == 'M' else ''
-  first = re.split('[ -]', unicodedata.name(letter, '').removeprefix('FULLWIDTH ').removeprefix('HALFWIDTH '))[0]
-  return {'CJK': 'HAN', 'IDEOGRAPHIC': 'HAN', 'HIRAGANA': 'KANA', 'KATAKANA': 'KANA'}.get(first, first)
+  first = re.split(
+    '[ -]', unicodedata.name(letter, '').removeprefix('FULLWIDTH ').removeprefix('HALFWIDTH ')
+  )[0]
+  return {'CJK': 'HAN', 'IDEOGRAPHIC': 'HAN', 'HIRAGANA': 'KANA', 'KATAKANA': 'KANA'}.get(
+    first, first
+  )
 
 
 def words(sentence: str) -> list[tuple[str, str]]:
@@ -138,12 +153,16 @@ def words(sentence: str) -> list[tuple[str, str]]:
 def _latin(sentence: list[str], language: str) -> bool:
   """Whether the sentence's Latin words belong to the language."""
   occurrences = collections.Counter(word.casefold() for word in sentence)
-  counts = {name: sum(occurrences[word] for word in function) for name, function in FUNCTION_WORDS.items()}
+  counts = {
+    name: sum(occurrences[word] for word in function) for name, function in FUNCTION_WORDS.items()
+  }
   return counts[language] == max(counts.values())
 
 
 def share(text: str, language: Language) -> tuple[float, int]:
-  """Returns the share of words in the language, and the number of words; (0, 0) for a text without words."""
+  """Returns the share of words in the language, and the number of words; (0, 0) for a text without
+  words.
+  """
   scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
   right = total = 0
   for sentence in _SENTENCE.findall(prose(unicodedata.normalize('NFC', text))):
@@ -151,17 +170,25 @@ def share(text: str, language: Language) -> tuple[float, int]:
     by_script = collections.Counter(of for _, of in counted)
     total += len(counted)
     fits = {of: by_script[of] for of in scripts}
-    if scripts == {'LATIN'} and not _latin([word for word, of in counted if of == 'LATIN'], language):
+    if scripts == {'LATIN'} and not _latin(
+      [word for word, of in counted if of == 'LATIN'], language
+    ):
       fits['LATIN'] = 0
     few = by_script['HAN'] < _FEW_HAN
-    if (language == 'ja' and not by_script['KANA'] and not few) or (language == 'zh' and by_script['KANA']):
+    if (language == 'ja' and not by_script['KANA'] and not few) or (
+      language == 'zh' and by_script['KANA']
+    ):
       fits['HAN'] = 0
     right += sum(fits.values())
   return (right / total if total else 0.0), total
 
 
-def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]) -> Verdict:
-  """Scores the share of words in the language, in [0, 1]; 0 if there are no words or the template does not fit."""
+def score_language(
+  attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]
+) -> Verdict:
+  """Scores the share of words in the language, in [0, 1]; 0 if there are no words or the template
+  does not fit.
+  """
   text = attempt.completion
   if options.field:
     fields, wrong = read_fields(text, pieces)
@@ -169,14 +196,20 @@ def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[
       return Verdict(value=0.0, evidence={'reason': wrong})
     text = fields[options.field]
   value, count = share(text, options.language)
-  return Verdict(value=value, evidence={'words': count} if count else {'words': 0, 'reason': 'no words'})
+  return Verdict(
+    value=value, evidence={'words': count} if count else {'words': 0, 'reason': 'no words'}
+  )
 
 
 def language_scorer(**options: Any) -> Scorer:
-  """Share of target-language words in the reasoning (R1's language consistency); options: `LanguageOptions`."""
+  """Share of target-language words in the reasoning (R1's language consistency); options:
+  `LanguageOptions`.
+  """
   read = read_options(LanguageOptions, options, 'language')
   pieces = read_template(read.template, 'language') if read.field else ()
   names = [piece.text for piece in pieces if piece.field]
   if read.field and read.field not in names:
-    raise UserError(f"scorer 'language': template {read.template!r} has no field {read.field!r}; it has {names}")
+    raise UserError(
+      f"scorer 'language': template {read.template!r} has no field {read.field!r}; it has {names}"
+    )
   return functools.partial(score_language, options=read, pieces=pieces)

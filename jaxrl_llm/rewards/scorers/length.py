@@ -1,8 +1,8 @@
 """Length rewards as scorers: DAPO's overlong penalty per sample, Kimi's length reward per group.
 
-The formulas are those of `advantages.shaping`. An algorithm with the same option (`overlong_buffer_len`,
-`length_reward_weight`) adds them too: use one or the other. Kimi's warm-up counts steps, which a scorer does not know,
-so it is available in the algorithm only.
+The formulas are those of `advantages.shaping`. An algorithm with the same option
+(`overlong_buffer_len`, `length_reward_weight`) adds them too: use one or the other. Kimi's warm-up
+counts steps, which a scorer does not know, so it is available in the algorithm only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class OverlongOptions:
 def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
   """Returns the penalty of one response, in [−factor, 0]."""
   penalty = overlong_penalty(
-    [attempt.response_len], max_length=options.max_length, buffer=options.buffer, factor=options.factor
+    [attempt.response_len],
+    max_length=options.max_length,
+    buffer=options.buffer,
+    factor=options.factor,
   )
   return Verdict(value=float(penalty[0]), evidence={'length': attempt.response_len})
 
@@ -38,14 +41,17 @@ def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
 def overlong_scorer(**options: Any) -> Scorer:
   """DAPO's penalty for responses near the limit, in [-factor, 0]; options: `OverlongOptions`."""
   read = read_options(OverlongOptions, options, 'overlong')
-  overlong_penalty([], max_length=read.max_length, buffer=read.buffer)  # Refuses an impossible buffer at the start.
+  # Refuses an impossible buffer at the start.
+  overlong_penalty([], max_length=read.max_length, buffer=read.buffer)
   return functools.partial(score_overlong, options=read)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthOptions:
   correct_by: str = ''
-  """Name of the scorer that decides correctness (value of at least 1); empty: the first in force for the sample."""
+  """Name of the scorer that decides correctness (value of at least 1); empty: the first in force
+  for the sample.
+  """
 
 
 def score_length(
@@ -74,5 +80,9 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
 
 
 def length_scorer(**options: Any) -> PerGroup:
-  """Kimi's length reward: in a group, shorter correct answers gain, longer ones lose; options: `LengthOptions`."""
-  return PerGroup(functools.partial(score_length, options=read_options(LengthOptions, options, 'length')))
+  """Kimi's length reward: in a group, shorter correct answers gain, longer ones lose; options:
+  `LengthOptions`.
+  """
+  return PerGroup(
+    functools.partial(score_length, options=read_options(LengthOptions, options, 'length'))
+  )

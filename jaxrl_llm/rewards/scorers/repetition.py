@@ -1,9 +1,11 @@
 """Repetition penalty.
 
-penalty = −max · (1 − distinct n-grams / n-grams), over the completion's case-folded words; 0 for fewer than n words.
+penalty = −max · (1 − distinct n-grams / n-grams), over the completion's case-folded words; 0 for
+fewer than n words.
 
-Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated n-grams; the
-formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. Linear time.
+Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated
+n-grams; the formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. Linear
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _WORD = re.compile(rf'[{_SINGLE}]|[^\s{_SINGLE}]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionOptions:
   ngram: int = 3
-  """N-gram size in words; a Han or kana character counts as a word, since these scripts have no spaces."""
+  """N-gram size in words; a Han or kana character counts as a word, since these scripts have no
+  spaces.
+  """
   max_penalty: float = 1.0
   """Upper limit of the penalty; a completion that keeps repeating one n-gram approaches it."""
 
@@ -50,4 +54,6 @@ def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict
 
 def repetition_scorer(**options: Any) -> Scorer:
   """Penalty in [-max, 0] for repeated n-grams; options: `RepetitionOptions`."""
-  return functools.partial(score_repetition, options=read_options(RepetitionOptions, options, 'repetition'))
+  return functools.partial(
+    score_repetition, options=read_options(RepetitionOptions, options, 'repetition')
+  )

@@ -1,7 +1,9 @@
-"""Scorers for visual grounding: the IoU of a box with the true box, and whether a point is in the true region.
+"""Scorers for visual grounding: the IoU of a box with the true box, and whether a point is in the
+true region.
 
-Coordinates are compared as written; the task defines their unit (pixels or thousandths). All arithmetic is exact.
-Questions about images whose answer is a number, a letter or words are for `answer` and `k12`.
+Coordinates are compared as written; the task defines their unit (pixels or thousandths). All
+arithmetic is exact. Questions about images whose answer is a number, a letter or words are for
+`answer` and `k12`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,14 @@ _XML = re.compile(rf'<point\s+x="({_NUMBER})"\s+y="({_NUMBER})"', re.ASCII)
 
 
 def parse_box(text: str, form: str = 'xyxy') -> Box | None:
-  """Returns the only box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, top left and bottom right; None if
-  there is no box, if two differ, or if the box has no area."""
-  boxes = {tuple(map(Fraction, numbers)) for pattern in (_FOUR, _CORNERS) for numbers in pattern.findall(text)}
+  """Returns the only box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, top left and
+  bottom right; None if there is no box, if two differ, or if the box has no area.
+  """
+  boxes = {
+    tuple(map(Fraction, numbers))
+    for pattern in (_FOUR, _CORNERS)
+    for numbers in pattern.findall(text)
+  }
   if len(boxes) != 1:
     return None
   a, b, c, d = boxes.pop()
@@ -52,9 +59,12 @@ def parse_box(text: str, form: str = 'xyxy') -> Box | None:
 
 
 def parse_point(text: str) -> Point | None:
-  """Returns the only point in the text (`(x, y)`, `[x, y]`, `<point x="…" y="…"`); None if there is none or two
-  differ."""
-  points = {tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)}
+  """Returns the only point in the text (`(x, y)`, `[x, y]`, `<point x="…" y="…"`); None if there is
+  none or two differ.
+  """
+  points = {
+    tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)
+  }
   return Point(*points.pop()) if len(points) == 1 else None
 
 
@@ -68,18 +78,23 @@ def iou(a: Box, b: Box) -> Fraction:
 
 
 def parse_region(text: str) -> tuple[Point, ...] | None:
-  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if malformed or
-  flat."""
+  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if
+  malformed or flat.
+  """
   try:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
   except (ValueError, RecursionError):
     return None
   numbers = lambda items, count: (
-    isinstance(items, list) and len(items) == count and all(isinstance(item, Fraction) for item in items)
+    isinstance(items, list)
+    and len(items) == count
+    and all(isinstance(item, Fraction) for item in items)
   )
   if numbers(value, 4):
     x1, y1, x2, y2 = value
-    corners = [Point(x1, y1), Point(x2, y1), Point(x2, y2), Point(x1, y2)] if x1 < x2 and y1 < y2 else []
+    corners = (
+      [Point(x1, y1), Point(x2, y1), Point(x2, y2), Point(x1, y2)] if x1 < x2 and y1 < y2 else []
+    )
   elif isinstance(value, list) and len(value) >= 3 and all(numbers(corner, 2) for corner in value):
     corners = [Point(*corner) for corner in value]
   else:
@@ -89,11 +104,15 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
 
 
 def contains(region: Sequence[Point], point: Point) -> bool:
-  """Whether the point is inside the polygon or on its edge; even-odd rule for self-intersecting polygons."""
+  """Whether the point is inside the polygon or on its edge; even-odd rule for self-intersecting
+  polygons.
+  """
   inside = False
   for a, b in zip(region, [*region[1:], *region[:1]]):
     side = (b.x - a.x) * (point.y - a.y) - (b.y - a.y) * (point.x - a.x)
-    between = min(a.x, b.x) <= point.x <= max(a.x, b.x) and min(a.y, b.y) <= point.y <= max(a.y, b.y)
+    between = min(a.x, b.x) <= point.x <= max(a.x, b.x) and min(a.y, b.y) <= point.y <= max(
+      a.y, b.y
+    )
     if side == 0 and between:
       return True
     if (a.y > point.y) != (b.y > point.y) and (side > 0) == (b.y > a.y):
@@ -123,11 +142,15 @@ class PointOptions:
 
 def _answer(attempt: Attempt, extraction: Methods, tag: str) -> str:
   prompts = [message['content'] for message in attempt.task.prompt]
-  return unboxed(extract(attempt.completion, method=extraction, tag=tag, prompts=prompts).answer or '')
+  return unboxed(
+    extract(attempt.completion, method=extraction, tag=tag, prompts=prompts).answer or ''
+  )
 
 
 def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
-  """Scores the IoU of the answer's box with the true box, in [0, 1]; 0 if the answer is not a single box with area."""
+  """Scores the IoU of the answer's box with the true box, in [0, 1]; 0 if the answer is not a
+  single box with area.
+  """
   truth = parse_box(attempt.task.truth or '', options.form)
   if truth is None:
     return Verdict(value=None, evidence={'reason': 'the truth is not one box with an area'})
@@ -136,23 +159,33 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
   overlap = iou(truth, box)
   # Converted from the threshold's text, since Fraction(0.7) is slightly less than 7/10.
-  value = float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
-  return Verdict(value=value, parts={'iou': float(overlap)}, evidence={'box': [float(number) for number in box]})
+  value = (
+    float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
+  )
+  return Verdict(
+    value=value, parts={'iou': float(overlap)}, evidence={'box': [float(number) for number in box]}
+  )
 
 
 def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
   """Scores 1.0 if the answer's point is in the true region or on its edge, else 0.0."""
   region = parse_region(attempt.task.truth or '')
   if region is None:
-    return Verdict(value=None, evidence={'reason': 'the truth is neither a box nor a polygon with an area'})
+    return Verdict(
+      value=None, evidence={'reason': 'the truth is neither a box nor a polygon with an area'}
+    )
   point = parse_point(_answer(attempt, options.extraction, options.tag))
   if point is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one point'})
-  return Verdict(value=float(contains(region, point)), evidence={'point': [float(point.x), float(point.y)]})
+  return Verdict(
+    value=float(contains(region, point)), evidence={'point': [float(point.x), float(point.y)]}
+  )
 
 
 def box_iou_scorer(**options: Any) -> Scorer:
-  """Intersection over union of a box `[x1, y1, x2, y2]` with the true one; options: `BoxOptions`."""
+  """Intersection over union of a box `[x1, y1, x2, y2]` with the true one; options:
+  `BoxOptions`.
+  """
   return functools.partial(score_box_iou, options=read_options(BoxOptions, options, 'box_iou'))
 
 

@@ -1,7 +1,9 @@
-"""Embedded engine: continuous batching in the trainer's process with a fixed number of decode slots.
+"""Embedded engine: continuous batching in the trainer's process with a fixed number of decode
+slots.
 
-Invariant: how busy the engine is affects when a token is sampled, never which token: a prompt's bucket and the decode
-width depend only on the request and the configuration, and randomness is keyed by request, sample and position.
+Invariant: how busy the engine is affects when a token is sampled, never which token: a prompt's
+bucket and the decode width depend only on the request and the configuration, and randomness is
+keyed by request, sample and position.
 """
 
 from __future__ import annotations
@@ -26,16 +28,22 @@ from jaxrl_llm.rollout.embedded.scheduler import Job, Scheduler, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
-  """Shapes of the embedded engine; they affect memory and compilation, not the random numbers of sampling."""
+  """Shapes of the embedded engine; they affect memory and compilation, not the random numbers of
+  sampling.
+  """
 
   slots: int = 64
   """Number of sequences decoded at a time."""
   prefill_rows: int = 8
   """Number of prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
-  """Padded prompt lengths in tokens, one program each; empty: powers of two from 16 up to the longest sequence."""
+  """Padded prompt lengths in tokens, one program each; empty: powers of two from 16 up to the
+  longest sequence.
+  """
   decode_steps: int = 16
-  """Maximum tokens per slot and device call; finished sequences and weight updates wait for the call to end."""
+  """Maximum tokens per slot and device call; finished sequences and weight updates wait for the
+  call to end.
+  """
   max_stop_ids: int = 8
   """Maximum number of stop tokens per request."""
   filters: bool = True
@@ -46,7 +54,10 @@ class EmbeddedConfig:
       if getattr(self, name) < 1:
         raise UserError(f'rollout.embedded.{name}: got {getattr(self, name)}, wanted at least 1')
     if any(bucket < 1 for bucket in self.prefill_buckets):
-      raise UserError(f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token counts')
+      raise UserError(
+        f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token '
+        'counts'
+      )
 
   def unsupported(self, sampling: Sampling) -> str | None:
     """Returns why an engine with this configuration cannot use these parameters; None if it can."""
@@ -57,12 +68,15 @@ class EmbeddedConfig:
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
   """Returns unique ascending buckets of at most `max_length`; by default powers of two from 16."""
-  # Prefill omits the prompt's last token, and at least one is sampled: at most max_length - 2 tokens.
+  # Prefill omits the prompt's last token, and at least one is sampled: at most max_length - 2
+  # tokens.
   buckets = buckets or tuple(1 << i for i in range(4, max(15, max_length - 3).bit_length() + 1))
   return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
 
 
-def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device) -> Programs:
+def build_programs(
+  model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device
+) -> Programs:
   """Builds the uncompiled programs of an engine for sequences of at most `max_length` tokens."""
   return Programs(
     model,
@@ -77,11 +91,13 @@ def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device
 
 
 class EmbeddedEngine:
-  """Engine that samples from a JAX model in this process; see `rollout.api.Engine` for the methods' contracts.
+  """Engine that samples from a JAX model in this process; see `rollout.api.Engine` for the methods'
+  contracts.
 
-  A weight update keeps the KV cache of running completions: their later tokens attend to keys and values of both
-  versions, and their segments record the version of each token. Prompts that were prefilled but not yet admitted are
-  prefilled again. At staleness bound 0 nothing runs during a weight update.
+  A weight update keeps the KV cache of running completions: their later tokens attend to keys and
+  values of both versions, and their segments record the version of each token. Prompts that were
+  prefilled but not yet admitted are prefilled again. At staleness bound 0 nothing runs during a
+  weight update.
   """
 
   def __init__(
@@ -97,7 +113,8 @@ class EmbeddedEngine:
   ):
     """
     Args:
-      model: an 'lm' model; its `options.dtype` is the data type of weights, activations and KV cache here.
+      model: an 'lm' model; its `options.dtype` is the data type of weights, activations and KV
+        cache here.
       max_length: longest sequence in tokens, prompt included.
       seed: seed of all sampling, combined with each request's key.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
@@ -106,10 +123,14 @@ class EmbeddedEngine:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
+    """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens,
+    completions.
+    """
     self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
-    self._programs = build_programs(model, config, max_length, jax.local_devices()[0] if device is None else device)
+    self._programs = build_programs(
+      model, config, max_length, jax.local_devices()[0] if device is None else device
+    )
     self._version: Version | None = None
     self._scheduler = Scheduler(
       name=name,
@@ -146,14 +167,20 @@ class EmbeddedEngine:
     self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, weights: Weights) -> None:
-    """Loads weights. The probe is not checked, because this is the trainer's own model in its own process."""
+    """Loads weights. The probe is not checked, because this is the trainer's own model in its own
+    process.
+    """
     version = weights.version
     async with self._turns:
       self._check_alive()
       try:
         await self._run(lambda: self._programs.load(dict(weights.leaves)))
       except asyncio.CancelledError:
-        self._fail(RunError(f'engine {self.name}: a load was aborted half-way, so its weights have no known version'))
+        self._fail(
+          RunError(
+            f'engine {self.name}: a load was aborted half-way, so its weights have no known version'
+          )
+        )
         raise
       self._version = version
       self._scheduler.reweigh(version)
@@ -176,7 +203,9 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        result = await job.results.get()  # wait completion: the driver answers or fails all; `collect`, `suite`
+        result = (
+          await job.results.get()
+        )  # wait completion: the driver answers or fails all; `collect`, `suite`
         if isinstance(result, Exception):
           raise result
         yield result
@@ -185,12 +214,16 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _check(self, request: Request) -> int:
-    """Returns the bucket of the request's prompt; raises UserError if this engine cannot serve the request."""
+    """Returns the bucket of the request's prompt; raises UserError if this engine cannot serve the
+    request.
+    """
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:
       raise UserError(
-        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
-        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
+        f'{self._max_length} of '
+        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for '
+        'fewer'
       )
     # The first decode step takes the prompt's last token, so that prefill does not sample.
     buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
@@ -200,7 +233,10 @@ class EmbeddedEngine:
         f'{self._programs.buckets}; add one of at least {length - 1}'
       )
     if not all(0 <= token < self._vocab for token in (*request.prompt, *request.stop_ids)):
-      raise UserError(f'{where}: token ids outside the vocabulary of {self._vocab}; another tokenizer than the model?')
+      raise UserError(
+        f'{where}: token ids outside the vocabulary of {self._vocab}; another tokenizer than the '
+        'model?'
+      )
     if len(request.stop_ids) > self._config.max_stop_ids:
       raise UserError(
         f'{where}: {len(request.stop_ids)} stop ids, wanted at most rollout.embedded.max_stop_ids '
@@ -215,7 +251,9 @@ class EmbeddedEngine:
       raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
-    """Runs turns while there is work. An error ends the engine: its state was donated to the failed call."""
+    """Runs turns while there is work. An error ends the engine: its state was donated to the failed
+    call.
+    """
     try:
       while True:
         async with self._turns:
@@ -227,7 +265,11 @@ class EmbeddedEngine:
         if turn is None:
           await self._wake.wait()  # wait request: none, an engine waits for its next
     except Exception as error:
-      logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._scheduler.jobs()))
+      logging.exception(
+        'engine %s: a device call failed; %d requests with it',
+        self.name,
+        len(self._scheduler.jobs()),
+      )
       self._fail(error)
 
   def _fail(self, error: Exception) -> None:

@@ -1,8 +1,9 @@
 """Compiled programs of the embedded engine (prefill, admit, decode) and their state on the device.
 
-Invariant: every shape is fixed when the programs are built (`slots` rows for decode, `prefill_rows` rows and a planned
-bucket for prefill), so a row's arithmetic does not depend on the other rows, and nothing compiles later: the programs
-are compiled ahead of time and reject other shapes. Not thread-safe: call from one thread only.
+Invariant: every shape is fixed when the programs are built (`slots` rows for decode, `prefill_rows`
+rows and a planned bucket for prefill), so a row's arithmetic does not depend on the other rows, and
+nothing compiles later: the programs are compiled ahead of time and reject other shapes. Not
+thread-safe: call from one thread only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Slots(NamedTuple):
 
 
 class Admission(NamedTuple):
-  """One slot's row of the matrix for `admit`, with columns in this order; floats and key words are stored as bits."""
+  """One slot's row of the matrix for `admit`, with columns in this order; floats and key words are
+  stored as bits.
+  """
 
   source: int
   """Row of the prefill; -1: the slot keeps its state."""
@@ -106,19 +109,29 @@ class Programs:
       max_stop_ids: maximum number of stop tokens per request.
       device: device of the weights, the slots and the programs.
     """
-    self.slots, self.buckets, self.prefill_rows, self.decode_steps = slots, buckets, prefill_rows, decode_steps
+    self.slots, self.buckets, self.prefill_rows, self.decode_steps = (
+      slots,
+      buckets,
+      prefill_rows,
+      decode_steps,
+    )
     self.max_stop_ids, self.max_length = max_stop_ids, max_length
     self._model, self._place = model, SingleDeviceSharding(device)
-    self._shapes = self._abstract(jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0)))))
+    self._shapes = self._abstract(
+      jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0))))
+    )
     self._shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.options.dtype), sharding=self._place), self._shapes
+      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.options.dtype), sharding=self._place),
+      self._shapes,
     )
     self._empty = functools.partial(_empty_slots, model, slots, max_length, max_stop_ids)
     self._params: Params | None = None
     self._state: Slots | None = None
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
-    """Lowers every program of the engine; keys are ('prefill' or 'admit', bucket) and ('decode', whether filtered)."""
+    """Lowers every program of the engine; keys are ('prefill' or 'admit', bucket) and ('decode',
+    whether filtered).
+    """
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
@@ -130,17 +143,22 @@ class Programs:
       lowered['prefill', bucket] = prefill.lower(self._shapes, ints(self.prefill_rows, bucket))
       prefilled = self._abstract(lowered['prefill', bucket].out_info)
       admit = jax.jit(_admit, donate_argnums=0)
-      lowered['admit', bucket] = admit.lower(state, prefilled, ints(self.slots, 9 + self.max_stop_ids))
+      lowered['admit', bucket] = admit.lower(
+        state, prefilled, ints(self.slots, 9 + self.max_stop_ids)
+      )
     for kind in sorted({False, filtered}):
       decode = jax.jit(
-        functools.partial(_decode, self._model, steps=self.decode_steps, filtered=kind), donate_argnums=1
+        functools.partial(_decode, self._model, steps=self.decode_steps, filtered=kind),
+        donate_argnums=1,
       )
       lowered['decode', kind] = decode.lower(self._shapes, state, ints(1 + self.slots))
     return lowered
 
   def compile(self, *, filtered: bool) -> None:
     """Compiles every program (filtered sampling only if `filtered`) and empties the slots."""
-    self._compiled = {name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()}
+    self._compiled = {
+      name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()
+    }
     self._state = jax.jit(self._empty, out_shardings=self._place)()
 
   def load(self, params: Params) -> None:
@@ -154,9 +172,14 @@ class Programs:
       if name not in wanted or shapes.get(name) != wanted[name].shape
     ]
     if wrong:
-      raise ValueError(f'weights do not match this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}')
+      raise ValueError(
+        f'weights do not match this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}'
+      )
     # np.array always copies, even from a CPU device array, so device_put may alias the result.
-    copies = {name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place) for name, leaf in given.items()}
+    copies = {
+      name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place)
+      for name, leaf in given.items()
+    }
     self._params = jax.block_until_ready(unflatten(copies))
 
   def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
@@ -165,13 +188,16 @@ class Programs:
 
   def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
     """Copies prefilled rows into slots and sets the slots' other fields; see `Admission`."""
-    self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](self._state, prefilled, admissions)
+    self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](
+      self._state, prefilled, admissions
+    )
 
   def decode(self, control: Int32[np.ndarray, 'controls'], *, filtered: bool) -> Decoded:
     """Samples up to `decode_steps` tokens in every active slot.
 
     Args:
-      control: number of active slots at which to stop early, then for each slot 1 if it may continue, else 0.
+      control: number of active slots at which to stop early, then for each slot 1 if it may
+        continue, else 0.
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
@@ -179,7 +205,9 @@ class Programs:
     return Decoded(rows[:steps], rows[steps : 2 * steps].view(np.float32), rows[-2], rows[-1])
 
   def _abstract(self, tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), tree)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), tree
+    )
 
 
 def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
@@ -200,7 +228,9 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
 
 
 def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """Computes keys and values of padded prompts; decode overwrites those of padding before any token attends to them."""
+  """Computes keys and values of padded prompts; decode overwrites those of padding before any token
+  attends to them.
+  """
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
   _, cache = model.decode(params, tokens, positions, model.init_cache(rows, bucket))
@@ -231,10 +261,14 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
     stop_ids=admissions[:, 9:],
   )
 
-  def keep(fresh: Shaped[Array, 'slots *entry'], old: Shaped[Array, 'slots *entry']) -> Shaped[Array, 'slots *entry']:
+  def keep(
+    fresh: Shaped[Array, 'slots *entry'], old: Shaped[Array, 'slots *entry']
+  ) -> Shaped[Array, 'slots *entry']:
     return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), fresh, old)
 
-  return Slots(new.cache, *(keep(fresh, old) for fresh, old in zip(new[1:], state[1:], strict=True)))
+  return Slots(
+    new.cache, *(keep(fresh, old) for fresh, old in zip(new[1:], state[1:], strict=True))
+  )
 
 
 class _Carry(NamedTuple):
@@ -246,9 +280,17 @@ class _Carry(NamedTuple):
 
 
 def _decode(
-  model: Model, params: Params, state: Slots, control: Int32[Array, 'controls'], *, steps: int, filtered: bool
+  model: Model,
+  params: Params,
+  state: Slots,
+  control: Int32[Array, 'controls'],
+  *,
+  steps: int,
+  filtered: bool,
 ) -> tuple[Slots, Int32[Array, 'rows slots']]:
-  """Runs decode steps; returns all results as one integer array, so that they need one transfer to the host."""
+  """Runs decode steps; returns all results as one integer array, so that they need one transfer to
+  the host.
+  """
   slots = state.token.shape[0]
   kernel = model.head_kernel(params)
   state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))
@@ -260,7 +302,10 @@ def _decode(
     state = carry.state
     hidden, cache = model.decode(params, state.token[:, None], state.position[:, None], state.cache)
     logits = jax.lax.dot_general(
-      hidden[:, 0], kernel.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+      hidden[:, 0],
+      kernel.astype(hidden.dtype),
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
     )
     common = (logits, state.key, state.position + 1, state.temperature)
     drawn = draw_filtered(*common, state.top_k, state.top_p) if filtered else draw(*common)
@@ -282,7 +327,9 @@ def _decode(
   def zeros(*shape: int, dtype=jnp.int32) -> Array:
     return jnp.zeros(shape, dtype)
 
-  start = _Carry(zeros(), state, zeros(steps, slots), zeros(steps, slots, dtype=jnp.float32), zeros(slots))
+  start = _Carry(
+    zeros(), state, zeros(steps, slots), zeros(steps, slots, dtype=jnp.float32), zeros(slots)
+  )
   end = jax.lax.while_loop(go_on, advance, start)
   bits = jax.lax.bitcast_convert_type(end.logprobs, jnp.int32)
   out = jnp.concatenate([end.tokens, bits, end.produced[None], end.state.remaining[None]])

@@ -1,11 +1,12 @@
 """Token sampling with counter-based randomness: from logits to a token and its logprob.
 
-Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the other rows, the
-row's index, or earlier calls. A token of probability zero is never sampled.
+Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the
+other rows, the row's index, or earlier calls. A token of probability zero is never sampled.
 
-Sampling inverts the cumulative distribution in two levels, first over blocks of the vocabulary and then within one,
-with one uniform number each. On a CPU this is 20 times as fast as the Gumbel trick for a vocabulary of 32k, and 2.7
-times for one of 32, because it needs two random numbers per row instead of one per token.
+Sampling inverts the cumulative distribution in two levels, first over blocks of the vocabulary and
+then within one, with one uniform number each. On a CPU this is 20 times as fast as the Gumbel trick
+for a vocabulary of 32k, and 2.7 times for one of 32, because it needs two random numbers per row
+instead of one per token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ class Draw(NamedTuple):
 
   tokens: Int32[Array, 'rows']
   logprobs: Float32[Array, 'rows']
-  """Logprobs under the temperature-scaled distribution after any filters; of greedy rows, under the unscaled one."""
+  """Logprobs under the temperature-scaled distribution after any filters; of greedy rows, under the
+  unscaled one.
+  """
 
 
 def row_key(*, seed: int, words: tuple[int, ...], sample_index: int) -> UInt32[np.ndarray, '2']:
-  """Returns the two words of a completion's random key: xxh3-64 of (seed, sample index, request's key words)."""
+  """Returns the two words of a completion's random key: xxh3-64 of (seed, sample index, request's
+  key words).
+  """
   counters = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, sample_index, *words], '<u4')
   return np.array(divmod(xxhash.xxh3_64_intdigest(counters.tobytes()), 1 << 32), np.uint32)
 
@@ -42,7 +47,8 @@ def draw(
   positions: Int[Array, 'rows'],
   temperature: Float[Array, 'rows'],
 ) -> Draw:
-  """Samples from softmax(logits / temperature); at temperature 0 takes the first of the largest logits.
+  """Samples from softmax(logits / temperature); at temperature 0 takes the first of the largest
+  logits.
 
   Args:
     logits: logits of the next token.
@@ -63,11 +69,12 @@ def draw_filtered(
   top_k: Int[Array, 'rows'],
   top_p: Float[Array, 'rows'],
 ) -> Draw:
-  """Like `draw` after top-k and then top-p of the remaining tokens, both on the temperature-scaled distribution.
+  """Like `draw` after top-k and then top-p of the remaining tokens, both on the temperature-scaled
+  distribution.
 
-  Tokens tied with the last kept token are kept too. Logprobs are under the filtered, renormalised distribution.
-  Thresholds come from a bitwise search, with 32 passes over the row per filter, instead of a sort: 8 times as fast for
-  a vocabulary of 32k.
+  Tokens tied with the last kept token are kept too. Logprobs are under the filtered, renormalised
+  distribution. Thresholds come from a bitwise search, with 32 passes over the row per filter,
+  instead of a sort: 8 times as fast for a vocabulary of 32k.
 
   Args:
     logits: as in `draw`.
@@ -90,7 +97,9 @@ def draw_filtered(
 
 
 def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
-  """Samples from softmax(allowed), or takes the argmax of `scaled` where greedy; logprobs are of softmax(allowed)."""
+  """Samples from softmax(allowed), or takes the argmax of `scaled` where greedy; logprobs are of
+  softmax(allowed).
+  """
   uniforms = jax.vmap(_uniforms)(keys, positions)
   top = allowed.max(-1, keepdims=True)
   weights = jnp.exp(allowed - top)
@@ -121,12 +130,14 @@ def _invert(
   return block * BLOCK + _first_above(inside, uniforms[:, 1]), sums.sum(-1)
 
 
-def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']) -> Int32[Array, 'rows']:
+def _first_above(
+  weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']
+) -> Int32[Array, 'rows']:
   """Returns the first index whose cumulative weight exceeds `uniform` times the total.
 
-  Rounding can leave no such index (if `uniform` times the total rounds up to the total) or pick one with zero weight (a
-  parallel cumulative sum need not be monotone). Hence only indices with positive weight count, and the index of the
-  largest weight is the fallback.
+  Rounding can leave no such index (if `uniform` times the total rounds up to the total) or pick one
+  with zero weight (a parallel cumulative sum need not be monotone). Hence only indices with
+  positive weight count, and the index of the largest weight is the fallback.
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
@@ -135,7 +146,9 @@ def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'ro
 
 
 def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
-  """Returns the first true index, or the last if none is true; uses min, which XLA vectorises, unlike argmax."""
+  """Returns the first true index, or the last if none is true; uses min, which XLA vectorises,
+  unlike argmax.
+  """
   last = mask.shape[-1] - 1
   return jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), last).min(-1)
 
@@ -149,7 +162,9 @@ def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
 def _threshold(
   ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Real[Array, 'rows']
 ) -> UInt32[Array, 'rows']:
-  """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if there is none."""
+  """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if
+  there is none.
+  """
 
   def step(i, threshold):
     candidate = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,7 +1,9 @@
-"""Host-side scheduler of the embedded engine: assigns samples to decode slots, without a device or a clock.
+"""Host-side scheduler of the embedded engine: assigns samples to decode slots, without a device or
+a clock.
 
-Invariant: requests start in order of arrival (later ones of the same bucket may share an earlier one's prefill), no
-slot stays free while an eligible sample waits, and requests that need different decode programs never decode together.
+Invariant: requests start in order of arrival (later ones of the same bucket may share an earlier
+one's prefill), no slot stays free while an eligible sample waits, and requests that need different
+decode programs never decode together.
 """
 
 from __future__ import annotations
@@ -72,10 +74,19 @@ class Turn:
 
 
 class Scheduler:
-  """Queue, prefilled prompts and slots; alternates `plan`, execution on the device, and `harvest`."""
+  """Queue, prefilled prompts and slots; alternates `plan`, execution on the device, and
+  `harvest`.
+  """
 
-  def __init__(self, *, name: str, seed: int, slots: int, max_length: int, prefill_rows: int, max_stop_ids: int):
-    self._name, self._seed, self._prefill_rows, self._max_stop_ids = name, seed, prefill_rows, max_stop_ids
+  def __init__(
+    self, *, name: str, seed: int, slots: int, max_length: int, prefill_rows: int, max_stop_ids: int
+  ):
+    self._name, self._seed, self._prefill_rows, self._max_stop_ids = (
+      name,
+      seed,
+      prefill_rows,
+      max_stop_ids,
+    )
     self._waiting: list[Job] = []
     self._ready: list[Prefill] = []
     self._slots: list[Occupant | None] = [None] * slots
@@ -96,12 +107,16 @@ class Scheduler:
     return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
 
   def reweigh(self, version: Version) -> None:
-    """Handles new weights: running samples start a segment, prompts with pending samples are prefilled again."""
+    """Handles new weights: running samples start a segment, prompts with pending samples are
+    prefilled again.
+    """
     for occupant in self._slots:
       if occupant is not None:
         drawn = [segment for segment in occupant.segments if segment[0] < occupant.length]
         occupant.segments = [*drawn, (occupant.length, version)]
-    self._waiting = [job for prefill in self._ready for job in prefill.jobs if job.pending] + self._waiting
+    self._waiting = [
+      job for prefill in self._ready for job in prefill.jobs if job.pending
+    ] + self._waiting
     self._ready = []
 
   def relabel(self, version: Version) -> None:
@@ -111,7 +126,9 @@ class Scheduler:
         occupant.segments[-1] = (occupant.segments[-1][0], version)
 
   def plan(self, version: Version | None) -> Turn | None:
-    """Drops abandoned jobs, fills free slots and returns the next turn; None if there is no work."""
+    """Drops abandoned jobs, fills free slots and returns the next turn; None if there is no
+    work.
+    """
     self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
     self._waiting = [job for job in self._waiting if not job.left]
     self._ready = [prefill for prefill in self._ready if prefill.pending]
@@ -130,14 +147,18 @@ class Scheduler:
     return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
 
   def _same_kind(self) -> Iterable[Job]:
-    """Yields waiting jobs up to the first that needs the other decode program, so that no job starves."""
+    """Yields waiting jobs up to the first that needs the other decode program, so that no job
+    starves.
+    """
     for job in self._waiting:
       if job.request.sampling.filtered != self._filtered:
         return
       yield job
 
   def _take_prompts(self) -> list[Prefill]:
-    """Forms prefills for the remaining free slots in order of arrival; spare rows take later prompts of that bucket."""
+    """Forms prefills for the remaining free slots in order of arrival; spare rows take later
+    prompts of that bucket.
+    """
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
     candidates = list(self._same_kind())
@@ -151,11 +172,18 @@ class Scheduler:
     self._ready += taken
     return taken
 
-  def _fill_slots(self, version: Version | None) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
-    """Assigns pending samples to free slots; returns one admission matrix per prefill, with a row for every slot."""
+  def _fill_slots(
+    self, version: Version | None
+  ) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
+    """Assigns pending samples to free slots; returns one admission matrix per prefill, with a row
+    for every slot.
+    """
     free = [i for i, slot in enumerate(self._slots) if slot is None]
     samples = [
-      (prefill, row, job) for prefill in self._ready for row, job in enumerate(prefill.jobs) for _ in range(job.pending)
+      (prefill, row, job)
+      for prefill in self._ready
+      for row, job in enumerate(prefill.jobs)
+      for _ in range(job.pending)
     ]
     matrices: dict[Prefill, np.ndarray] = {}
     for slot, (prefill, row, job) in zip(free, samples):

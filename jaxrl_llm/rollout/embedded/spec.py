@@ -16,16 +16,27 @@ def embedded_engine(config: EmbeddedConfig) -> EngineSpec:
   """JAX sampler in the trainer's process."""
 
   def build(setting: EngineSetting, run: Run) -> EmbeddedEngine:
-    return EmbeddedEngine(_model(setting), config, max_length=setting.max_length, seed=setting.seed, run=run)
+    return EmbeddedEngine(
+      _model(setting), config, max_length=setting.max_length, seed=setting.seed, run=run
+    )
 
-  def programs(setting: EngineSetting, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    lowered = build_programs(_model(setting), config, setting.max_length, device).lower(filtered=config.filters)
+  def programs(
+    setting: EngineSetting, device: jax.Device
+  ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    lowered = build_programs(_model(setting), config, setting.max_length, device).lower(
+      filtered=config.filters
+    )
     for (kind, detail), program in lowered.items():
       if kind != 'admit':
-        yield f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode', program
+        yield (
+          f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode',
+          program,
+        )
 
   return EngineSpec(build=build, unsupported=config.unsupported, programs=programs)
 
 
 def _model(setting: EngineSetting) -> Model:
-  return build_model(setting.spec, ModelOptions(dtype=setting.dtype, param_dtype=setting.param_dtype))
+  return build_model(
+    setting.spec, ModelOptions(dtype=setting.dtype, param_dtype=setting.param_dtype)
+  )

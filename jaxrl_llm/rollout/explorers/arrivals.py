@@ -1,6 +1,8 @@
-"""Validates messages from explorers: types, the run's limits, and the names and versions of the lease.
+"""Validates messages from explorers: types, the run's limits, and the names and versions of the
+lease.
 
-Invariant: an honest explorer of this run could have sent any message that passes, so it cannot make the run fail later.
+Invariant: an honest explorer of this run could have sent any message that passes, so it cannot make
+the run fail later.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Bounds:
 
 
 def read_sender(body: Any) -> str:
-  """Returns the sender's full name, which only the holder of its secret can use. Raises ValueError."""
+  """Returns the sender's full name, which only the holder of its secret can use. Raises
+  ValueError.
+  """
   if type(body) is not dict:
     raise ValueError(f'message is {type(body).__name__}, wanted a map')
   name, secret = _field(body, 'name', str), _field(body, 'secret', str)
@@ -85,7 +89,9 @@ def read_error(body: Mapping[str, Any]) -> str:
 
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns a sample of the group, generated under versions announced to its lease. Raises Misbehaved."""
+  """Returns a sample of the group, generated under versions announced to its lease. Raises
+  Misbehaved.
+  """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
     if len(data) > most:
@@ -119,7 +125,9 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
-  """Returns an attempt at the group's unchanged task: scorers run tests from its fields. Raises Misbehaved."""
+  """Returns an attempt at the group's unchanged task: scorers run tests from its fields. Raises
+  Misbehaved.
+  """
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
     if wire.pack(row.get('task')) != wire.pack(group.order['task']):
@@ -152,7 +160,9 @@ def one_line(text: object, most: int = _MAX_LINE) -> str:
 
 @contextlib.contextmanager
 def _reading(kind: str) -> Iterator[None]:
-  """Converts any error of the block into Misbehaved: the sender is to blame for an unreadable message."""
+  """Converts any error of the block into Misbehaved: the sender is to blame for an unreadable
+  message.
+  """
   try:
     yield
   except (ValueError, RecursionError) as error:
@@ -164,7 +174,16 @@ def _reading(kind: str) -> Iterator[None]:
 def _check_types(row: Any) -> None:
   """Checks the fields of an encoded sample (`core.records.sample.encode`)."""
   _check_type(row, 'record', dict)
-  for name in ('uid', 'task_id', 'group_id', 'trajectory_id', 'taskset', 'domain', 'source', 'finish_reason'):
+  for name in (
+    'uid',
+    'task_id',
+    'group_id',
+    'trajectory_id',
+    'taskset',
+    'domain',
+    'source',
+    'finish_reason',
+  ):
     _check_text(row, name)
   for name in ('visit', 'sample_index', 'step_index', 'prompt_len'):
     _check_integer(row, name, 0, _INT32 - 1)
@@ -186,7 +205,8 @@ def _check_types(row: Any) -> None:
 def _check_arrays(sample: Sample, bounds: Bounds) -> None:
   if len(sample.tokens) > bounds.max_length:
     raise ValueError(
-      f'{len(sample.tokens)} tokens, wanted at most {bounds.max_length}: rollout.max_prompt_length and '
+      f'{len(sample.tokens)} tokens, wanted at most {bounds.max_length}: rollout.max_prompt_length '
+      'and '
       'max_response_length together'
     )
   bounds.check_tokens(sample.tokens, 'tokens')
@@ -226,18 +246,22 @@ def _check_segments(sample: Sample, group: LentGroup) -> None:
   for segment in sample.segments:
     if not last <= segment.start <= segment.end <= len(sample.tokens):
       raise ValueError(
-        f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, {len(sample.tokens)}): segments are in '
+        f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, '
+        f'{len(sample.tokens)}): segments are in '
         'order and do not overlap'
       )
     if (segment.version, segment.engine) not in group.announced:
       raise ValueError(
-        f'version {segment.version} of engine {segment.engine!r} generated nothing for this lease, wanted one of '
+        f'version {segment.version} of engine {segment.engine!r} generated nothing for this lease, '
+        'wanted one of '
         f'{sorted((str(version), engine) for version, engine in group.announced)}'
       )
     covered[segment.start : segment.end] = True
     last = segment.end
   if (sample.sampled & ~covered).any():
-    raise ValueError(f'token {np.argmax(sample.sampled & ~covered)} was sampled, and no segment covers it')
+    raise ValueError(
+      f'token {np.argmax(sample.sampled & ~covered)} was sampled, and no segment covers it'
+    )
 
 
 def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:

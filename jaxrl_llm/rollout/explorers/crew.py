@@ -1,11 +1,12 @@
-"""A run's explorer processes as one workflow: a free explorer leases the next group and hands in its samples.
+"""A run's explorer processes as one workflow: a free explorer leases the next group and hands in
+its samples.
 
-An explorer runs workflows and holds no model, scorer or file of the run: its workflow's requests (tokens, scores,
-auxiliary models) and its samples go to the master, which alone writes the index.
+An explorer runs workflows and holds no model, scorer or file of the run: its workflow's requests
+(tokens, scores, auxiliary models) and its samples go to the master, which alone writes the index.
 
-Invariants: a message either takes full effect or is refused, and affects no other explorer. An explorer that sends a
-message no honest explorer would send is evicted, and others take over its work. The master decodes the text of a
-sample from its tokens.
+Invariants: a message either takes full effect or is refused, and affects no other explorer. An
+explorer that sends a message no honest explorer would send is evicted, and others take over its
+work. The master decodes the text of a sample from its tokens.
 
 Explorers on other hosts connect through a `Front`, which requires a bearer token.
 """
@@ -61,7 +62,9 @@ ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
 
 Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-"""Responds to a message, given the sender's name, the message and the HTTP request that carries it."""
+"""Responds to a message, given the sender's name, the message and the HTTP request that carries
+it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,15 @@ class ExplorersConfig:
   """Explorer processes, which run the workflow instead of the master."""
 
   processes: int = 1
-  """Explorers started by the run on its own machine; 0: only those that connect through `listen`."""
+  """Explorers started by the run on its own machine; 0: only those that connect through
+  `listen`.
+  """
   groups: int = 4
   """Groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Front for explorers on other machines (`jaxrl serve --role=explorer`); None: local explorers only."""
+  """Front for explorers on other machines (`jaxrl serve --role=explorer`); None: local explorers
+  only.
+  """
   silent_s: float = 15.0
   """Seconds without a message after which an explorer is given up and its groups are lent again."""
   nobody_s: float = 300.0
@@ -82,15 +89,18 @@ class ExplorersConfig:
   def __post_init__(self):
     if self.processes < 0 or self.groups < 1:
       raise UserError(
-        f'rollout.explorers: processes {self.processes} and groups {self.groups}, wanted at least 0 and at least 1'
+        f'rollout.explorers: processes {self.processes} and groups {self.groups}, wanted at least '
+        '0 and at least 1'
       )
     if not self.processes and self.listen is None:
       raise UserError(
-        'rollout.explorers.processes: 0, and no other explorer can connect; raise it, or set rollout.explorers.listen'
+        'rollout.explorers.processes: 0, and no other explorer can connect; raise it, or set '
+        'rollout.explorers.listen'
       )
     if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
       raise UserError(
-        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at least '
+        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at '
+        'least '
         f'{3 * wire.ALIVE_S:g} and more than 0'
       )
 
@@ -119,7 +129,8 @@ class Crew:
     Args:
       hub: serves the requests of workflows.
       config: number of explorers, and the front for others.
-      welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a msgpack record.
+      welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a
+        msgpack record.
       text: `Workflow.text`; called in a thread, for one sample at a time.
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
@@ -187,14 +198,21 @@ class Crew:
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
     """Implements `Workflow.run`. Raises RunError if the workflow raised in its explorer."""
-    options = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
+    options = {
+      'visit': visit,
+      'stage': stage,
+      'samples': samples,
+      'sampling': sampling_row(sampling),
+    }
     order = {'task': task_row(task), **options}
     group = LentGroup(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
     await self._leases.offer(group)
     try:
       for _ in range(samples):
         self._check()
-        result = await group.handed_in.get()  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        result = (
+          await group.handed_in.get()
+        )  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
         if isinstance(result, Exception):
           raise result
         yield result
@@ -218,12 +236,18 @@ class Crew:
     }
     for path, answer in answers.items():
       application.router.add_post(path, self._checked(_packed(answer)))
-    for path, frames in ((wire.GENERATE, self._generate), (wire.SCORE, self._score), (wire.ASK, self._ask)):
+    for path, frames in (
+      (wire.GENERATE, self._generate),
+      (wire.SCORE, self._score),
+      (wire.ASK, self._ask),
+    ):
       application.router.add_post(path, self._checked(functools.partial(self._stream, frames)))
     return application
 
   def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Identifies the sender and refuses bad messages with an HTTP status; evicts their sender once identified."""
+    """Identifies the sender and refuses bad messages with an HTTP status; evicts their sender once
+    identified.
+    """
 
     async def checked(request: web.Request) -> web.StreamResponse:
       data = await request.read()
@@ -271,7 +295,11 @@ class Crew:
       text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
     except Exception as error:  # A bug in the workflow: the sample has passed all checks.
       group = self._leases.held(lease, sender)
-      group.fail(RunError(one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')))
+      group.fail(
+        RunError(
+          one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')
+        )
+      )
       self._leases.end(group)
       return
     group = self._leases.held(lease, sender)  # The lease may have been lost during the decoding.
@@ -302,7 +330,9 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the frames as they arrive, True as a heartbeat, and finally None or the text of a UserError."""
+    """Streams the frames as they arrive, True as a heartbeat, and finally None or the text of a
+    UserError.
+    """
     response = web.StreamResponse()
 
     async def send(value: Any) -> None:
@@ -320,7 +350,8 @@ class Crew:
         await send(None)
       except UserError as error:
         await send(str(error))
-      except Exception as error:  # Not an error for the workflow: raised where the run waits for the sample.
+      # Not an error for the workflow: raised where the run waits for the sample.
+      except Exception as error:
         group.fail(error)
     return response
 
@@ -382,7 +413,8 @@ class Crew:
       raise self._failure
     if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
       raise RunError(
-        f'explorers: none connected for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
+        f'explorers: none connected for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); '
+        'start one with '
         'jaxrl serve --role=explorer, or raise rollout.explorers.processes'
       )
 

@@ -1,7 +1,8 @@
-"""An explorer process: leases groups from the master, runs the workflow, and hands in each sample as it finishes.
+"""An explorer process: leases groups from the master, runs the workflow, and hands in each sample
+as it finishes.
 
-Invariant: an explorer is stateless. Work that the master revokes, or that ends because the master or the network is
-down, is lost, and another explorer repeats it.
+Invariant: an explorer is stateless. Work that the master revokes, or that ends because the master
+or the network is down, is lost, and another explorer repeats it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
 class MasterLost(Lost):
-  """The master does not respond. `Lost` of another service that a workflow calls is a failure of the workflow."""
+  """The master does not respond. `Lost` of another service that a workflow calls is a failure of
+  the workflow.
+  """
 
 
 class Rejected(MasterLost):
@@ -98,7 +101,8 @@ class Link:
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
       key: bearer token for HTTP addresses.
-      ca_file: PEM file of the authority that signed the master's certificate; None: the system's authorities.
+      ca_file: PEM file of the authority that signed the master's certificate; None: the system's
+        authorities.
       name: first part of the explorer's full name.
 
     Raises:
@@ -116,7 +120,9 @@ class Link:
       return unpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """Yields the values of a response as they arrive, up to None; only silence is bounded, not the total time."""
+    """Yields the values of a response as they arrive, up to None; only silence is bounded, not the
+    total time.
+    """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
       async for chunk in response.chunks():
@@ -131,7 +137,9 @@ class Link:
     raise MasterLost(f'{path}: the answer broke off')
 
   @contextlib.asynccontextmanager
-  async def _posted(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> AsyncIterator[Response]:
+  async def _posted(
+    self, path: str, body: Mapping[str, Any], deadline_s: float | None
+  ) -> AsyncIterator[Response]:
     message = pack({**self.sender, **body})
     try:
       async with self._client.request(
@@ -141,7 +149,8 @@ class Link:
     except RemoteError as error:
       if error.refuses_key:
         raise UserError(
-          f'master: refuses the token ({error.status}); --key_file must hold the token of its rollout.explorers.listen'
+          f'master: refuses the token ({error.status}); --key_file must hold the token of its '
+          'rollout.explorers.listen'
         ) from None
       if error.status == 410:
         raise Rejected(error.reason) from None
@@ -159,14 +168,22 @@ class _LeasedHub:
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    async for index, row in self._link.stream(wire.GENERATE, lease=self._lease, request=request_row(request)):
+    async for index, row in self._link.stream(
+      wire.GENERATE, lease=self._lease, request=request_row(request)
+    ):
       yield index, read_completion(row)
 
   async def score(self, attempt: Attempt) -> Reward:
     return read_reward(await self._one(wire.SCORE, attempt=attempt_row(attempt)))
 
-  async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
-    asked = {'messages': [dict(message) for message in messages], 'max_tokens': max_tokens, 'temperature': temperature}
+  async def ask(
+    self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
+  ) -> str:
+    asked = {
+      'messages': [dict(message) for message in messages],
+      'max_tokens': max_tokens,
+      'temperature': temperature,
+    }
     return await self._one(wire.ASK, model=model, **asked)
 
   async def _one(self, path: str, **body: Any) -> Any:
@@ -201,7 +218,9 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
     await link.close()
 
 
-async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: dict[str, asyncio.Task]) -> None:
+async def _take_groups(
+  link: Link, make: Callable[[str], Workflow], under_way: dict[str, asyncio.Task]
+) -> None:
   while True:
     order = await _patiently(lambda: link.call(wire.TAKE, deadline_s=wire.TAKE_S + 20.0))
     if order is None:
@@ -220,9 +239,15 @@ async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: d
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
   """Explores one group; reports errors of its workflow to the master. Raises Evicted."""
-  options = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
+  options = {
+    'stage': order['stage'],
+    'samples': order['samples'],
+    'sampling': Sampling(**order['sampling']),
+  }
   try:
-    async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **options)) as runs:
+    async with contextlib.aclosing(
+      workflow.run(read_task(order['task']), order['visit'], **options)
+    ) as runs:
       async for sample, _ in runs:  # The master decodes the text from the tokens itself.
         handed_in = {'lease': lease, 'sample': encode(sample)}
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Safe to retry.
@@ -247,7 +272,9 @@ async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-  """Returns the result of `call`, retried while the master is unreachable for less than `_PATIENCE_S`."""
+  """Returns the result of `call`, retried while the master is unreachable for less than
+  `_PATIENCE_S`.
+  """
   loop = asyncio.get_running_loop()
   deadline = loop.time() + _PATIENCE_S
   while True:

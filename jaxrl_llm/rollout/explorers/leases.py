@@ -1,8 +1,9 @@
-"""Group leases: each group is lent to one explorer at a time and reclaimed when that explorer is gone.
+"""Group leases: each group is lent to one explorer at a time and reclaimed when that explorer is
+gone.
 
-Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use it; a lost lease is
-void, and requests made under it are cancelled; a lost group is lent again before any group that has not been started;
-each sample is handed in once.
+Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use
+it; a lost lease is void, and requests made under it are cancelled; a lost group is lent again
+before any group that has not been started; each sample is handed in once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class LentGroup:
   name: str
   """`<stage>/<task uid>/<visit>`, the prefix of its samples' uids."""
   samples: int
-  handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+  handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(
+    default_factory=asyncio.Queue
+  )
   """Samples with their texts; an exception ends the group."""
   roster: Roster = dataclasses.field(init=False)
   """Samples handed in so far."""
@@ -77,7 +80,9 @@ class LentGroup:
     self.roster = Roster(self.name, self.samples)
 
   def hand_in(self, sample: Sample, text: str) -> bool:
-    """Queues a sample; returns False if its index has already arrived. Raises ValueError for one not requested."""
+    """Queues a sample; returns False if its index has already arrived. Raises ValueError for one
+    not requested.
+    """
     if not self.roster.take(sample):
       return False
     self.handed_in.put_nowait((sample, text))
@@ -92,8 +97,8 @@ class Leases:
   """Tracks requested groups and connected explorers.
 
   Attributes:
-    counts: `lost` leases whose holder fell silent, ended, left, was evicted or forgot them; `late` messages under
-      leases no longer held; `evicted` explorers.
+    counts: `lost` leases whose holder fell silent, ended, left, was evicted or forgot them; `late`
+      messages under leases no longer held; `evicted` explorers.
   """
 
   def __init__(self, *, silent_s: float):
@@ -154,15 +159,22 @@ class Leases:
     return group
 
   def _next(self, name: str) -> LentGroup | None:
-    """Returns the first waiting group; one that this explorer's label spoiled is left to others, if there are any."""
+    """Returns the first waiting group; one that this explorer's label spoiled is left to others, if
+    there are any.
+    """
     label = _label(name)
     for group in self._waiting:
-      if label not in group.spoiled_by or {_label(other) for other in self._heard} <= group.spoiled_by:
+      if (
+        label not in group.spoiled_by
+        or {_label(other) for other in self._heard} <= group.spoiled_by
+      ):
         return group
     return None
 
   def held(self, lease: str, name: str) -> LentGroup:
-    """Returns the group that this explorer holds. Raises Gone, or Misbehaved if another explorer holds the lease."""
+    """Returns the group that this explorer holds. Raises Gone, or Misbehaved if another explorer
+    holds the lease.
+    """
     if lease not in self._lent:
       self.counts['late'] += 1
       raise Gone(lease)
@@ -176,7 +188,9 @@ class Leases:
 
   @contextlib.contextmanager
   def called(self, lease: str, name: str) -> Iterator[LentGroup]:
-    """Cancels the current task if the lease ends during the block. Raises Gone and Misbehaved, as `held` does."""
+    """Cancels the current task if the lease ends during the block. Raises Gone and Misbehaved, as
+    `held` does.
+    """
     group, task = self.held(lease, name), asyncio.current_task()
     group.calls.add(task)
     try:
@@ -192,12 +206,18 @@ class Leases:
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """Returns the reported leases that the explorer has lost; lends groups again that it holds but did not report."""
+    """Returns the reported leases that the explorer has lost; lends groups again that it holds but
+    did not report.
+    """
     self.hear(name)
     since = time.monotonic() - self._silent_s  # A lease just granted may not have reached it yet.
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
-    await self._lend_again([group for group in held if group.lease not in leases], f'{name} lost its lease')
-    return [lease for lease in leases if lease not in self._lent or self._lent[lease].holder != name]
+    await self._lend_again(
+      [group for group in held if group.lease not in leases], f'{name} lost its lease'
+    )
+    return [
+      lease for lease in leases if lease not in self._lent or self._lent[lease].holder != name
+    ]
 
   async def give_up(self, name: str, why: str) -> None:
     """Removes an explorer that is gone and lends its groups again."""
@@ -238,8 +258,10 @@ class Leases:
         if group.losses >= _MAX_LOSSES:
           taskset = group.order['task']['taskset']
           error = RunError(
-            f'explorers: a group of taskset {taskset} was lost {group.losses} times, most recently because {why}; a '
-            'workflow may not end its process, block it for rollout.explorers.silent_s, or break the limits of the run'
+            f'explorers: a group of taskset {taskset} was lost {group.losses} times, most recently '
+            f'because {why}; a '
+            'workflow may not end its process, block it for rollout.explorers.silent_s, or break '
+            'the limits of the run'
           )
           group.fail(error)
       self._work.notify_all()

@@ -17,7 +17,9 @@ _AGAIN_WITHIN_S = 60.0
 _LAST_LINE = 400
 
 ExplorerCommand = Callable[[str, str], Sequence[str]]
-"""Returns the command of an explorer process from the master's address and the explorer's identity."""
+"""Returns the command of an explorer process from the master's address and the explorer's
+identity.
+"""
 
 
 class ExplorerProcess:
@@ -27,7 +29,8 @@ class ExplorerProcess:
     """
     Args:
       name: name in the log and in messages.
-      address: address of the master, `unix:PATH`; the guard removes the socket's directory if this process dies.
+      address: address of the master, `unix:PATH`; the guard removes the socket's directory if this
+        process dies.
       logs: directory of its log.
       command: returns its command line.
     """
@@ -42,13 +45,20 @@ class ExplorerProcess:
   def start(self) -> None:
     self._started.append(time.monotonic())
     # Passes on the module search path, which includes modules next to the configuration.
-    self._child.start(self._command, {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)})
+    self._child.start(
+      self._command,
+      {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},
+    )
 
   def start_again(self) -> None:
     """Restarts the explorer. Raises RunError if it has ended several times in a short time."""
-    if len(self._started) > _MAX_FAILURES and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S:
+    if (
+      len(self._started) > _MAX_FAILURES
+      and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S
+    ):
       raise RunError(
-        f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; the last line of '
+        f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; the '
+        'last line of '
         f'{self._log}: {self.last_line()}'
       )
     self.start()

@@ -1,6 +1,7 @@
 """Protocol between explorer processes and the master: paths, intervals, and records as msgpack.
 
-Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer cannot execute code.
+Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer cannot execute
+code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
-GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
+GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = (
+  '/generate',
+  '/score',
+  '/ask',
+  '/sample',
+  '/done',
+  '/failed',
+)
 PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
 """Paths of the master; all take POST."""
 EVICTED = 409
@@ -37,7 +45,9 @@ Row = dict[str, Any]
 
 
 def identity(name: str, secret: str) -> str:
-  """Returns an explorer's full name, which cannot be claimed without the secret and does not reveal it."""
+  """Returns an explorer's full name, which cannot be claimed without the secret and does not reveal
+  it.
+  """
   return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
 
 
@@ -56,13 +66,18 @@ def unpack(data: bytes) -> Any:
 def task_row(task: Task) -> Row:
   # As JSON: msgpack integers have at most 64 bits.
   fields = json.dumps(dict(task.fields))
-  prompt, media = [dict(message) for message in task.prompt], [_fields(shown) for shown in task.media]
+  prompt, media = (
+    [dict(message) for message in task.prompt],
+    [_fields(shown) for shown in task.media],
+  )
   return {**_fields(task), 'prompt': prompt, 'fields': fields, 'media': media}
 
 
 def read_task(row: Row) -> Task:
   media = tuple(Media(**shown) for shown in row['media'])
-  return Task(**{**row, 'prompt': tuple(row['prompt']), 'fields': json.loads(row['fields']), 'media': media})
+  return Task(
+    **{**row, 'prompt': tuple(row['prompt']), 'fields': json.loads(row['fields']), 'media': media}
+  )
 
 
 def request_row(request: Request) -> Row:
@@ -79,7 +94,10 @@ def completion_row(completion: Completion) -> Row:
     'tokens': completion.tokens.astype('<i4').tobytes(),
     'logprobs': completion.logprobs.astype('<f4').tobytes(),
     'finish': str(completion.finish),
-    'segments': [[s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish] for s in completion.segments],
+    'segments': [
+      [s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish]
+      for s in completion.segments
+    ],
   }
 
 

@@ -1,7 +1,9 @@
-"""HTTP client of one vLLM server: the only module that knows the paths and bodies of its API (vLLM 0.32).
+"""HTTP client of one vLLM server: the only module that knows the paths and bodies of its API (vLLM
+0.32).
 
-Invariant: every returned value was checked to be complete and to match its request; anything else raises `Lost` (retry
-on another server), `Refused` (the server works but rejects the call) or `UserError` (no server can do it).
+Invariant: every returned value was checked to be complete and to match its request; anything else
+raises `Lost` (retry on another server), `Refused` (the server works but rejects the call) or
+`UserError` (no server can do it).
 """
 
 from __future__ import annotations
@@ -30,13 +32,22 @@ _MAX_ANSWER_BYTES = 1 << 28
 _UNDRAWABLE = -9000.0
 """Logprobs below this are impossible: vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
-"""Number of adapters kept on the server: the newest, and the previous one for completions in flight."""
+"""Number of adapters kept on the server: the newest, and the previous one for completions in
+flight.
+"""
 
 
 class VllmClient:
   """Client of one server."""
 
-  def __init__(self, address: str, *, key: str | None = None, ca_file: str | None = None, name: str | None = None):
+  def __init__(
+    self,
+    address: str,
+    *,
+    key: str | None = None,
+    ca_file: str | None = None,
+    name: str | None = None,
+  ):
     """
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
@@ -46,9 +57,13 @@ class VllmClient:
     """
     self.address, self.name = address, name or address
     where = f'engine {self.name}'
-    self._client = Client(address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES)
+    self._client = Client(
+      address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
+    )
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, keyed by label; tokens under any other label are rejected."""
+    """Versions published through this client, keyed by label; tokens under any other label are
+    rejected.
+    """
     self.adapter: Publication | None = None
     """Adapter that completions use; None: the base model."""
     self._adapters: list[str] = []
@@ -92,32 +107,41 @@ class VllmClient:
     return True
 
   async def max_model_len(self) -> int:
-    """Returns the server's longest sequence in tokens; raises UserError if the address has no usable vLLM server."""
+    """Returns the server's longest sequence in tokens; raises UserError if the address has no
+    usable vLLM server.
+    """
     try:
       answer = await self.call('GET', '/v1/models', deadline_s=30.0)
       return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
     except Lost as error:
       raise UserError(
-        f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with jaxrl serve, or '
+        f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with '
+        'jaxrl serve, or '
         'correct rollout.vllm.addresses'
       ) from None
     except Refused as error:
       if error.refuses_key:
         raise UserError(
-          f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file must hold the token '
+          f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file '
+          'must hold the token '
           'that its jaxrl serve was started with'
         ) from None
-      raise UserError(f'engine {self.name}: {self.address} is not a vLLM server ({error})') from None
+      raise UserError(
+        f'engine {self.name}: {self.address} is not a vLLM server ({error})'
+      ) from None
     except (KeyError, TypeError, ValueError):
       raise UserError(
         f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models has another form'
       ) from None
     except StopIteration:
       raise UserError(
-        f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with jaxrl serve'
+        f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with jaxrl '
+        'serve'
       ) from None
 
-  async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
+  async def generate(
+    self, request: Request, index: int, *, seed: int, deadline_s: float
+  ) -> Completion:
     """Generates one completion of a request.
 
     Args:
@@ -129,45 +153,76 @@ class VllmClient:
       UserError: the server rejects the request itself.
     """
     adapter = self.adapter
-    body = {'request_id': f'{request.uid}/{index}', 'token_ids': list(request.prompt), **_model(adapter)}
+    body = {
+      'request_id': f'{request.uid}/{index}',
+      'token_ids': list(request.prompt),
+      **_model(adapter),
+    }
     body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request.key, index))
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
-      if adapter is not None and error.status == 404:  # The server was restarted and lost its adapters.
+      # The server was restarted and lost its adapters.
+      if adapter is not None and error.status == 404:
         raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
     try:
       (choice,) = answer['choices']
       if adapter is not None:
-        # The server labels tokens with its latest version; these were sampled with the adapter of the request.
+        # The server labels tokens with its latest version; these were sampled with the adapter of
+        # the request.
         span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
         choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-      raise Malformed(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
+      raise Malformed(
+        f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}'
+      ) from None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers the server's lazy compilation with a greedy and, if `sampled`, a seeded random request."""
+    """Triggers the server's lazy compilation with a greedy and, if `sampled`, a seeded random
+    request.
+    """
     for temperature in (0.0, 1.0) if sampled else (0.0,):
-      params = {'max_tokens': 2, 'temperature': temperature, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
+      params = {
+        'max_tokens': 2,
+        'temperature': temperature,
+        'logprobs': 0,
+        'ignore_eos': True,
+        'detokenize': False,
+      }
       body = {'token_ids': [0], 'sampling_params': {**params, 'prompt_logprobs': 0, 'seed': 1}}
       await self.call('POST', '/inference/v1/generate', body, deadline_s=deadline_s)
 
-  async def prompt_logprobs(self, tokens: Sequence[int], *, deadline_s: float) -> Float32[np.ndarray, 'time']:
+  async def prompt_logprobs(
+    self, tokens: Sequence[int], *, deadline_s: float
+  ) -> Float32[np.ndarray, 'time']:
     """Returns the logprob of each token given its prefix, at temperature 1; 0 for the first."""
     body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
-    body['sampling_params'] = {'max_tokens': 1, 'temperature': 0.0, 'prompt_logprobs': 0, 'detokenize': False}
+    body['sampling_params'] = {
+      'max_tokens': 1,
+      'temperature': 0.0,
+      'prompt_logprobs': 0,
+      'detokenize': False,
+    }
     answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     try:
       rows = answer['prompt_logprobs']
-      values = [0.0, *(row[str(token)]['logprob'] for row, token in zip(rows[1:], body['token_ids'][1:], strict=True))]
+      values = [
+        0.0,
+        *(
+          row[str(token)]['logprob']
+          for row, token in zip(rows[1:], body['token_ids'][1:], strict=True)
+        ),
+      ]
     except (KeyError, TypeError, ValueError) as error:
       raise Malformed(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
     return np.array(values, np.float32)
 
   async def weights(self) -> list[dict[str, Any]]:
-    """Returns each worker's `tensors` (name to shape, dtype, slice), `threads`, `device` and sampling settings."""
+    """Returns each worker's `tensors` (name to shape, dtype, slice), `threads`, `device` and
+    sampling settings.
+    """
     return await self._rpc('jaxrl_weights')
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
@@ -179,11 +234,17 @@ class VllmClient:
     try:
       return list(answer['results'])
     except (KeyError, TypeError):
-      raise Malformed(f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}') from None
+      raise Malformed(
+        f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}'
+      ) from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Initializes weight transfer before a server's first update; `info` is specific to the transfer backend."""
-    await self.call('POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s)
+    """Initializes weight transfer before a server's first update; `info` is specific to the
+    transfer backend.
+    """
+    await self.call(
+      'POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s
+    )
 
   async def start_update(self, *, deadline_s: float = 60.0) -> None:
     try:
@@ -191,7 +252,8 @@ class VllmClient:
     except Lost as error:
       if 'already active' not in str(error):
         raise
-      # An earlier update was interrupted, or its trainer died; vLLM must finish it before it starts another.
+      # An earlier update was interrupted, or its trainer died; vLLM must finish it before it starts
+      # another.
       await self.finish_update(deadline_s=deadline_s)
       await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
 
@@ -208,14 +270,24 @@ class VllmClient:
       Refused: the server cannot load it; completions keep using the previous adapter.
       Lost: no answer.
     """
-    # In place: the server may already hold this adapter, or, if attached, an older run's of the same name.
-    body = {'lora_name': publication.adapter, 'lora_path': str(publication.directory.absolute()), 'load_inplace': True}
+    # In place: the server may already hold this adapter, or, if attached, an older run's of the
+    # same name.
+    body = {
+      'lora_name': publication.adapter,
+      'lora_path': str(publication.directory.absolute()),
+      'load_inplace': True,
+    }
     await self.call('POST', '/v1/load_lora_adapter', body, deadline_s=deadline_s, is_text=True)
     self.adapter = publication
-    self._adapters = [*(name for name in self._adapters if name != publication.adapter), publication.adapter]
+    self._adapters = [
+      *(name for name in self._adapters if name != publication.adapter),
+      publication.adapter,
+    ]
     while len(self._adapters) > _KEPT_ADAPTERS:
       with contextlib.suppress(Refused):  # The server was restarted and no longer has it.
-        await self.call('POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True)
+        await self.call(
+          'POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True
+        )
       del self._adapters[0]
 
   async def pause(self) -> None:
@@ -239,14 +311,18 @@ class VllmClient:
 
   async def reset_cache(self) -> None:
     """Clears the KV cache; running requests recompute theirs with the loaded weights."""
-    answer = await self.call('POST', '/reset_prefix_cache', params={'reset_running_requests': 'true'})
+    answer = await self.call(
+      'POST', '/reset_prefix_cache', params={'reset_running_requests': 'true'}
+    )
     if not answer.get('success'):
       raise Lost(f'{self.name}: /reset_prefix_cache: {answer}')
 
   async def tokenize(self, text: str) -> list[int] | None:
     """Tokenizes without special tokens; None if the server has no tokenizer."""
     try:
-      answer = await self.call('POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False})
+      answer = await self.call(
+        'POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False}
+      )
     except RemoteError:
       return None
     return [int(t) for t in answer['tokens']]
@@ -257,9 +333,13 @@ def _model(adapter: Publication | None) -> dict[str, str]:
 
 
 def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
-  """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key and the sample index."""
+  """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key and
+  the sample index.
+  """
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
-  return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
+  return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (
+    64 - _SEED_BITS
+  )
 
 
 def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
@@ -280,7 +360,9 @@ def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
 _FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
 
 
-def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]) -> Completion:
+def _completion(
+  choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]
+) -> Completion:
   """Builds a completion from a response; raises ValueError if it does not match the request."""
   tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
   content = choice['logprobs']['content']
@@ -294,9 +376,14 @@ def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels
     raise ValueError(f'ended with {reason!r} after {len(tokens)} tokens')
   finish = _FINISHES[reason]
   if finish == Finish.STOP and (not len(tokens) or int(tokens[-1]) not in request.stop_ids):
-    raise ValueError(f'stopped after {len(tokens)} tokens, and the last is not one of its stop ids {request.stop_ids}')
+    raise ValueError(
+      f'stopped after {len(tokens)} tokens, and the last is not one of its stop ids '
+      f'{request.stop_ids}'
+    )
   if finish == Finish.LENGTH and len(tokens) != request.max_tokens:
-    raise ValueError(f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?')
+    raise ValueError(
+      f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?'
+    )
   spans = choice['weight_versions']
   segments = tuple(
     Segment(

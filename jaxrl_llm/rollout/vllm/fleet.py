@@ -1,7 +1,7 @@
 """One engine over several servers: dispatch, weight publication and recovery from server failures.
 
-Invariant: each completion is returned once, and each of its tokens was sampled under a version that its server was
-proven to hold. Requests in flight on a lost server are retried.
+Invariant: each completion is returned once, and each of its tokens was sampled under a version that
+its server was proven to hold. Requests in flight on a lost server are retried.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class _Current:
 class Fleet:
   """Engine that samples from servers; see `rollout.api.Engine` for the methods' contracts.
 
-  A weight update clears a server's KV cache: running completions recompute theirs with the new weights, and their later
-  tokens form a new segment. With adapters, a running completion keeps its adapter to its end.
+  A weight update clears a server's KV cache: running completions recompute theirs with the new
+  weights, and their later tokens form a new segment. With adapters, a running completion keeps its
+  adapter to its end.
   """
 
   def __init__(
@@ -77,8 +78,9 @@ class Fleet:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions, tokens, retries, restarts, publications, void (completions of unproven
-    versions)."""
+    """Totals since the start: completions, tokens, retries, restarts, publications, void
+    (completions of unproven versions).
+    """
     self.replicas = tuple(replicas)
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
@@ -130,21 +132,26 @@ class Fleet:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    ends = await asyncio.gather(*(self._end(replica) for replica in self.replicas), return_exceptions=True)
+    ends = await asyncio.gather(
+      *(self._end(replica) for replica in self.replicas), return_exceptions=True
+    )
     await asyncio.to_thread(self._folder.close)
     if errors := [end for end in ends if end is not None]:
       raise errors[0]
 
   async def _end(self, replica: Replica) -> None:
     replica.state = ReplicaState.GONE
-    async with contextlib.AsyncExitStack() as ends:  # Each, even if an earlier one fails; in reverse order.
+    # Each, even if an earlier one fails; in reverse order.
+    async with contextlib.AsyncExitStack() as ends:
       if replica.server is not None:
         ends.push_async_callback(replica.server.close)
       ends.push_async_callback(replica.client.close)
       ends.push_async_callback(replica.transfer.close)
 
   async def _start(self, replica: Replica) -> None:
-    """Starts a server if it is owned and checks that it serves the policy's model; it has no version yet."""
+    """Starts a server if it is owned and checks that it serves the policy's model; it has no
+    version yet.
+    """
     if replica.server is not None:
       replica.server.start()
       await replica.server.ready(deadline_s=self._config.start_deadline_s)
@@ -165,7 +172,8 @@ class Fleet:
     Servers that fail the update are restarted in the background.
 
     Raises:
-      RunError: no server accepted the version, with the reason; the previous version stays in service.
+      RunError: no server accepted the version, with the reason; the previous version stays in
+        service.
     """
     async with self._loading:
       self._check_alive()
@@ -175,23 +183,31 @@ class Fleet:
       self._seconds['perf/publish_write_s'] = loop.time() - began
       before, self._current = self._current, _Current(publication, weights.probe)
       live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
-      refusals = [r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None]
+      refusals = [
+        r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None
+      ]
       held = [replica for replica in live if replica.state == ReplicaState.HELD]
       if refusals and not self._is_served(publication.version):
         self._current = before
         for replica in held:
           self._serve(replica)
         self._deal()
-        raise RunError(f'version {weights.version} was not published, {self._version or "none"} stays: {refusals[0]}')
+        raise RunError(
+          f'version {weights.version} was not published, {self._version or "none"} stays: '
+          f'{refusals[0]}'
+        )
       for replica in held:
-        replica.forget()  # Forces a restart: other servers accepted the files, so this server is at fault.
+        # Forces a restart: other servers accepted the files, so this server is at fault.
+        replica.forget()
         self._repair(replica, 'refused weights that other servers accepted')
       await self._until_serving(publication.version)
       self._earlier = before
       await self._let_go()
       self._version = publication.version
       self.counts['publications'] += 1
-      self._seconds['perf/publish_pause_s'] = max(r.paused_s for r in self.replicas if r.version == publication.version)
+      self._seconds['perf/publish_pause_s'] = max(
+        r.paused_s for r in self.replicas if r.version == publication.version
+      )
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
 
@@ -205,7 +221,9 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version; returns its reason if it refused and stays HELD."""
+    """Updates a serving replica to the current version; returns its reason if it refused and stays
+    HELD.
+    """
     replica.state = ReplicaState.HELD
     try:
       await self._transact(replica, self._current)
@@ -220,7 +238,10 @@ class Fleet:
   async def _transact(self, replica: Replica, current: _Current) -> None:
     await replica.recognise()
     await replica.take(
-      current.publication, current.probe, tolerance=self._tolerance, deadline_s=self._config.transfer_deadline_s
+      current.publication,
+      current.probe,
+      tolerance=self._tolerance,
+      deadline_s=self._config.transfer_deadline_s,
     )
 
   def _is_served(self, version: Version) -> bool:
@@ -228,13 +249,18 @@ class Fleet:
 
   def _is_one_behind(self) -> bool:
     """Whether a server that was not given up lacks the current version."""
-    return any(r.state != ReplicaState.GONE and r.version != self._current.publication.version for r in self.replicas)
+    return any(
+      r.state != ReplicaState.GONE and r.version != self._current.publication.version
+      for r in self.replicas
+    )
 
   async def _let_go(self) -> None:
     """Removes earlier publications, except the previous one while a server is behind."""
     if not self._is_one_behind():
       self._earlier = None
-    kept = [current.publication for current in (self._current, self._earlier) if current is not None]
+    kept = [
+      current.publication for current in (self._current, self._earlier) if current is not None
+    ]
     await asyncio.to_thread(self._folder.keep_only, *kept)
 
   def _serve(self, replica: Replica) -> None:
@@ -242,7 +268,9 @@ class Fleet:
       return
     replica.state = ReplicaState.SERVING
     # Otherwise 'uniform' dispatch would send it all the requests that it missed.
-    serving = [r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica]
+    serving = [
+      r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica
+    ]
     replica.assigned = max([replica.assigned, *serving])
     self._changed.set()
 
@@ -257,7 +285,9 @@ class Fleet:
       replica.assigned = 0
 
   async def _watch(self) -> None:
-    """Detects when an owned server exits, no server has been available for too long, or all servers have caught up."""
+    """Detects when an owned server exits, no server has been available for too long, or all servers
+    have caught up.
+    """
     loop = asyncio.get_running_loop()
     served = loop.time()
     while self._failure is None:
@@ -266,12 +296,15 @@ class Fleet:
         lost = replica.server is not None and not replica.server.is_running()
         if lost and replica.state == ReplicaState.SERVING:
           self._repair(replica, 'its process ended')
-      if any(replica.state in (ReplicaState.SERVING, ReplicaState.HELD) for replica in self.replicas):
+      if any(
+        replica.state in (ReplicaState.SERVING, ReplicaState.HELD) for replica in self.replicas
+      ):
         served = loop.time()
       elif loop.time() - served > self._config.start_deadline_s:
         self._fail(
           RunError(
-            f'no engine left: none served for rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the '
+            'no engine left: none served for '
+            f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the '
             f'last: {self._last_trouble}'
           )
         )
@@ -283,14 +316,18 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and starts a task that recovers it, by a restart if necessary."""
+    """Takes a server out of dispatch and starts a task that recovers it, by a restart if
+    necessary.
+    """
     if replica in self._repairs or self._failure is not None:
       return
     replica.state = ReplicaState.DOWN
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: taken out of service: %s', replica.name, reason)
-    task = asyncio.create_task(self._bring_back_or_end(replica), name=f'engine {replica.name}: repair')
+    task = asyncio.create_task(
+      self._bring_back_or_end(replica), name=f'engine {replica.name}: repair'
+    )
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
 
@@ -324,18 +361,23 @@ class Fleet:
         if current is self._current:
           break
       except (RemoteError, Unproven) as error:
-        # After a refusal the server still works and nothing was written; a newer version may have replaced the file.
+        # After a refusal the server still works and nothing was written; a newer version may have
+        # replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
         if attempts > self._config.max_restarts:
           raise
         self._last_trouble = f'engine {replica.name}: {error}'
-        logging.warning('engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error)
+        logging.warning(
+          'engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error
+        )
     logging.info('engine %s: back in service, with version %s', replica.name, replica.version)
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Whether a server that had failed is working again and still serves its last proven version."""
+    """Whether a server that had failed is working again and still serves its last proven
+    version.
+    """
     if replica.failures > _PATIENCE or replica.version is None:
       return False
     if replica.server is not None and not replica.server.is_running():
@@ -388,7 +430,9 @@ class Fleet:
       raise RuntimeError(f'engine {self.name}: call start and load before generate')
     self._check(request)
     results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
-    samples = [asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)]
+    samples = [
+      asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)
+    ]
     try:
       for _ in samples:
         result = await results.get()  # wait completion: deadlines of requests, times `max_retries`
@@ -404,12 +448,17 @@ class Fleet:
     where, length = f'request {request.uid}', len(request.prompt)
     if length + request.max_tokens > self._max_length:
       raise UserError(
-        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
-        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
+        f'{self._max_length} of '
+        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for '
+        'fewer'
       )
-    if not all(0 <= token < self._spec.vocab_size for token in (*request.prompt, *request.stop_ids)):
+    if not all(
+      0 <= token < self._spec.vocab_size for token in (*request.prompt, *request.stop_ids)
+    ):
       raise UserError(
-        f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer than the model?'
+        f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer '
+        'than the model?'
       )
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
@@ -430,7 +479,9 @@ class Fleet:
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
         await replica.settled.wait()  # wait settled: deadlines of the calls that bring a version
-        if replica.life == life and all(segment.version in replica.proven for segment in completion.segments):
+        if replica.life == life and all(
+          segment.version in replica.proven for segment in completion.segments
+        ):
           replica.failures = 0
           self.counts['completions'] += 1
           self.counts['tokens'] += len(completion.tokens)
@@ -445,22 +496,31 @@ class Fleet:
         replica.in_flight -= 1
         self._deal()
     raise RunError(
-      f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the last: {error}'
+      f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the '
+      f'last: {error}'
     )
 
   def _named(self, completion: Completion) -> Completion:
     """Replaces relabelled versions with their new names."""
-    named = lambda segment: dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
-    return dataclasses.replace(completion, segments=tuple(named(segment) for segment in completion.segments))
+    named = lambda segment: dataclasses.replace(
+      segment, version=self._names.get(segment.version, segment.version)
+    )
+    return dataclasses.replace(
+      completion, segments=tuple(named(segment) for segment in completion.segments)
+    )
 
   async def _acquire(self) -> tuple[Replica, int]:
-    """Reserves a server for the next request and counts it as in flight there; returns (replica, its life)."""
+    """Reserves a server for the next request and counts it as in flight there; returns (replica,
+    its life).
+    """
     self._check_alive()
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(future)
     self._deal()
     try:
-      return await future  # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
+      return (
+        await future
+      )  # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:
         future.result()[0].in_flight -= 1
@@ -470,7 +530,8 @@ class Fleet:
   def _deal(self) -> None:
     """Dispatches waiting requests to servers with room, first come, first served.
 
-    At most `_BURST` at a time: hundreds of starts in one iteration of the event loop would block everything else.
+    At most `_BURST` at a time: hundreds of starts in one iteration of the event loop would block
+    everything else.
     """
     for _ in range(_BURST):
       if not self._waiting:
@@ -496,9 +557,12 @@ class Fleet:
     return chosen if chosen.in_flight < self._config.max_in_flight else None
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call: counts, and timings and size of the last publication."""
+    """Returns the metrics since the last call: counts, and timings and size of the last
+    publication.
+    """
     counts = {
-      f'run/engine_{name}': float(self.counts[name] - self._taken[name]) for name in ('retries', 'restarts', 'void')
+      f'run/engine_{name}': float(self.counts[name] - self._taken[name])
+      for name in ('retries', 'restarts', 'void')
     }
     self._taken = self.counts.copy()
     seconds, self._seconds = self._seconds, {}

@@ -1,7 +1,7 @@
 """Published weights: one safetensors file per version, one digest per tensor, published atomically.
 
-Invariant: a directory gets its final name only after its last byte was written; `Publication.files` lists the digests
-that a reader must find in it, and is sent to readers separately.
+Invariant: a directory gets its final name only after its last byte was written; `Publication.files`
+lists the digests that a reader must find in it, and is sent to readers separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from jaxrl_llm.weights.tables import TensorEntry, entries
 FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
 _BLOCK = 1 << 20
-"""Bytes converted, digested and written at a time; small enough to stay in a core's cache in between."""
+"""Bytes converted, digested and written at a time; small enough to stay in a core's cache in
+between.
+"""
 _ANOTHER = 'is this another model than at the start?'
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
 """Dtype names of the safetensors format."""
@@ -47,7 +49,9 @@ class Publication:
   version: Version
   directory: Path
   files: Mapping[str, Mapping[str, str]]
-  """xxh3-128 digest of each tensor's bytes, keyed by file name, then by Hugging Face tensor name."""
+  """xxh3-128 digest of each tensor's bytes, keyed by file name, then by Hugging Face tensor
+  name.
+  """
   nbytes: int
   """Size of all tensors."""
   base: Publication | None = None
@@ -60,7 +64,9 @@ class Publication:
 
   @property
   def label(self) -> str:
-    """Label of the version and its bytes; servers mark the tokens sampled under the version with it."""
+    """Label of the version and its bytes; servers mark the tokens sampled under the version with
+    it.
+    """
     return f'{self.version}-{xxhash.xxh3_64_hexdigest(json.dumps(self.digests, sort_keys=True).encode())}'
 
   @property
@@ -71,16 +77,18 @@ class Publication:
 class PublicationFolder:
   """Folder of published versions: the newest and, until it is released, the previous one.
 
-  The next version overwrites the file of a released one: in shared memory, writing to existing pages is as fast as a
-  copy.
+  The next version overwrites the file of a released one: in shared memory, writing to existing
+  pages is as fast as a copy.
   """
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
     """
     Args:
-      root: path of the folder, the same on the servers. Created if missing; files of a killed run are removed.
+      root: path of the folder, the same on the servers. Created if missing; files of a killed run
+        are removed.
       spec: spec of the language model.
-      dtype: tensor data type by its Hugging Face name; must be the servers', so that digests of loaded weights match.
+      dtype: tensor data type by its Hugging Face name; must be the servers', so that digests of
+        loaded weights match.
       private: whether only this user can read the folder.
     """
     self.root, self._dtype = Path(root), dtype
@@ -96,7 +104,8 @@ class PublicationFolder:
 
     Args:
       version: name of the publication; an existing directory of that name is replaced.
-      leaves: (name in the tree, array), each once, in any order; an array need not outlive the next iteration.
+      leaves: (name in the tree, array), each once, in any order; an array need not outlive the next
+        iteration.
 
     Raises:
       UserError: the arrays are not those of the model.
@@ -106,11 +115,15 @@ class PublicationFolder:
     with writing(self.root):
       unfinished.mkdir(exist_ok=True)
       # Not 'w', which would truncate the existing file: its pages are reused, see the class.
-      with os.fdopen(os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0) as file:
+      with os.fdopen(
+        os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
+      ) as file:
         digests = self._layout.write(file, leaves)
         file.truncate(self._layout.size)
         os.fsync(file.fileno())
-      publication = Publication(version=version, directory=directory, files={FILE: digests}, nbytes=self._layout.nbytes)
+      publication = Publication(
+        version=version, directory=directory, files={FILE: digests}, nbytes=self._layout.nbytes
+      )
       manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
       (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n')
       if directory.exists():
@@ -122,7 +135,9 @@ class PublicationFolder:
   def keep_only(self, *publications: Publication) -> None:
     """Releases all other publications; keeps one file of whole weights to be overwritten."""
     whole = [publication.base for publication in publications if publication.base is not None]
-    kept = {publication.directory for publication in (*publications, *whole)} | {self.root / 'unfinished'}
+    kept = {publication.directory for publication in (*publications, *whole)} | {
+      self.root / 'unfinished'
+    }
     with writing(self.root):
       for directory in sorted(self.root.iterdir()):
         if directory in kept:
@@ -144,14 +159,20 @@ class PublicationFolder:
 
 
 class AdapterFolder(PublicationFolder):
-  """Folder of adapter versions in PEFT format; their base weights are published once, with the first version."""
+  """Folder of adapter versions in PEFT format; their base weights are published once, with the
+  first version.
+  """
 
-  def __init__(self, root: str | Path, spec: ModelSpec, *, lora: LoraConfig, dtype: str, private: bool = True):
+  def __init__(
+    self, root: str | Path, spec: ModelSpec, *, lora: LoraConfig, dtype: str, private: bool = True
+  ):
     super().__init__(root, spec, dtype=dtype, private=private)
     self._lora, self._base = lora, None
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes an adapter. The first call takes the base and adapter arrays, later calls only the adapter's."""
+    """Publishes an adapter. The first call takes the base and adapter arrays, later calls only the
+    adapter's.
+    """
     adapters: dict[str, np.ndarray] = {}
 
     def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
@@ -164,7 +185,9 @@ class AdapterFolder(PublicationFolder):
     if self._base is None:
       self._base = super().write(version, base_leaves())
     elif (other := next(base_leaves(), None)) is not None:
-      raise UserError(f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}')
+      raise UserError(
+        f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}'
+      )
     directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
     with writing(self.root):
       export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
@@ -177,7 +200,9 @@ class AdapterFolder(PublicationFolder):
     arrays = dict(to_peft(unflatten(adapters), self._spec))
     digests = {name: digest(array) for name, array in arrays.items()}
     nbytes = sum(array.nbytes for array in arrays.values())
-    return Publication(version=version, directory=directory, files={WEIGHTS: digests}, nbytes=nbytes, base=self._base)
+    return Publication(
+      version=version, directory=directory, files={WEIGHTS: digests}, nbytes=nbytes, base=self._base
+    )
 
 
 class _Layout:
@@ -189,7 +214,11 @@ class _Layout:
     header, self._places, offset = {'__metadata__': {'format': 'pt'}}, {}, 0
     for entry in entries(spec):
       size = int(np.prod(entry.shape)) * self._dtype.itemsize
-      header[entry.hf] = {'dtype': _CODES[dtype], 'shape': list(entry.shape), 'data_offsets': [offset, offset + size]}
+      header[entry.hf] = {
+        'dtype': _CODES[dtype],
+        'shape': list(entry.shape),
+        'data_offsets': [offset, offset + size],
+      }
       self._places[entry.hf] = offset
       offset += size
     text = json.dumps(header).encode()
@@ -212,11 +241,14 @@ class _Layout:
         stacked = self._check(name, leaf)
         for entry in self._by_leaf[name]:
           file.seek(len(self._header) + self._places[entry.hf])
-          digests[entry.hf] = _write_tensor(file, leaf[entry.layer] if stacked else leaf, staging, helper)
+          digests[entry.hf] = _write_tensor(
+            file, leaf[entry.layer] if stacked else leaf, staging, helper
+          )
     missing = [hf for hf in self._places if hf not in digests]
     if missing:
       raise UserError(
-        f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors); {_ANOTHER}'
+        f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors); '
+        f'{_ANOTHER}'
       )
     return {hf: digests[hf] for hf in self._places}
 
@@ -224,16 +256,23 @@ class _Layout:
     """Returns whether a leaf stacks the layers; raises UserError if it is not the model's."""
     targets = self._by_leaf.get(name)
     if targets is None:
-      raise UserError(f'{name}: not a parameter of the published {self._spec.family} model; {_ANOTHER}')
+      raise UserError(
+        f'{name}: not a parameter of the published {self._spec.family} model; {_ANOTHER}'
+      )
     stacked = targets[0].layer is not None and name == targets[0].path
     wanted = (len(targets), *targets[0].shape) if stacked else targets[0].shape
     if leaf.shape != wanted:
-      raise UserError(f'{name}: parameters have shape {leaf.shape}, the published model has {wanted}; {_ANOTHER}')
+      raise UserError(
+        f'{name}: parameters have shape {leaf.shape}, the published model has {wanted}; {_ANOTHER}'
+      )
     return stacked
 
 
 def _write_tensor(
-  file: BinaryIO, tensor: Shaped[np.ndarray, '...'], staging: Shaped[np.ndarray, 'buffer'], helper: ThreadPoolExecutor
+  file: BinaryIO,
+  tensor: Shaped[np.ndarray, '...'],
+  staging: Shaped[np.ndarray, 'buffer'],
+  helper: ThreadPoolExecutor,
 ) -> str:
   """Writes the tensor in the staging array's dtype and returns its digest."""
   flat = np.ascontiguousarray(tensor).reshape(-1)
@@ -260,7 +299,9 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 def digest(array: Shaped[np.ndarray, '...']) -> str:
   """Returns the xxh3-128 digest of an array's bytes in C order."""
-  return xxhash.xxh3_128_hexdigest(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+  return xxhash.xxh3_128_hexdigest(
+    memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+  )
 
 
 def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
@@ -271,7 +312,9 @@ def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[
   return array.take(range(start, start + tensor['shape'][axis]), axis)
 
 
-def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, Shaped[np.ndarray, '...']]:
+def read_checked(
+  files: Mapping[str, Mapping[str, str]], directory: str | Path
+) -> dict[str, Shaped[np.ndarray, '...']]:
   """Reads all tensors of a publication, keyed by Hugging Face name, and verifies their digests.
 
   Raises:
@@ -285,7 +328,8 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) 
         names = set(opened.keys())
         if names != set(wanted):
           raise ValueError(
-            f'{path}: tensors missing {sorted(set(wanted) - names)[:4]}, unknown {sorted(names - set(wanted))[:4]}'
+            f'{path}: tensors missing {sorted(set(wanted) - names)[:4]}, unknown '
+            f'{sorted(names - set(wanted))[:4]}'
           )
         tensors.update({name: opened.get_tensor(name) for name in wanted})
     except (SafetensorError, OSError) as error:

@@ -1,7 +1,8 @@
 """One server of a fleet, and the transaction that updates it from one version to the next.
 
-Invariant: a version is in `proven` only after the digests of the loaded weights matched the published ones and the
-probe reproduced the trainer's logprobs; tokens of any other version must not be used.
+Invariant: a version is in `proven` only after the digests of the loaded weights matched the
+published ones and the probe reproduced the trainer's logprobs; tokens of any other version must not
+be used.
 """
 
 from __future__ import annotations
@@ -36,14 +37,21 @@ class ReplicaState(enum.Enum):
 
 
 class Unproven(Exception):
-  """The server's weights are not the published ones; its tokens are void and it must be restarted."""
+  """The server's weights are not the published ones; its tokens are void and it must be
+  restarted.
+  """
 
 
 class Replica:
   """State of one server: its client, its proven versions and its load."""
 
   def __init__(
-    self, name: str, *, client: EngineServer, server: ServerProcess | None, transfer: Transfer | None = None
+    self,
+    name: str,
+    *,
+    client: EngineServer,
+    server: ServerProcess | None,
+    transfer: Transfer | None = None,
   ):
     """
     Args:
@@ -59,10 +67,14 @@ class Replica:
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights that the server verifiably loaded: those of the version, or of its adapter's base."""
+    """Label of the whole weights that the server verifiably loaded: those of the version, or of its
+    adapter's base.
+    """
     self.proven: set[Version] = set()
     self.life = 0
-    """Number of times its weights became unknown; completions of requests sent in an earlier life are void."""
+    """Number of times its weights became unknown; completions of requests sent in an earlier life
+    are void.
+    """
     self.in_flight = 0
     self.assigned = 0
     """Number of requests assigned to the server since the current wave of requests began."""
@@ -82,8 +94,12 @@ class Replica:
     self.paused_s = 0.0
     """Seconds for which the last transaction stopped sampling."""
 
-  async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
-    """Wraps `EngineServer.generate` and counts the request: adapter updates on CPUs wait for it to end."""
+  async def generate(
+    self, request: Request, index: int, *, seed: int, deadline_s: float
+  ) -> Completion:
+    """Wraps `EngineServer.generate` and counts the request: adapter updates on CPUs wait for it to
+    end.
+    """
     self._sampling += 1
     self._drained.clear()
     try:
@@ -100,19 +116,28 @@ class Replica:
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the server is no longer the process updated to `version`: the new process was not checked."""
+    """Raises Lost if the server is no longer the process updated to `version`: the new process was
+    not checked.
+    """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
-      raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was restarted from outside the run')
+      raise Lost(
+        f'engine {self.name}: serves {label!r} and not {self.label}; it was restarted from outside '
+        'the run'
+      )
 
-  async def take(self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float) -> None:
+  async def take(
+    self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float
+  ) -> None:
     """Updates the server to a publication, as the contract in the architecture document specifies.
 
-    Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear the cache, resume,
-    probe. On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: there
-    vLLM 0.32's adapter kernel crashed when it batched prompt logprobs with other requests.
+    Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear
+    the cache, resume, probe. On CPUs, adapters are probed after the requests in flight have ended,
+    each of which has a deadline: there vLLM 0.32's adapter kernel crashed when it batched prompt
+    logprobs with other requests.
 
     Raises:
-      Refused: the files are not those announced; nothing was written, and the previous version stays in service.
+      Refused: the files are not those announced; nothing was written, and the previous version
+        stays in service.
       Unproven, Lost: its weights are wrong or unknown.
     """
     self.settled.clear()
@@ -147,7 +172,8 @@ class Replica:
         if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
-      if len(self.slices) > 1:  # Each worker reads the files separately: another one may already have written.
+      # Each worker reads the files separately: another one may already have written.
+      if len(self.slices) > 1:
         raise Lost(str(error)) from None
       await self.client.resume()
       raise
@@ -164,13 +190,19 @@ class Replica:
 
   def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
     if len(digests) != len(self.slices):
-      raise Unproven(f'engine {self.name}: {len(digests)} workers answered, wanted the {len(self.slices)} of the start')
+      raise Unproven(
+        f'engine {self.name}: {len(digests)} workers answered, wanted the {len(self.slices)} of '
+        'the start'
+      )
     for worker, (loaded, slices) in enumerate(zip(digests, self.slices)):
       wanted = _expected(publication, slices)
-      differing = sorted(name for name in wanted.keys() | loaded.keys() if wanted.get(name) != loaded.get(name))
+      differing = sorted(
+        name for name in wanted.keys() | loaded.keys() if wanted.get(name) != loaded.get(name)
+      )
       if differing:
         raise Unproven(
-          f'engine {self.name}, worker {worker}: {len(differing)} of {len(wanted)} loaded tensors differ from those '
+          f'engine {self.name}, worker {worker}: {len(differing)} of {len(wanted)} loaded tensors '
+          'differ from those '
           f'published as {publication.version}: {", ".join(differing[:4])}'
         )
 
@@ -180,7 +212,8 @@ class Replica:
       worst = float(np.abs(logprobs - wanted).max())
       if not worst <= tolerance:
         raise Unproven(
-          f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to {worst:.3g}, "
+          f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to "
+          f'{worst:.3g}, '
           f'wanted at most {tolerance:g} (rollout.vllm.probe_tolerance)'
         )
 
@@ -217,19 +250,23 @@ class Replica:
       deadline_s: deadline of each warm-up request, which may compile.
 
     Raises:
-      UserError: the server does not suit the run, for example in its model, sequence length or logprobs.
+      UserError: the server does not suit the run, for example in its model, sequence length or
+        logprobs.
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()
     if served < max_length:
       raise UserError(
-        f'{where}: max_model_len is {served}, the run needs {max_length} (rollout.max_prompt_length + '
+        f'{where}: max_model_len is {served}, the run needs {max_length} '
+        '(rollout.max_prompt_length + '
         'max_response_length); start it with a larger --max_model_len'
       )
     try:
       workers = await self.client.weights()
     except RemoteError as error:
-      raise UserError(f'{where}: lacks jaxrl_llm as worker extension ({error}); start it with jaxrl serve') from None
+      raise UserError(
+        f'{where}: lacks jaxrl_llm as worker extension ({error}); start it with jaxrl serve'
+      ) from None
     self.slices = [worker['tensors'] for worker in workers]
     self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
     for tensors in self.slices:
@@ -237,23 +274,28 @@ class Replica:
     for worker in workers:
       if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
         raise UserError(
-          f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the temperature-scaled '
+          f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
+          'temperature-scaled '
           'distribution); start it with jaxrl serve'
         )
       if worker.get('speculative') and not speculative:
         raise UserError(
-          f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because {SPECULATION}'
+          f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because '
+          f'{SPECULATION}'
         )
       if worker.get('adapter_rank', 0) < adapter_rank:
         raise UserError(
-          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl serve … -- '
-          f'--enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or set rollout.vllm.lora=merged'
+          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl '
+          'serve … -- '
+          f'--enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or set '
+          'rollout.vllm.lora=merged'
         )
     try:
       await self.transfer.connect(self.client)
     except RemoteError as error:
       raise UserError(
-        f'{where}: cannot receive weights over {self.transfer.backend!r} ({error}); start it with the same '
+        f'{where}: cannot receive weights over {self.transfer.backend!r} ({error}); start it with '
+        'the same '
         'rollout.vllm.transfer, or set another'
       ) from None
     try:
@@ -268,19 +310,30 @@ PROCESSED = 'processed_logprobs'
 """vLLM's name for logprobs of the distribution that it samples from."""
 
 
-def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+def _check_model(
+  where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> None:
   names = sorted(tensors.keys() ^ shapes.keys())
   if names:
-    raise UserError(f'{where}: serves a model other than the policy: only one of the two has {", ".join(names[:4])}')
+    raise UserError(
+      f'{where}: serves a model other than the policy: only one of the two has '
+      f'{", ".join(names[:4])}'
+    )
   for name, wanted in shapes.items():
     shape, cut = tuple(tensors[name]['shape']), tensors[name]['slice']
     whole = [axis for axis in range(len(wanted)) if not cut or axis != cut[0]]
     if len(shape) != len(wanted) or any(shape[axis] != wanted[axis] for axis in whole):
-      hint = ' (another vocabulary)' if name in ('model.embed_tokens.weight', 'lm_head.weight') else ''
-      raise UserError(f"{where}: {name} is {shape}, the policy's is {wanted}{hint}; serve the policy's config.json")
+      hint = (
+        ' (another vocabulary)' if name in ('model.embed_tokens.weight', 'lm_head.weight') else ''
+      )
+      raise UserError(
+        f"{where}: {name} is {shape}, the policy's is {wanted}{hint}; serve the policy's "
+        'config.json'
+      )
     if tensors[name]['dtype'] != dtype:
       raise UserError(
-        f'{where}: {name} is {tensors[name]["dtype"]}, published as {dtype}; start it with --dtype={dtype}, or set '
+        f'{where}: {name} is {tensors[name]["dtype"]}, published as {dtype}; start it with '
+        f'--dtype={dtype}, or set '
         'rollout.vllm.dtype'
       )
 
@@ -293,4 +346,6 @@ def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, 
     whole = read_checked(publication.files, publication.directory)
   except ValueError as error:  # The publication may have been released meanwhile.
     raise Lost(str(error)) from None
-  return {name: digest(part(array, slices[name])) for name, array in whole.items() if name in slices}
+  return {
+    name: digest(part(array, slices[name])) for name, array in whole.items() if name in slices
+  }

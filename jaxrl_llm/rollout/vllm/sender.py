@@ -1,7 +1,9 @@
-"""Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC, with vLLM's own engines.
+"""Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC, with
+vLLM's own engines.
 
-Runs as a script in vLLM's environment, because the trainer has no torch (see `rollout.vllm.transfer`); imports nothing
-of jaxrl_llm but `rollout.vllm.worker`, which is copied beside it as `jaxrl_llm_worker`.
+Runs as a script in vLLM's environment, because the trainer has no torch (see
+`rollout.vllm.transfer`); imports nothing of jaxrl_llm but `rollout.vllm.worker`, which is copied
+beside it as `jaxrl_llm_worker`.
 
 Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded by the calls that the trainer must make.
   {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda", "workers": [{NAME: {shape, dtype, slice}}, …]}
@@ -10,18 +12,20 @@ Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded 
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
 The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 
-Invariant: nothing is sent, and no call is requested, before the whole publication was read, its digests were verified,
-and it was checked to fit all workers of the server; after that the answer is never `refused`.
+Invariant: nothing is sent, and no call is requested, before the whole publication was read, its
+digests were verified, and it was checked to fit all workers of the server; after that the answer is
+never `refused`.
 
-Not tested on hardware: written against vLLM 0.32's API, and tested with a stand-in for its engines. Open questions:
-whether NCCL forms the group and what a transfer costs; whether the server's GPU has room for the buffers with a large
-`gpu_memory_utilization`; CUDA IPC between containers. With both backends a vLLM worker uses its layerwise reload:
-`start_weight_update` moves the parameters to the meta device, `load_weights` fills a layer once it is complete and
-copies it into the parameter's previous storage, and `finish_weight_update` restores the rest. Hence after a complete
-update the live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU build,
-piece by piece: storage is unchanged, digests and logprobs are as published); after an interrupted one the model may be
-unusable and the server must be restarted. Each server has one sender, which is rank 0 of their group; the server's
-workers are the ranks from 1 on.
+Not tested on hardware: written against vLLM 0.32's API, and tested with a stand-in for its engines.
+Open questions: whether NCCL forms the group and what a transfer costs; whether the server's GPU has
+room for the buffers with a large `gpu_memory_utilization`; CUDA IPC between containers. With both
+backends a vLLM worker uses its layerwise reload: `start_weight_update` moves the parameters to the
+meta device, `load_weights` fills a layer once it is complete and copies it into the parameter's
+previous storage, and `finish_weight_update` restores the rest. Hence after a complete update the
+live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU
+build, piece by piece: storage is unchanged, digests and logprobs are as published); after an
+interrupted one the model may be unusable and the server must be restarted. Each server has one
+sender, which is rank 0 of their group; the server's workers are the ranks from 1 on.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ from typing import Any, BinaryIO
 
 
 def take_stdio() -> tuple[BinaryIO, BinaryIO]:
-  """Reserves stdin and stdout for the protocol: libraries' output goes to stderr, and their input is empty."""
+  """Reserves stdin and stdout for the protocol: libraries' output goes to stderr, and their input
+  is empty.
+  """
   orders, answers = os.fdopen(os.dup(0), 'rb'), os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)
   with open(os.devnull, 'rb') as nothing:
@@ -60,9 +66,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # no
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: E402
 
 _BUFFER = 256 << 20
-"""Bytes sent at a time. vLLM's default, 1 GiB, is too much beside a server that uses most of its GPU."""
+"""Bytes sent at a time. vLLM's default, 1 GiB, is too much beside a server that uses most of its
+GPU.
+"""
 Tensors = Mapping[str, Mapping[str, Any]]
-"""Shape, dtype and slice of each of a worker's tensors, keyed by Hugging Face name, as `jaxrl_weights` returns them."""
+"""Shape, dtype and slice of each of a worker's tensors, keyed by Hugging Face name, as
+`jaxrl_weights` returns them.
+"""
 
 
 class Trainer:
@@ -87,13 +97,17 @@ class Trainer:
     self._answers.flush()
 
   def call(self, name: str, body: Mapping[str, Any]) -> None:
-    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure it kills this process."""
+    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure it
+    kills this process.
+    """
     self.write({'call': name, 'body': body})
     self.read()
 
 
 class ForwardingClient:
-  """vLLM's `VLLMWeightSyncClient`, forwarding calls to the trainer, which has the address, key and TLS settings."""
+  """vLLM's `VLLMWeightSyncClient`, forwarding calls to the trainer, which has the address, key and
+  TLS settings.
+  """
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer
@@ -113,11 +127,16 @@ class ForwardingClient:
 
 
 def as_json(update_info: dict[str, Any]) -> dict[str, Any]:
-  """Encodes CUDA IPC handles, which are Python objects, as the base64 pickle that vLLM expects over HTTP."""
+  """Encodes CUDA IPC handles, which are Python objects, as the base64 pickle that vLLM expects over
+  HTTP.
+  """
   if 'ipc_handles' not in update_info:
     return update_info
   rest = {name: value for name, value in update_info.items() if name != 'ipc_handles'}
-  return {**rest, 'ipc_handles_pickled': base64.b64encode(pickle.dumps(update_info['ipc_handles'])).decode()}
+  return {
+    **rest,
+    'ipc_handles_pickled': base64.b64encode(pickle.dumps(update_info['ipc_handles'])).decode(),
+  }
 
 
 class PublicationSource(WeightSource):
@@ -128,7 +147,9 @@ class PublicationSource(WeightSource):
     self._device = device
 
   def metadata(self) -> list[ParamMeta]:
-    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+    return [
+      ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()
+    ]
 
   def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in self.tensors.items():
@@ -152,7 +173,9 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
   for worker in workers:
     missing, more = sorted(set(worker) - set(tensors)), sorted(set(tensors) - set(worker))
     if missing or more:
-      raise ValueError(f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}')
+      raise ValueError(
+        f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}'
+      )
     for name, held in worker.items():
       part = torch.empty(held['shape'], dtype=getattr(torch, held['dtype']), device='meta')
       if not View(part, *(held['slice'] or ())).fits(tensors[name]):
@@ -162,7 +185,9 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
         )
 
 
-def init_info(backend: str, host: str, workers: Sequence[Tensors]) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
+def init_info(
+  backend: str, host: str, workers: Sequence[Tensors]
+) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
   """Returns the arguments of vLLM's trainer engine; the engine itself sends the server's."""
   if backend == 'nccl':
     return NCCLTrainerInitInfo(
@@ -174,12 +199,17 @@ def init_info(backend: str, host: str, workers: Sequence[Tensors]) -> NCCLTraine
       packed_buffer_size_bytes=_BUFFER,
     )
   # vLLM rejects tensors larger than the buffer.
-  largest = max(torch.Size(t['shape']).numel() * getattr(torch, t['dtype']).itemsize for t in workers[0].values())
+  largest = max(
+    torch.Size(t['shape']).numel() * getattr(torch, t['dtype']).itemsize
+    for t in workers[0].values()
+  )
   return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(_BUFFER, largest))
 
 
 def _free_port(host: str) -> int:
-  """Returns a free port for the group's rendezvous on rank 0. Any process that reaches it could talk to the group."""
+  """Returns a free port for the group's rendezvous on rank 0. Any process that reaches it could
+  talk to the group.
+  """
   with socket.socket() as probe:
     probe.bind((host, 0))
     return probe.getsockname()[1]
@@ -197,7 +227,9 @@ class Sender:
     self._workers, self._source = order['workers'], PublicationSource(torch.device(order['device']))
     info = init_info(order['backend'], order['host'], self._workers)
     client = ForwardingClient(self._trainer)
-    self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
+    self._engine = WeightTransferTrainerFactory.trainer_init(
+      info, client=client, source=self._source
+    )
     return {'ok': True}
 
   def send(self, order: Mapping[str, Any]) -> dict[str, Any]:

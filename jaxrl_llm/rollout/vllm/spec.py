@@ -36,8 +36,25 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     adapters=config.lora == 'adapter',
     addresses=config.addresses,
     may_change=(
-      *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
-      *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
+      *(
+        'environment',
+        'servers',
+        'addresses',
+        'key_file',
+        'ca_file',
+        'env',
+        'devices',
+        'publish_dir',
+        'max_in_flight',
+      ),
+      *(
+        'transfer_deadline_s',
+        'start_deadline_s',
+        'latency_s',
+        'min_tokens_per_s',
+        'max_retries',
+        'max_restarts',
+      ),
     ),
     unsupported=config.unsupported,
     commands=lambda setting: _lines(config, setting),
@@ -59,7 +76,8 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     ]
   else:
     replicas = _owned(config, setting, published)
-  # Servers of other users may read a configured directory; shared memory is for this user's servers only.
+  # Servers of other users may read a configured directory; shared memory is for this user's servers
+  # only.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
@@ -80,14 +98,17 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Returns a folder for this start, in shared memory or the configured directory; removes that of a killed start.
+  """Returns a folder for this start, in shared memory or the configured directory; removes that of
+  a killed start.
 
-  The name is random: the guards of a killed start may still be about to remove its folder, and runs on several hosts
-  may share the directory.
+  The name is random: the guards of a killed start may still be about to remove its folder, and runs
+  on several hosts may share the directory.
   """
   root = config.publish_dir
   if root is None and not SHARED_MEMORY.is_dir():
-    raise UserError(f'{SHARED_MEMORY}: missing on this machine; name a directory in rollout.vllm.publish_dir')
+    raise UserError(
+      f'{SHARED_MEMORY}: missing on this machine; name a directory in rollout.vllm.publish_dir'
+    )
   record = workdir / PUBLISHED
   if record.exists():
     left = pathlib.Path(record.read_text(errors='replace'))
@@ -111,10 +132,14 @@ def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]
 
 
 def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
-  """Shell commands of the owned servers, keyed by server name, with placeholders for paths created at their start."""
+  """Shell commands of the owned servers, keyed by server name, with placeholders for paths created
+  at their start.
+  """
   lines = {}
   for i, command in enumerate([] if config.addresses else _commands(config, setting)):
-    variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
+    variables = [
+      f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()
+    ]
     lines[f'vllm-{i}'] = shlex.join(['env', *variables, *command.argv(pathlib.Path('SOCKET'))])
   return lines
 
@@ -149,7 +174,12 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
     for i, command in enumerate(commands)
   ]
   return [
-    Replica(s.name, client=VllmClient(s.address, name=s.name), server=s, transfer=_transfer(config, setting, i))
+    Replica(
+      s.name,
+      client=VllmClient(s.address, name=s.name),
+      server=s,
+      transfer=_transfer(config, setting, i),
+    )
     for i, s in enumerate(servers)
   ]
 
@@ -159,10 +189,16 @@ def _transfer(config: VllmConfig, setting: EngineSetting, i: int) -> Transfer:
 
 
 async def _check_tokenizer(replica: Replica, setting: EngineSetting) -> None:
-  """Raises UserError if the server's tokenizer differs from the policy's on a prompt; passes servers without one."""
-  served, wanted = await replica.client.tokenize(setting.text), setting.tokenizer.encode(setting.text)
+  """Raises UserError if the server's tokenizer differs from the policy's on a prompt; passes
+  servers without one.
+  """
+  served, wanted = (
+    await replica.client.tokenize(setting.text),
+    setting.tokenizer.encode(setting.text),
+  )
   if served is not None and served != wanted:
     raise UserError(
-      f'engine {replica.name} ({replica.client.address}): reads {setting.text[:40]!r} as tokens {served[:8]}, the '
+      f'engine {replica.name} ({replica.client.address}): reads {setting.text[:40]!r} as tokens '
+      f'{served[:8]}, the '
       f"policy as {wanted[:8]}; serve it with the policy's tokenizer"
     )

@@ -1,7 +1,8 @@
-"""Transfer of published weights to a server: from files that both sides see, or through a sender process.
+"""Transfer of published weights to a server: from files that both sides see, or through a sender
+process.
 
-Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because the server's
-weights are then unknown.
+Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because
+the server's weights are then unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, che
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces them with <path>."""
+"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces
+them with <path>.
+"""
 _LINE = 1 << 28
 """Maximum bytes of one line from a sender; a line may name all tensors."""
 _CONNECT_S = 300.0
@@ -69,7 +72,9 @@ class Transfer(Protocol[_Server]):
 
 
 class FileTransfer:
-  """File transfer: the server's workers read the published files themselves (`rollout.vllm.worker`)."""
+  """File transfer: the server's workers read the published files themselves
+  (`rollout.vllm.worker`).
+  """
 
   backend = 'files'
 
@@ -99,14 +104,17 @@ class FileTransfer:
 
 
 class SenderTransfer:
-  """NCCL or IPC transfer by a sender process in vLLM's environment, which reads the files (`rollout.vllm.sender`).
+  """NCCL or IPC transfer by a sender process in vLLM's environment, which reads the files
+  (`rollout.vllm.sender`).
 
-  The process makes no HTTP calls: it requests vLLM's control calls, and the server's client makes them here. If one
-  fails, or the deadline passes, the process is killed: over NCCL it may be waiting for a server that never joins. A
-  server in that state must be restarted, an attached one by its operator.
+  The process makes no HTTP calls: it requests vLLM's control calls, and the server's client makes
+  them here. If one fails, or the deadline passes, the process is killed: over NCCL it may be
+  waiting for a server that never joins. A server in that state must be restarted, an attached one
+  by its operator.
 
-  Not tested on hardware; `rollout.vllm.sender` lists the open questions. Data parallelism within a server is not
-  supported: workers beyond the first group are not reported, and the group would wait for them.
+  Not tested on hardware; `rollout.vllm.sender` lists the open questions. Data parallelism within a
+  server is not supported: workers beyond the first group are not reported, and the group would wait
+  for them.
   """
 
   def __init__(
@@ -125,8 +133,8 @@ class SenderTransfer:
       python: Python of vLLM's environment.
       log: file to which the process's output is appended.
       host: address of this host at which the server's workers reach the sender (nccl).
-      env: environment variables of the process; CUDA_VISIBLE_DEVICES selects the GPU that it sends from: with nccl one
-        that the server does not use, with ipc the server's.
+      env: environment variables of the process; CUDA_VISIBLE_DEVICES selects the GPU that it sends
+        from: with nccl one that the server does not use, with ipc the server's.
       device: torch's name of that device.
     """
     self.backend: str = backend
@@ -146,7 +154,12 @@ class SenderTransfer:
   async def connect(self, client: VllmClient) -> None:
     await self.close()
     workers = [worker['tensors'] for worker in await client.weights()]
-    order = {'backend': self.backend, 'host': self._host, 'device': self._device, 'workers': workers}
+    order = {
+      'backend': self.backend,
+      'host': self._host,
+      'device': self._device,
+      'workers': workers,
+    }
     try:
       await self._start(client)
       await self._order(client, {'op': 'init', **order}, deadline_s=self._connect_deadline_s)
@@ -188,20 +201,30 @@ class SenderTransfer:
     script = self._folder / 'jaxrl_llm_sender.py'
     shutil.copyfile(SENDER, script)
     shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
+    inherited = {
+      name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))
+    }
     variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
-    child = Child(f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0)
+    child = Child(
+      f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0
+    )
     try:
       ours, theirs = socket.socketpair()
       with theirs:
         self._answers, self._orders = await asyncio.open_connection(sock=ours, limit=_LINE)
         self._child = child
-        child.start([str(self._python), str(script)], {**inherited, **variables, **self._env}, channel=theirs)
+        child.start(
+          [str(self._python), str(script)], {**inherited, **variables, **self._env}, channel=theirs
+        )
     except OSError as error:
       raise Lost(f'{client.name}: its sender cannot be started ({error})') from None
 
-  async def _order(self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Sends one order and makes the calls that the sender requests; raises Refused and Lost like `send`."""
+  async def _order(
+    self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float
+  ) -> None:
+    """Sends one order and makes the calls that the sender requests; raises Refused and Lost like
+    `send`.
+    """
     child = self._child
     if child is None:
       raise Lost(f'{client.name}: its sender is gone')
@@ -214,13 +237,17 @@ class SenderTransfer:
           await _perform(client, answer, deadline_s)
           answer = await self._ask(client, child, {'ok': True})
     except TimeoutError:
-      raise Lost(f'{client.name}: its sender did not {order["op"]} within {deadline_s:g} s') from None
+      raise Lost(
+        f'{client.name}: its sender did not {order["op"]} within {deadline_s:g} s'
+      ) from None
     if 'refused' in answer and not called:
       raise Refused(f'{client.name}: {answer["refused"]}')
     if answer != {'ok': True}:
       raise Lost(f'{client.name}: its sender: {answer.get("error", answer)}')
 
-  async def _ask(self, client: VllmClient, child: Child, message: Mapping[str, Any]) -> dict[str, Any]:
+  async def _ask(
+    self, client: VllmClient, child: Child, message: Mapping[str, Any]
+  ) -> dict[str, Any]:
     """Writes one line and reads one. A `close` meanwhile ends the child, and so the answer."""
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
@@ -231,18 +258,23 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    while self._child is child and child.is_running():  # wait sender: `transfer_deadline_s`, of the order
+    while (
+      self._child is child and child.is_running()
+    ):  # wait sender: `transfer_deadline_s`, of the order
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:
       raise Lost(f'{client.name}: its sender was closed')
     last_lines = ' | '.join(child.lines()[-_LAST_LINES:])[-1000:]
     raise Lost(
-      f'{client.name}: its sender ended with exit code {child.exit_code}; the last lines of {self._log}: {last_lines}'
+      f'{client.name}: its sender ended with exit code {child.exit_code}; the last lines of '
+      f'{self._log}: {last_lines}'
     )
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if the server only refused it."""
+  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if the server only
+  refused it.
+  """
   name, body = message['call'], message['body']
   try:
     if name == 'init_weight_transfer_engine':
@@ -254,7 +286,9 @@ async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: f
     elif name == 'finish_weight_update':
       await client.finish_update(deadline_s=deadline_s)
     else:
-      raise Lost(f'{client.name}: its sender asks for the call {name!r}, which is not one of the four')
+      raise Lost(
+        f'{client.name}: its sender asks for the call {name!r}, which is not one of the four'
+      )
   except Refused as error:
     raise Lost(str(error)) from None
 

@@ -1,10 +1,11 @@
-"""Extension of vLLM's worker processes: loads published weights from files and reports the loaded weights.
+"""Extension of vLLM's worker processes: loads published weights from files and reports the loaded
+weights.
 
-Invariant: nothing is written before a whole publication was read and matched the trainer's digests, and reported
-digests are computed from the live parameters, not from the files.
+Invariant: nothing is written before a whole publication was read and matched the trainer's digests,
+and reported digests are computed from the live parameters, not from the files.
 
-Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see `rollout.vllm.server`); imports
-nothing of jaxrl_llm.
+Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see
+`rollout.vllm.server`); imports nothing of jaxrl_llm.
 """
 
 from __future__ import annotations
@@ -42,27 +43,34 @@ class View(NamedTuple):
 
   def of(self, whole: torch.Tensor) -> torch.Tensor:
     """Returns this worker's slice of a whole tensor."""
-    return whole if self.dim is None else whole.narrow(self.dim, self.start, self.tensor.shape[self.dim])
+    return (
+      whole if self.dim is None else whole.narrow(self.dim, self.start, self.tensor.shape[self.dim])
+    )
 
   def fits(self, whole: torch.Tensor) -> bool:
     if whole.dim() != self.tensor.dim() or whole.dtype != self.tensor.dtype:
       return False
     if self.dim is not None and self.start + self.tensor.shape[self.dim] > whole.shape[self.dim]:
       return False
-    return all(wanted in (None, length) for wanted, length in zip(self.whole, whole.shape, strict=True))
+    return all(
+      wanted in (None, length) for wanted, length in zip(self.whole, whole.shape, strict=True)
+    )
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
   """Returns every parameter by its Hugging Face name, with vLLM's fused projections split.
 
-  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …), not by class. If the server accepts
-  adapters, base layers are wrapped (`base_layer`); the adapters themselves are not parameters.
+  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …), not by class. If
+  the server accepts adapters, base layers are wrapped (`base_layer`); the adapters themselves are
+  not parameters.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
   for name, parameter in model.named_parameters():
     if parameter.numel() == 0:
-      raise RuntimeError(f'{name} is empty: packed away at load, so it can be neither updated nor digested')
+      raise RuntimeError(
+        f'{name} is empty: packed away at load, so it can be neither updated nor digested'
+      )
     *path, leaf = name.split('.')
     module = model.get_submodule('.'.join(path))
     path = [part for part in path if part != 'base_layer']
@@ -72,19 +80,28 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
   return views
 
 
-def _parts(module: Any, data: torch.Tensor, parts: list[str] | None) -> Iterator[tuple[str | None, View]]:
-  """Yields (name of the part, view) for one parameter of a module; the name is None if it is not fused."""
+def _parts(
+  module: Any, data: torch.Tensor, parts: list[str] | None
+) -> Iterator[tuple[str | None, View]]:
+  """Yields (name of the part, view) for one parameter of a module; the name is None if it is not
+  fused.
+  """
   rank, size = getattr(module, 'tp_rank', 0), getattr(module, 'tp_size', 1)
   dim = 0 if size > 1 else None
   shard = getattr(module, 'shard_indices', None)
   if shard is not None:
     # Rows beyond the vocabulary are padding; a rank may hold only padding.
-    start, rows = shard.org_vocab_start_index, shard.org_vocab_end_index - shard.org_vocab_start_index
+    start, rows = (
+      shard.org_vocab_start_index,
+      shard.org_vocab_end_index - shard.org_vocab_start_index,
+    )
     yield None, View(data[:rows], dim, start, module.org_vocab_size)
   elif parts is not None:
     rows = [n // size for n in module.output_sizes]
     if sum(rows) != data.shape[0]:
-      raise RuntimeError(f'{type(module).__name__}: {data.shape[0]} rows, its parts {parts} have {rows}')
+      raise RuntimeError(
+        f'{type(module).__name__}: {data.shape[0]} rows, its parts {parts} have {rows}'
+      )
     replicas = getattr(module, 'num_kv_head_replicas', 1)
     offset = 0
     for i, (part, n) in enumerate(zip(parts, rows, strict=True)):
@@ -139,13 +156,16 @@ def _difference(names: set[str], wanted: set[str]) -> str:
 
 
 def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
-  """Copies verified tensors into the live parameters; raises ValueError before the first write if any does not fit."""
+  """Copies verified tensors into the live parameters; raises ValueError before the first write if
+  any does not fit.
+  """
   if set(tensors) != set(views):
     raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
   for name, view in views.items():
     if not view.fits(tensors[name]):
       raise ValueError(
-        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has {view.whole} '
+        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has '
+        f'{view.whole} '
         f'{view.tensor.dtype}'
       )
   with torch.no_grad():
@@ -154,10 +174,14 @@ def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None
 
 
 class Worker:
-  """Extension class of vLLM's worker; every public method can be called through `/collective_rpc`."""
+  """Extension class of vLLM's worker; every public method can be called through
+  `/collective_rpc`.
+  """
 
   def jaxrl_weights(self) -> dict[str, Any]:
-    """Returns shape, dtype and slice of each parameter by Hugging Face name, and this worker's sampling settings."""
+    """Returns shape, dtype and slice of each parameter by Hugging Face name, and this worker's
+    sampling settings.
+    """
     views = hf_views(self.model_runner.model)
     return {
       'adapter_rank': self._adapter_rank(),
@@ -176,7 +200,9 @@ class Worker:
     }
 
   def _adapter_rank(self) -> int:
-    """Returns the largest rank of adapters that this server can load at run time; 0: it cannot load adapters."""
+    """Returns the largest rank of adapters that this server can load at run time; 0: it cannot load
+    adapters.
+    """
     config = getattr(self.vllm_config, 'lora_config', None)
     allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
     return config.max_lora_rank if config is not None and allowed else 0
@@ -191,7 +217,9 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _wait_without_spinning() -> None:
-  """Cuts an idle worker's busy-wait from vLLM's default of one second: on CPU-only hosts the trainer needs the core."""
+  """Cuts an idle worker's busy-wait from vLLM's default of one second: on CPU-only hosts the
+  trainer needs the core.
+  """
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
   wait = SpinCondition.wait
@@ -227,7 +255,9 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '': whole weights."""
+    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '':
+    whole weights.
+    """
 
   class FileTransferEngine(WeightTransferEngine):
     """Loads weights from files that both sides see (shared memory, or a shared file system)."""

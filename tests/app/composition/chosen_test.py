@@ -1,4 +1,6 @@
-"""Options left open are chosen once, from the tasks that a scorer judges, and a run that goes on keeps them."""
+"""Options left open are chosen once, from the tasks that a scorer judges, and a run that goes on
+keeps them.
+"""
 
 import dataclasses
 import json
@@ -17,7 +19,10 @@ from jaxrl_llm.tasks.taskset import TasksetConfig, taskset_loader
 
 
 def write(path, truths, ability='math'):
-  rows = [{'prompt': f'{path.stem} {i}?', 'answer': truth, 'ability': ability} for i, truth in enumerate(truths)]
+  rows = [
+    {'prompt': f'{path.stem} {i}?', 'answer': truth, 'ability': ability}
+    for i, truth in enumerate(truths)
+  ]
   path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
   return TasksetConfig(name=path.stem, source=str(path))
 
@@ -28,7 +33,9 @@ def configured(tasksets, *scorers):
   sft, grpo = config.stages
   stages = (sft, dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, tasksets=names)))
   rewards = RewardsConfig(scorers=scorers)
-  return dataclasses.replace(config, tasksets=tuple(tasksets), stages=stages, evaluation=(), rewards=rewards)
+  return dataclasses.replace(
+    config, tasksets=tuple(tasksets), stages=stages, evaluation=(), rewards=rewards
+  )
 
 
 def settle(config, run, tell):
@@ -40,7 +47,10 @@ def options(config):
 
 
 def test_each_scorer_chooses_from_its_own_tasks(tmp_path):
-  letters, sums = write(tmp_path / 'letters.jsonl', 'ABC'), write(tmp_path / 'sums.jsonl', ['1\n#### 2', '#### 3'])
+  letters, sums = (
+    write(tmp_path / 'letters.jsonl', 'ABC'),
+    write(tmp_path / 'sums.jsonl', ['1\n#### 2', '#### 3']),
+  )
   told = []
   config = configured(
     (letters, sums),
@@ -92,7 +102,10 @@ def test_a_run_without_a_readable_configuration_is_left_to_the_one_who_reports_i
 
 
 def test_tasks_that_no_stage_or_suite_scores_decide_nothing(tmp_path):
-  letters, prose = write(tmp_path / 'letters.jsonl', 'ABC'), write(tmp_path / 'prose.jsonl', ['$x^2$', 'y'])
+  letters, prose = (
+    write(tmp_path / 'letters.jsonl', 'ABC'),
+    write(tmp_path / 'prose.jsonl', ['$x^2$', 'y']),
+  )
   config = configured((letters,), ScorerConfig(name='answer'))
   config = dataclasses.replace(config, tasksets=(letters, prose))
   assert options(settle(config, None, lambda line: None))['answer']['mode'] == 'choice'
@@ -100,7 +113,8 @@ def test_tasks_that_no_stage_or_suite_scores_decide_nothing(tmp_path):
 
 def test_a_null_is_chosen_and_kept(tmp_path):
   config = configured(
-    (write(tmp_path / 'tasks.jsonl', 'ABC'),), ScorerConfig(name='answer', options={'mode': None, 'extraction': None})
+    (write(tmp_path / 'tasks.jsonl', 'ABC'),),
+    ScorerConfig(name='answer', options={'mode': None, 'extraction': None}),
   )
   first = settle(config, None, lambda line: None)
   assert options(first)['answer'] == {'mode': 'choice', 'extraction': ANYWHERE}
@@ -112,7 +126,9 @@ def test_a_null_is_chosen_and_kept(tmp_path):
 def test_a_run_begun_before_options_were_chosen_is_not_resumed_with_other_rewards(tmp_path):
   config = configured((write(tmp_path / 'tasks.jsonl', 'ABC'),), ScorerConfig(name='answer'))
   Workdir(tmp_path / 'run').adopt(config)
-  with pytest.raises(UserError, match=r'scorers\.answer\.options: extraction and mode of the run are unknown'):
+  with pytest.raises(
+    UserError, match=r'scorers\.answer\.options: extraction and mode of the run are unknown'
+  ):
     settle(config, tmp_path / 'run', lambda line: None)
 
 

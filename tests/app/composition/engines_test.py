@@ -1,4 +1,6 @@
-"""The engine that a configuration names: servers that read text otherwise are refused; where weights are published."""
+"""The engine that a configuration names: servers that read text otherwise are refused; where
+weights are published.
+"""
 
 import asyncio
 import pathlib
@@ -19,12 +21,20 @@ from jaxrl_llm.rollout.vllm.spec import PUBLISHED, publish_directory
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory):
   config = load_file('configs/quickstart.py', Config)
-  overrides = {'tasksets.train.size': '4000', 'tasksets.eval.size': '4000', 'stages.sft.source.count': '400'}
-  config = apply_overrides(config, {**overrides, 'evaluation.held_out.tasks': '24', 'rollout.engine': 'vllm'})
+  overrides = {
+    'tasksets.train.size': '4000',
+    'tasksets.eval.size': '4000',
+    'stages.sft.source.count': '400',
+  }
+  config = apply_overrides(
+    config, {**overrides, 'evaluation.held_out.tasks': '24', 'rollout.engine': 'vllm'}
+  )
   return config, prepare(config, tmp_path_factory.mktemp('run'))
 
 
-@pytest.mark.parametrize('answer, refused', [('as the policy', False), ('otherwise', True), ('no tokenizer', False)])
+@pytest.mark.parametrize(
+  'answer, refused', [('as the policy', False), ('otherwise', True), ('no tokenizer', False)]
+)
 def test_a_server_with_another_tokenizer_is_refused(prepared, tmp_path, answer, refused):
   config, made = prepared
   asked = []
@@ -51,7 +61,9 @@ def test_a_server_with_another_tokenizer_is_refused(prepared, tmp_path, answer, 
       await runner.cleanup()
 
   if refused:
-    with pytest.raises(UserError, match=r"vllm-0 .*reads '.*' as tokens .* serve it with the policy's tokenizer"):
+    with pytest.raises(
+      UserError, match=r"vllm-0 .*reads '.*' as tokens .* serve it with the policy's tokenizer"
+    ):
       asyncio.run(main())
   else:
     asyncio.run(main())

@@ -34,7 +34,9 @@ def remote(options: Remote) -> EngineSpec:
     served=True,
     addresses=options.addresses,
     may_change=('addresses', 'patience_s'),
-    unsupported=lambda sampling: 'it only samples greedily' if options.greedy and sampling.temperature else None,
+    unsupported=lambda sampling: (
+      'it only samples greedily' if options.greedy and sampling.temperature else None
+    ),
   )
 
 
@@ -65,10 +67,19 @@ def test_old_spellings_name_the_engines_of_the_catalogue():
       {'engine_options': {'slots': 4}},
       "rollout.engine_options: .* rollout.engine is 'embedded'; set rollout.embedded instead",
     ),
-    ({'engine': 'math:pi'}, "engine 'math:pi': wanted a pair of an options dataclass and a function of it, got 3.14"),
-    ({'engine': 'no_such_module:A'}, "engine 'no_such_module:A': no module 'no_such_module'; is its directory in"),
+    (
+      {'engine': 'math:pi'},
+      "engine 'math:pi': wanted a pair of an options dataclass and a function of it, got 3.14",
+    ),
+    (
+      {'engine': 'no_such_module:A'},
+      "engine 'no_such_module:A': no module 'no_such_module'; is its directory in",
+    ),
     ({'engine': f'{HERE}:NO_SPEC'}, f"engine '{HERE}:NO_SPEC': made a str, wanted an EngineSpec"),
-    ({'engine': NAME, 'engine_options': {'metrics': 'a'}}, "rollout.engine_options.metrics: .*did you mean 'metric'"),
+    (
+      {'engine': NAME, 'engine_options': {'metrics': 'a'}},
+      "rollout.engine_options.metrics: .*did you mean 'metric'",
+    ),
   ],
 )
 def test_a_name_that_is_no_engine_is_one_line(fields, message):
@@ -88,8 +99,14 @@ def test_a_run_samples_only_as_its_engine_can():
   with pytest.raises(UserError, match=r'^stages\.grpo: it only samples greedily$'):
     config_of(engine, '{}').check_sampling()
   config_of(engine, '{"greedy": false}').check_sampling()
-  with pytest.raises(UserError, match=r'^stages\.grpo: temperature 1, with rollout.vllm.args.speculative_config set; '):
-    speculative = {'rollout.engine': 'vllm', 'rollout.vllm.args': '{"speculative_config": {"method": "ngram"}}'}
+  with pytest.raises(
+    UserError,
+    match=r'^stages\.grpo: temperature 1, with rollout.vllm.args.speculative_config set; ',
+  ):
+    speculative = {
+      'rollout.engine': 'vllm',
+      'rollout.vllm.args': '{"speculative_config": {"method": "ngram"}}',
+    }
     apply_overrides(load_file(str(ROOT / 'configs' / 'quickstart.py'), Config), speculative)
 
 

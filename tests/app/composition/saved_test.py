@@ -1,6 +1,7 @@
 """Runs that began before a stage had a source are read, resumed and refused like any other.
 
-`fixtures/config_before_sources.json` is the config.json of such a run, with the last stage of a second one.
+`fixtures/config_before_sources.json` is the config.json of such a run, with the last stage of a
+second one.
 """
 
 import dataclasses
@@ -13,7 +14,14 @@ from paths import FIXTURES
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.offline.reopen import config_of_run
-from jaxrl_llm.app.schema import Demonstrations, ExpertsConfig, Pairs, PastConfig, Recorded, Rollouts
+from jaxrl_llm.app.schema import (
+  Demonstrations,
+  ExpertsConfig,
+  Pairs,
+  PastConfig,
+  Recorded,
+  Rollouts,
+)
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.processors import ProcessorConfig
@@ -33,7 +41,9 @@ SOURCES = {
     bound=2,
     publish_every=2,
   ),
-  'offline': Recorded(tasksets=('train',), groups_per_batch=3, group_size=4, run='runs/before_all', stage='grpo'),
+  'offline': Recorded(
+    tasksets=('train',), groups_per_batch=3, group_size=4, run='runs/before_all', stage='grpo'
+  ),
 }
 
 
@@ -50,11 +60,18 @@ def test_a_stage_of_each_kind_gets_its_source(run):
   config = config_of_run(run)
   assert {stage.name: stage.source for stage in config.stages} == SOURCES
   mix, past = config.stages[3:5]
-  assert (mix.steps, mix.keep_optimizer, mix.evaluate_every, mix.algorithm.name) == (3, True, 2, 'mix')
+  assert (mix.steps, mix.keep_optimizer, mix.evaluate_every, mix.algorithm.name) == (
+    3,
+    True,
+    2,
+    'mix',
+  )
   assert (past.epochs, past.optimizer.peak_lr) == (2, 5e-4)
 
 
-def test_the_configuration_of_today_goes_on_with_it_and_a_changed_one_is_refused_by_the_place_of_today(run):
+def test_the_configuration_of_today_goes_on_with_it_and_a_changed_one_is_refused_by_the_place_of_today(
+  run,
+):
   config, written = config_of_run(run), (run / 'config.json').read_text()
   workdir = Workdir(run)
   workdir.adopt(config)
@@ -62,7 +79,9 @@ def test_the_configuration_of_today_goes_on_with_it_and_a_changed_one_is_refused
   grpo = config.stages[2]
   larger = dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, group_size=5))
   changed = dataclasses.replace(config, stages=(*config.stages[:2], larger, *config.stages[3:]))
-  with pytest.raises(UserError, match=r' \(stages\.grpo\.source\.group_size: 4 in the run, 5 now\); resume'):
+  with pytest.raises(
+    UserError, match=r' \(stages\.grpo\.source\.group_size: 4 in the run, 5 now\); resume'
+  ):
     workdir.adopt(changed)
 
 

@@ -1,4 +1,6 @@
-"""Stages that cannot learn, or would learn something else than they seem to, are refused before anything starts."""
+"""Stages that cannot learn, or would learn something else than they seem to, are refused before
+anything starts.
+"""
 
 import dataclasses
 import functools
@@ -39,7 +41,9 @@ def changed(name: str, source=None, **fields) -> Config:
   config = config_of(name)
   if source is not None:
     fields['source'] = dataclasses.replace(config.stages[-1].source, **source)
-  return dataclasses.replace(config, stages=(*config.stages[:-1], dataclasses.replace(config.stages[-1], **fields)))
+  return dataclasses.replace(
+    config, stages=(*config.stages[:-1], dataclasses.replace(config.stages[-1], **fields))
+  )
 
 
 SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py', 'dpo.py:online',
@@ -55,7 +59,9 @@ def test_shipped_configurations_build(name):
 
 def test_an_option_without_effect_is_a_warning(caplog):
   built(changed('grpo.py:dapo', algorithm=AlgorithmConfig(name='dapo', options={'gamma': 0.9})))
-  (line,) = [record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()]
+  (line,) = [
+    record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()
+  ]
   assert line.startswith('stages.') and '.algorithm: dapo.gamma: 0.9 has no effect without' in line
 
 
@@ -69,12 +75,18 @@ def test_a_schedule_counts_the_updates_that_are_taken():
   [
     (changed('ppo.py', steps=120), 'critic_warmup=120 of 120 steps'),
     (changed('quickstart.py', critic=CriticConfig(init_from='x')), 'grpo has no critic'),
-    (changed('quickstart.py', {'selection': SelectionConfig(kind='pairs')}), 'does not learn from pairs'),
+    (
+      changed('quickstart.py', {'selection': SelectionConfig(kind='pairs')}),
+      'does not learn from pairs',
+    ),
     (changed('quickstart.py', {'selection': SelectionConfig(kind='shortest_correct')}), 'use sft'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')), 'dpo learns from pairs'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix needs expert rows'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)), 'its own reference'),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)),
+      'its own reference',
+    ),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='math:pi')),
       "algorithm 'math:pi': wanted a pair of an options dataclass and a function",
@@ -82,22 +94,32 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),
     (changed('dpo.py', algorithm=AlgorithmConfig(name='grpo')), 'grpo does not learn from pairs'),
-    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; give it'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')), 'sft learns from demonstrations; set'),
+    (
+      changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')),
+      'grpo learns from rollouts; give it',
+    ),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')),
+      'sft learns from demonstrations; set',
+    ),
     (
       changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'every': 1}})),
       'a fixed reference',
     ),
     (
       dataclasses.replace(
-        changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})),
+        changed(
+          'dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})
+        ),
         policy=dataclasses.replace(config_of('dpo.py').policy, param_dtype='bfloat16'),
       ),
       'rounds its small steps away',
     ),
     (
       dataclasses.replace(
-        changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})),
+        changed(
+          'dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})
+        ),
         policy=dataclasses.replace(config_of('dpo.py').policy, lora=LoraConfig()),
       ),
       "two adapters' factors",
@@ -114,7 +136,10 @@ def test_models_of_two_kinds_are_runs_of_their_own():
   spec = tiny('llama', 30)
   assert model_spec(config_of('reward_model.py'), spec).head == 'scalar'
   with pytest.raises(UserError, match='different outputs'):
-    model_spec(dataclasses.replace(config, stages=(*config.stages, *config_of('reward_model.py').stages)), spec)
+    model_spec(
+      dataclasses.replace(config, stages=(*config.stages, *config_of('reward_model.py').stages)),
+      spec,
+    )
   with pytest.raises(UserError, match='generates nothing'):
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
 
@@ -127,8 +152,12 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
   sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
   config = config_of('dpo.py', **SMALL, **sizes)
   assert prepare(config, tmp_path / 'apart').spec.head == 'lm'
-  stage = dataclasses.replace(config.stages[-1], source=Pairs(train='train_pairs', held_out='train_pairs'))
-  with pytest.raises(UserError, match=r'train_pairs \(training\) and train_pairs \(held out\) share \d+ prompts'):
+  stage = dataclasses.replace(
+    config.stages[-1], source=Pairs(train='train_pairs', held_out='train_pairs')
+  )
+  with pytest.raises(
+    UserError, match=r'train_pairs \(training\) and train_pairs \(held out\) share \d+ prompts'
+  ):
     prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'same')
   with pytest.raises(UserError, match="no preferences 'other'"):
     stage = dataclasses.replace(config.stages[-1], source=Pairs(train='other'))
@@ -143,12 +172,18 @@ def test_a_run_needs_a_sandbox_where_verifiers_evaluate_and_nowhere_else(monkeyp
   config = config_of('quickstart.py', **SMALL | {'evaluation.held_out.tasks': '1'})
   prepare(config, tmp_path / 'without')
   plain = {'options': {}, 'prompt': None, 'truth': None, 'match': None, 'size': 30}
-  tasksets = [dataclasses.replace(t, source='reasoning_gym:countdown', **plain) for t in config.tasksets]
-  with pytest.raises(UserError, match=r"'countdown' evaluates answers, which needs a sandbox.*isolation='none'"):
+  tasksets = [
+    dataclasses.replace(t, source='reasoning_gym:countdown', **plain) for t in config.tasksets
+  ]
+  with pytest.raises(
+    UserError, match=r"'countdown' evaluates answers, which needs a sandbox.*isolation='none'"
+  ):
     prepare(dataclasses.replace(config, tasksets=tuple(tasksets)), tmp_path / 'with')
 
 
-@pytest.mark.parametrize(('field', 'value'), [('domain', 'math'), ('origin', 'synthetic'), ('on_corrupt', 'skip')])
+@pytest.mark.parametrize(
+  ('field', 'value'), [('domain', 'math'), ('origin', 'synthetic'), ('on_corrupt', 'skip')]
+)
 def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, value):
   config = config_of('dpo.py', **SMALL, **{f'preferences.train_pairs.{field}': value})
   with pytest.raises(UserError, match=rf'preferences\.train_pairs\.{field}: .* remove it'):
@@ -157,7 +192,8 @@ def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, v
 
 def test_a_sampler_is_of_the_stages_tasksets():
   with pytest.raises(
-    UserError, match=r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+    UserError,
+    match=r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]",
   ):
     changed('quickstart.py', {'sampler': SamplerConfig(weights={'other': 1.0})})
 
@@ -177,7 +213,9 @@ def test_beside_a_configuration_lies_what_it_may_import():
 
 
 def test_micro_batches_are_planned_on_the_lengths_that_are_known():
-  """64 demonstrations of 14 tokens are 15 or 16 chunks of 64: 16 in two micro-batches of 8, not in two of 12."""
+  """64 demonstrations of 14 tokens are 15 or 16 chunks of 64: 16 in two micro-batches of 8, not in
+  two of 12.
+  """
   config = config_of('quickstart.py')
   unknown, *_ = built(config)
   known, grpo = built(config, {'sft': [14] * 100})

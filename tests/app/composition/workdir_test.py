@@ -33,7 +33,9 @@ def config():
 
 
 @pytest.mark.full
-def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_it_is_killed(tmp_path):
+def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_it_is_killed(
+  tmp_path,
+):
   path = tmp_path / 'run'
   env = {**os.environ, 'PYTHONPATH': str(ROOT)}
   with subprocess.Popen(
@@ -50,7 +52,8 @@ def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_
     finally:
       holder.send_signal(signal.SIGKILL)
   workdir = Workdir(path)
-  with pytest.raises(WorkdirInUse, match=f'process {os.getpid()}'):  # the pid of the one that died is gone
+  # the pid of the one that died is gone
+  with pytest.raises(WorkdirInUse, match=f'process {os.getpid()}'):
     Workdir(path)
   assert workdir.path == path
 
@@ -59,12 +62,16 @@ def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_
 def test_the_lock_does_not_outlive_its_process_in_a_child_that_it_started(tmp_path):
   """A scorer or a server that is left behind must not block the restart."""
   starter = HOLDER.replace(
-    'time.sleep(3600)', "import subprocess; subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL)"
+    'time.sleep(3600)',
+    "import subprocess; subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL)",
   ).replace("'held'", 'str(held.path)')
   env = {**os.environ, 'PYTHONPATH': str(ROOT)}
   # A session of its own, so that the child that stays behind can be ended with it.
   with subprocess.Popen(
-    [sys.executable, '-c', starter, str(tmp_path)], env=env, start_new_session=True, stdout=subprocess.DEVNULL
+    [sys.executable, '-c', starter, str(tmp_path)],
+    env=env,
+    start_new_session=True,
+    stdout=subprocess.DEVNULL,
   ) as process:
     process.wait()
     try:
@@ -82,7 +89,9 @@ def test_a_path_that_cannot_be_a_directory_is_one_line(tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_the_first_start_writes_the_configuration_and_the_same_one_is_welcome_again(tmp_path, config):
+def test_the_first_start_writes_the_configuration_and_the_same_one_is_welcome_again(
+  tmp_path, config
+):
   workdir = Workdir(tmp_path)
   workdir.adopt(config)
   written = (tmp_path / 'config.json').read_text()
@@ -102,10 +111,14 @@ def test_before_the_first_commit_a_changed_configuration_starts_afresh(tmp_path,
   assert (tmp_path / 'tokenizer').exists() and (tmp_path / 'data').exists()
   workdir.adopt(dataclasses.replace(config, seed=7))
   assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 7
-  assert not (tmp_path / 'tokenizer').exists() and not (tmp_path / 'data').exists(), 'they follow from the old one'
+  assert not (tmp_path / 'tokenizer').exists() and not (tmp_path / 'data').exists(), (
+    'they follow from the old one'
+  )
 
 
-def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothing_is_written(tmp_path, config):
+def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothing_is_written(
+  tmp_path, config
+):
   workdir = Workdir(tmp_path)
   workdir.adopt(config)
   (tmp_path / 'checkpoints' / '3').mkdir(parents=True)
@@ -160,7 +173,9 @@ def test_a_run_may_be_resumed_with_other_explorers(tmp_path, config):
   (tmp_path / 'run' / 'checkpoints' / '3').mkdir(parents=True)
   (tmp_path / 'run' / 'checkpoints' / '3' / 'COMMIT').touch()
   for explorers in (ExplorersConfig(), ExplorersConfig(processes=3, silent_s=7.0), None):
-    workdir.adopt(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers)))
+    workdir.adopt(
+      dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers))
+    )
 
 
 def test_commits_without_their_configuration_are_refused(tmp_path, config):
@@ -206,7 +221,9 @@ def test_a_commit_is_resumed_where_all_that_it_names_is_there_also_one_that_name
     ('tokenizer/tokenizer.json', 'changed: tokenizer/tokenizer.json of 4 bytes;'),
   ],
 )
-def test_a_commit_is_refused_where_a_thing_that_it_names_is_gone_and_nothing_is_written(resumable, file, told):
+def test_a_commit_is_refused_where_a_thing_that_it_names_is_gone_and_nothing_is_written(
+  resumable, file, told
+):
   workdir, commit = resumable
   (workdir.path / file).unlink()
   before = sorted(workdir.path.rglob('*'))
@@ -223,7 +240,9 @@ def test_all_that_is_gone_is_said_at_once_and_so_is_a_file_of_another_size(resum
   (workdir.path / 'attempt').unlink()
   (workdir.path / 'replay' / 'index.sqlite').unlink()
   (workdir.path / 'data' / 'sft.arrayrecord').write_text('another')
-  with pytest.raises(UserError, match=r'attempt; data/sft.arrayrecord of 4 bytes \(it has 7\); .*index\.sqlite'):
+  with pytest.raises(
+    UserError, match=r'attempt; data/sft.arrayrecord of 4 bytes \(it has 7\); .*index\.sqlite'
+  ):
     workdir.check(commit)
   with pytest.raises(UserError, match=r'attempt; [^;]*index\.sqlite; restore'):
     workdir.check({'step': 2})
@@ -235,11 +254,15 @@ def test_starts_are_numbered_one_after_the_other(tmp_path):
   assert (tmp_path / 'attempt').read_text() == '2' and workdir.next_attempt(least=2) == 3
 
 
-@pytest.mark.parametrize('content', [b'', b'\n', b'two', b'-1', b'1.5', b'\xff\x00', b'1 2', b'9' * 5000])
+@pytest.mark.parametrize(
+  'content', [b'', b'\n', b'two', b'-1', b'1.5', b'\xff\x00', b'1 2', b'9' * 5000]
+)
 def test_a_file_that_holds_no_number_of_a_start_is_one_line_and_left_as_it_is(tmp_path, content):
   workdir = Workdir(tmp_path)
   (tmp_path / 'attempt').write_bytes(content)
-  with pytest.raises(UserError, match=r'^[^\n]*attempt: holds [^\n]*restore it[^\n]*events\.jsonl$'):
+  with pytest.raises(
+    UserError, match=r'^[^\n]*attempt: holds [^\n]*restore it[^\n]*events\.jsonl$'
+  ):
     workdir.next_attempt()
   assert (tmp_path / 'attempt').read_bytes() == content
 
@@ -270,4 +293,6 @@ def test_the_configuration_and_the_number_of_a_start_are_on_the_disk_before_they
   workdir = Workdir(tmp_path)
   workdir.adopt(config)
   workdir.next_attempt()
-  assert str(tmp_path) in synced and {f'{tmp_path}/config.json.tmp', f'{tmp_path}/attempt.tmp'} <= synced
+  assert (
+    str(tmp_path) in synced and {f'{tmp_path}/config.json.tmp', f'{tmp_path}/attempt.tmp'} <= synced
+  )

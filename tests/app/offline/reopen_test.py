@@ -21,7 +21,9 @@ GIVEN = ExplorersConfig(processes=3, silent_s=7.0)
 
 def run_with(path, explorers):
   config = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
-  Workdir(path).adopt(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers)))
+  Workdir(path).adopt(
+    dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers))
+  )
   return path
 
 
@@ -39,7 +41,9 @@ def test_explorers_of_other_machines_stay_with_the_run(tmp_path, explorers, used
   assert config_to_serve(run, None, {}).rollout.explorers == used
 
 
-@pytest.mark.parametrize('text', ['', '{"seed": 1', '[' * 9999, '{"seed": "x"}', f'{{"seed": {"1" * 5000}}}', '[]'])
+@pytest.mark.parametrize(
+  'text', ['', '{"seed": 1', '[' * 9999, '{"seed": "x"}', f'{{"seed": {"1" * 5000}}}', '[]']
+)
 def test_a_run_whose_configuration_is_none_is_one_line(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)
   with pytest.raises(UserError, match=r'^[^\n]*config\.json: [^\n]*$'):
@@ -51,11 +55,16 @@ def test_a_run_whose_configuration_is_none_is_one_line(tmp_path, text):
 )
 def test_a_run_to_learn_from_whose_configuration_is_none_is_one_line(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)
-  with pytest.raises(UserError, match=r'^stages\.learn\.source\.run: [^\n]* is not the directory of a run [^\n]*$'):
+  with pytest.raises(
+    UserError, match=r'^stages\.learn\.source\.run: [^\n]* is not the directory of a run [^\n]*$'
+  ):
     _recorded_config('learn', tmp_path)
 
 
 def test_a_command_that_names_explorers_has_them(tmp_path):
-  run, named = run_with(tmp_path / 'run', GIVEN), {'processes': 0, 'listen': {'token_file': 'other'}}
+  run, named = (
+    run_with(tmp_path / 'run', GIVEN),
+    {'processes': 0, 'listen': {'token_file': 'other'}},
+  )
   used = config_to_serve(run, None, {'rollout.explorers': json.dumps(named)}).rollout.explorers
   assert used == ExplorersConfig(processes=0, listen=FrontConfig(token_file='other'))

@@ -29,7 +29,9 @@ CODE_ROW = {'completion': 'def f(): return 1', 'tests': ['assert f() == 1'], 'en
 
 def written(tmp_path, *rows):
   path = tmp_path / 'rows.jsonl'
-  path.write_text(''.join((row if isinstance(row, str) else json.dumps(row)) + '\n' for row in rows))
+  path.write_text(
+    ''.join((row if isinstance(row, str) else json.dumps(row)) + '\n' for row in rows)
+  )
   return path
 
 
@@ -43,8 +45,14 @@ def test_a_row_as_verl_has_it(tmp_path):
 
 
 def test_a_row_of_code_needs_no_prompt(tmp_path):
-  first, second = read_attempts(written(tmp_path, CODE_ROW, '', {**CODE_ROW, 'prompt': 'def f():\n', 'tests': 'x'}))
-  assert (first.task.domain, first.task.prompt[0]['content'], first.task.truth) == ('code', '', None)
+  first, second = read_attempts(
+    written(tmp_path, CODE_ROW, '', {**CODE_ROW, 'prompt': 'def f():\n', 'tests': 'x'})
+  )
+  assert (first.task.domain, first.task.prompt[0]['content'], first.task.truth) == (
+    'code',
+    '',
+    None,
+  )
   assert first.task.fields == CODE_ROW and second.uid == 'rows.jsonl:3'  # The second line is blank.
   assert second.task.prompt == ({'role': 'user', 'content': 'def f():\n'},)
 
@@ -52,7 +60,12 @@ def test_a_row_of_code_needs_no_prompt(tmp_path):
 def test_what_a_row_says_itself_comes_first(tmp_path):
   row = {'uid': 'own', 'prompt': 'x', 'completion': 'a b', 'response_len': 9, 'answer': '3'}
   (attempt,) = read_attempts(written(tmp_path, row))
-  assert (attempt.uid, attempt.response_len, attempt.task.truth, attempt.task.domain) == ('own', 9, '3', 'general')
+  assert (attempt.uid, attempt.response_len, attempt.task.truth, attempt.task.domain) == (
+    'own',
+    9,
+    '3',
+    'general',
+  )
 
 
 @pytest.mark.parametrize(
@@ -65,11 +78,20 @@ def test_what_a_row_says_itself_comes_first(tmp_path):
     ({'completion': 'x'}, "no 'prompt' or 'question'"),
     ({'prompt': 5, 'completion': 'x'}, "no 'prompt' or 'question' of text or messages"),
     ({'prompt': [{'role': 'user'}], 'completion': 'x'}, 'prompt message {"role": "user"} is not'),
-    ({'prompt': 'x', 'completion': 'x', 'reward_model': 'rule'}, 'reward_model is "rule", wanted an object'),
-    ({'prompt': 'x', 'completion': 'x', 'reward_model': {'style': 'rule'}}, "has ['style'], wanted ground_truth"),
+    (
+      {'prompt': 'x', 'completion': 'x', 'reward_model': 'rule'},
+      'reward_model is "rule", wanted an object',
+    ),
+    (
+      {'prompt': 'x', 'completion': 'x', 'reward_model': {'style': 'rule'}},
+      "has ['style'], wanted ground_truth",
+    ),
     ({**CODE_ROW, 'tests': 1}, 'tests is 1, wanted a string or a list'),
     ({**CODE_ROW, 'entry_point': 1}, 'entry_point is 1, wanted text'),
-    (f'{{"prompt": "x", "completion": {"[" * 9_999}{"]" * 9_999}}}', 'nested in more than 100 levels'),
+    (
+      f'{{"prompt": "x", "completion": {"[" * 9_999}{"]" * 9_999}}}',
+      'nested in more than 100 levels',
+    ),
     ('{"prompt": "x\\ud800", "completion": "x"}', 'surrogates not allowed'),
     ({'reasoning_gym': 'x', 'completion': 'x'}, "'reasoning_gym' without an entry"),
   ],
@@ -99,7 +121,9 @@ def score_of(name, act, group=False):
     async def __aexit__(self, *raised):
       pass
 
-  return (AwaitedGroup if group else Awaited)(Scorer), RewardsConfig(scorers=(ScorerConfig(name=name),))
+  return (AwaitedGroup if group else Awaited)(Scorer), RewardsConfig(
+    scorers=(ScorerConfig(name=name),)
+  )
 
 
 def scores_in(path):
@@ -107,7 +131,9 @@ def scores_in(path):
 
 
 def test_scores_are_in_the_order_of_the_rows_whatever_ends_first(tmp_path):
-  rows = [{'prompt': str(i), 'completion': str(i), 'answer': '1' if i % 2 else None} for i in range(600)]
+  rows = [
+    {'prompt': str(i), 'completion': str(i), 'answer': '1' if i % 2 else None} for i in range(600)
+  ]
 
   async def act(attempt):
     await asyncio.sleep(0 if int(attempt.completion) % 7 else 0.01)
@@ -121,7 +147,16 @@ def test_scores_are_in_the_order_of_the_rows_whatever_ends_first(tmp_path):
   lines = scores_in(tmp_path / 'out.jsonl')
   assert [line['value'] for line in lines] == [float(i) if i % 2 else None for i in range(600)]
   assert [line['uid'] for line in lines] == [f'rows.jsonl:{i + 1}' for i in range(600)]
-  assert list(lines[0]) == ['uid', 'scorer', 'value', 'parts', 'turn_values', 'status', 'evidence', 'time']
+  assert list(lines[0]) == [
+    'uid',
+    'scorer',
+    'value',
+    'parts',
+    'turn_values',
+    'status',
+    'evidence',
+    'time',
+  ]
   assert lines[0]['evidence'] == {'nan': None, 'text': 'é\ud800'}
   assert told == list(range(1, 601))
   assert summary.line('s') == 'scorer s: 600 rows: ok 600; mean value 300 of 300, 300 unscorable'
@@ -130,11 +165,18 @@ def test_scores_are_in_the_order_of_the_rows_whatever_ends_first(tmp_path):
 
 def test_rows_with_the_same_prompt_are_a_group(tmp_path):
   async def act(attempts, scores):
-    return tuple(Verdict(value=float(place), parts={'of': float(len(attempts))}) for place in range(len(attempts)))
+    return tuple(
+      Verdict(value=float(place), parts={'of': float(len(attempts))})
+      for place in range(len(attempts))
+    )
 
   scorer, rewards = score_of('g', act, group=True)
   rows = [{'prompt': prompt, 'completion': 'x'} for prompt in 'abacab']
-  asyncio.run(score_file(scorer, rewards, read_attempts(written(tmp_path, *rows)), tmp_path / 'o', lambda n: None))
+  asyncio.run(
+    score_file(
+      scorer, rewards, read_attempts(written(tmp_path, *rows)), tmp_path / 'o', lambda n: None
+    )
+  )
   said = [(line['value'], line['parts']['of']) for line in scores_in(tmp_path / 'o')]
   assert said == [(0.0, 3.0), (0.0, 2.0), (1.0, 3.0), (0.0, 1.0), (2.0, 3.0), (1.0, 2.0)]
 
@@ -181,7 +223,9 @@ def test_what_fails_does_not_wait_for_rows_that_are_under_way(tmp_path):
     raise KeyError(count)
 
   scorer, rewards = score_of('s', act)
-  rewards = dataclasses.replace(rewards, scorers=(dataclasses.replace(rewards.scorers[0], deadline_s=3600.0),))
+  rewards = dataclasses.replace(
+    rewards, scorers=(dataclasses.replace(rewards.scorers[0], deadline_s=3600.0),)
+  )
   path = written(tmp_path, *[VERL_ROW] * 3)
   with pytest.raises(KeyError):
     simulated(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', done))
@@ -205,7 +249,13 @@ def test_only_the_file_of_scores_is_said_to_be_one_that_cannot_be_written(tmp_pa
 
 
 def test_options_are_json_or_dotted():
-  overrides = {'mode': 'numeric', 'units': 'true', 'tag': '"7"', 'arguments.a.b': '[1]', 'absolute_tolerance': '1e-3'}
+  overrides = {
+    'mode': 'numeric',
+    'units': 'true',
+    'tag': '"7"',
+    'arguments.a.b': '[1]',
+    'absolute_tolerance': '1e-3',
+  }
   assert _options('{"tag": "x", "arguments": {"c": 1}}', overrides) == {
     'mode': 'numeric',
     'units': True,
@@ -223,16 +273,24 @@ def test_options_are_json_or_dotted():
 
 def test_the_list_has_each_scorer_with_a_line_of_its_own(capsys):
   print_list()
-  lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line.startswith('scorer ')]
+  lines = [
+    line.split(maxsplit=2)
+    for line in capsys.readouterr().out.splitlines()
+    if line.startswith('scorer ')
+  ]
   assert [name for _, name, _ in lines] == list(SCORERS)
   assert len({told for *_, told in lines}) == len(SCORERS)
 
 
 def answers_of(tmp_path, completions, truths, **options):
   """The line and the warning of `answer` on rows with these completions and truths."""
-  rows = [{'prompt': 'x', 'completion': c, 'answer': t} for c, t in zip(completions, truths, strict=True)]
+  rows = [
+    {'prompt': 'x', 'completion': c, 'answer': t} for c, t in zip(completions, truths, strict=True)
+  ]
   attempts = read_attempts(written(tmp_path, *rows))
-  config = choose(ScorerConfig(name='answer', options=options), lambda: [a.task.truth for a in attempts]).scorer
+  config = choose(
+    ScorerConfig(name='answer', options=options), lambda: [a.task.truth for a in attempts]
+  ).scorer
   judge = build_scorer(config).scorer  # Without its deadline, which takes a worker.
 
   async def act(attempt):
@@ -253,7 +311,8 @@ def answers_of(tmp_path, completions, truths, **options):
       ['7', '5'],
       {'extraction': 'boxed'},
       'mean value 0 of 2, 0 unscorable; no answer: 2',
-      '2 of 2 rows have no answer where the scorer looks (boxed); 2 of 2 have one with --options.extraction=hashes',
+      '2 of 2 rows have no answer where the scorer looks (boxed); 2 of 2 have one with '
+      '--options.extraction=hashes',
     ),
     (
       ['I say 7.', 'I say 5.'],
@@ -262,7 +321,13 @@ def answers_of(tmp_path, completions, truths, **options):
       '; no answer: 2',
       'or take the last number with --options.extraction=number',
     ),
-    (['7', '5'], [None, None], {}, 'no value, 2 unscorable; the task has no truth: 2', '2 of 2 rows have no truth'),
+    (
+      ['7', '5'],
+      [None, None],
+      {},
+      'no value, 2 unscorable; the task has no truth: 2',
+      '2 of 2 rows have no truth',
+    ),
     (
       ['7', '5'],
       ['seven', 'five'],

@@ -62,7 +62,11 @@ def test_an_answer_is_its_error(answer, kind, line, status):
 
 def test_a_connection_that_breaks_is_lost():
   error = error_of(CUT)
-  assert type(error) is Lost and str(error).startswith('svc: ClientPayloadError: ') and error.status is None
+  assert (
+    type(error) is Lost
+    and str(error).startswith('svc: ClientPayloadError: ')
+    and error.status is None
+  )
 
 
 @pytest.mark.parametrize('status', [401, 403, 404])
@@ -112,7 +116,12 @@ def test_the_path_joins_the_address_unless_that_is_the_url(tmp_path):
     unix = await asyncio.start_unix_server(serve, tmp_path / 's')
     base = 'http://{}:{}'.format(*tcp.sockets[0].getsockname())
     try:
-      for address, path in ((f'{base}/v1/', ''), (f'{base}/v1/', '/a'), (base, '/a'), (f'unix:{tmp_path}/s', '/a')):
+      for address, path in (
+        (f'{base}/v1/', ''),
+        (f'{base}/v1/', '/a'),
+        (base, '/a'),
+        (f'unix:{tmp_path}/s', '/a'),
+      ):
         async with client_of(address) as client:
           assert await posted(client, path, b'bytes') == b''
     finally:

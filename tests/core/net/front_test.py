@@ -1,4 +1,6 @@
-"""The front against a real server behind it: nothing goes through without the token, and with it all of it."""
+"""The front against a real server behind it: nothing goes through without the token, and with it
+all of it.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,9 @@ class Raw:
     """(status, lower-case headers, body of the announced length)."""
     head = (await self.reader.readuntil(b'\r\n\r\n')).decode()
     lines = head.split('\r\n')
-    headers = {name.lower(): value for name, _, value in (line.partition(': ') for line in lines[1:] if line)}
+    headers = {
+      name.lower(): value for name, _, value in (line.partition(': ') for line in lines[1:] if line)
+    }
     body = await self.reader.readexactly(int(headers.get('content-length', 0)))
     return int(lines[0].split()[1]), headers, body
 
@@ -99,7 +103,9 @@ def test_a_missing_token_file_is_refused(tmp_path):
       Front(FrontConfig(token_file=str(path)), upstream='unix:/x.sock')
 
 
-@pytest.mark.parametrize('host', ['0.0.0.0', '::', '10.1.2.3', 'trainer.example', '', '127.1', '128.0.0.1'])
+@pytest.mark.parametrize(
+  'host', ['0.0.0.0', '::', '10.1.2.3', 'trainer.example', '', '127.1', '128.0.0.1']
+)
 def test_other_hosts_than_loopback_need_tls_or_consent(tmp_path, host):
   with pytest.raises(UserError, match=r'tls_cert and tls_key, or allow_plaintext'):
     config(tmp_path, host=host)
@@ -149,12 +155,20 @@ def test_passes_on_what_a_trainer_needs(tmp_path, kind):
   async def answer(request):
     body = await request.read()
     return web.Response(
-      status=429, body=body[::-1], headers={'Content-Type': 'text/x-test; v=1', 'X-Inside': '1', 'Set-Cookie': 'a=b'}
+      status=429,
+      body=body[::-1],
+      headers={'Content-Type': 'text/x-test; v=1', 'X-Inside': '1', 'Set-Cookie': 'a=b'},
     )
 
   async def main():
     async with standing(tmp_path, answer, kind=kind) as (front, upstream, session):
-      headers = {**GOOD, 'Content-Type': 'application/x-odd', 'Cookie': 'c=d', 'X-Mine': '1', 'X-Forwarded-For': 'me'}
+      headers = {
+        **GOOD,
+        'Content-Type': 'application/x-odd',
+        'Cookie': 'c=d',
+        'X-Mine': '1',
+        'X-Forwarded-For': 'me',
+      }
       query = 'mode=keep&a=%2F%20&b=+&c=%zz&d=[1]'
       url = yarl.URL(f'{front.address}/pause?{query}', encoded=True)
       async with session.post(url, data=b'\x00abc', headers=headers) as response:
@@ -163,7 +177,14 @@ def test_passes_on_what_a_trainer_needs(tmp_path, kind):
         assert not {'X-Inside', 'Set-Cookie'} & set(response.headers)
       ((method, path, got),) = upstream.seen
       assert (method, path, got['Content-Type']) == ('POST', f'/pause?{query}', 'application/x-odd')
-      assert set(got) == {'Host', 'Accept', 'Accept-Encoding', 'Connection', 'Content-Type', 'Transfer-Encoding'}
+      assert set(got) == {
+        'Host',
+        'Accept',
+        'Accept-Encoding',
+        'Connection',
+        'Content-Type',
+        'Transfer-Encoding',
+      }
 
   asyncio.run(main())
 
@@ -185,7 +206,14 @@ def test_every_route_goes_through_with_the_token(tmp_path, kind):
 
 
 def test_nothing_goes_through_without_the_token(tmp_path):
-  tries = [*ROUTES, ('GET', '/'), ('GET', '/nowhere'), ('DELETE', '/pause'), ('PATCH', '/v1/x'), ('OPTIONS', '/health')]
+  tries = [
+    *ROUTES,
+    ('GET', '/'),
+    ('GET', '/nowhere'),
+    ('DELETE', '/pause'),
+    ('PATCH', '/v1/x'),
+    ('OPTIONS', '/health'),
+  ]
 
   async def main():
     async with standing(tmp_path) as (front, upstream, session):
@@ -281,10 +309,12 @@ def test_header_names_have_no_case_and_values_no_outer_space(tmp_path, line):
     f'GET /health HTTP/1.1\r\nHost: x\r\nAuthorization : Bearer {TOKEN}\r\n\r\n'.encode(),
     f'GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer\r\n {TOKEN}\r\n\r\n'.encode(),
     f'GET /health HTTP/1.1\r\nHost: x\r\nX: y\nAuthorization: Bearer {TOKEN}\r\n\r\n'.encode(),
-    request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 3', 'Transfer-Encoding: chunked') + b'0\r\n\r\n',
+    request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 3', 'Transfer-Encoding: chunked')
+    + b'0\r\n\r\n',
     request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 3', 'Content-Length: 4') + b'abcd',
     request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: -1'),
-    request_bytes('POST', '/pause', AUTHORISED, 'Transfer-Encoding: chunked, identity') + b'0\r\n\r\n',
+    request_bytes('POST', '/pause', AUTHORISED, 'Transfer-Encoding: chunked, identity')
+    + b'0\r\n\r\n',
     request_bytes('GET', '/health', AUTHORISED, 'X: ' + 'y' * 20000),
     request_bytes('POST', '/pause\xe9', AUTHORISED),
     request_bytes('POST', '\\pause', AUTHORISED),
@@ -355,11 +385,17 @@ def test_other_paths_are_forbidden_as_written(tmp_path, path):
 def test_other_methods_are_not_allowed(tmp_path):
   async def main():
     async with standing(tmp_path) as (_, upstream, session):
-      for path, wrong, right in (('/health', 'POST', 'GET'), ('/pause', 'GET', 'POST'), ('/pause', 'DELETE', 'POST')):
+      for path, wrong, right in (
+        ('/health', 'POST', 'GET'),
+        ('/pause', 'GET', 'POST'),
+        ('/pause', 'DELETE', 'POST'),
+      ):
         async with session.request(wrong, path, headers=GOOD) as response:
           assert (response.status, response.headers['Allow']) == (405, right)
           assert (await response.json())['error']['type'] == 'MethodNotAllowed'
-      async with session.head('/health', headers={**GOOD, 'X-HTTP-Method-Override': 'GET'}) as response:
+      async with session.head(
+        '/health', headers={**GOOD, 'X-HTTP-Method-Override': 'GET'}
+      ) as response:
         assert response.status == 405
       assert upstream.seen == []
 
@@ -389,16 +425,25 @@ def test_a_connection_lives_on_after_a_refusal(tmp_path):
     async with standing(tmp_path) as (front, upstream, _), connected(front.address) as raw:
       assert (await raw.exchange(request_bytes('GET', '/health')))[0] == 401
       assert (await raw.exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
-      # The token of the request before is not remembered, and a body is not read as the next request.
+      # The token of the request before is not remembered, and a body is not read as the next
+      # request.
       inner = request_bytes('POST', '/resume', AUTHORISED)
       assert (await raw.exchange(request_bytes('POST', '/pause', body=inner)))[0] == 401
-      assert (await raw.exchange(request_bytes('POST', '/nowhere', AUTHORISED, body=inner)))[0] == 403
-      status, _, body = await raw.exchange(request_bytes('POST', '/pause?mode=keep', AUTHORISED, body=b'{"a": 1}'))
+      assert (await raw.exchange(request_bytes('POST', '/nowhere', AUTHORISED, body=inner)))[
+        0
+      ] == 403
+      status, _, body = await raw.exchange(
+        request_bytes('POST', '/pause?mode=keep', AUTHORISED, body=b'{"a": 1}')
+      )
       assert status == 200 and json.loads(body)['body'] == '{"a": 1}'
       # Two at once: the refused one first.
       raw.writer.write(request_bytes('GET', '/version') + request_bytes('GET', '/load', AUTHORISED))
       assert [(await raw.response())[0] for _ in range(2)] == [401, 200]
-      assert [path for _, path, _ in upstream.seen] == ['/health', '/pause?mode=keep', '/load'] and front.refused == 3
+      assert [path for _, path, _ in upstream.seen] == [
+        '/health',
+        '/pause?mode=keep',
+        '/load',
+      ] and front.refused == 3
 
   asyncio.run(main())
 
@@ -410,11 +455,17 @@ def test_rpc_is_written_anew(tmp_path, method):
   async def main():
     async with standing(tmp_path) as (_, _, session):
       headers = {**GOOD, 'Content-Type': 'text/odd'}
-      async with session.post('/collective_rpc', data=text.replace('METHOD', method), headers=headers) as response:
+      async with session.post(
+        '/collective_rpc', data=text.replace('METHOD', method), headers=headers
+      ) as response:
         told = await response.json()
       assert response.status == 200 and told['type'] == 'application/json'
       assert told['body'].count('"method"') == 1 and 'evil' not in told['body']
-      assert json.loads(told['body']) == {'method': method, 'kwargs': {'a': [1, 'é\ud800']}, 'timeout': 1.5}
+      assert json.loads(told['body']) == {
+        'method': method,
+        'kwargs': {'a': [1, 'é\ud800']},
+        'timeout': 1.5,
+      }
 
   asyncio.run(main())
 
@@ -448,7 +499,9 @@ def test_other_rpcs_are_refused(tmp_path, body, status, chunked):
 
   async def main():
     async with standing(tmp_path) as (_, upstream, session):
-      async with session.post('/collective_rpc', data=pieces() if chunked else body, headers=GOOD) as response:
+      async with session.post(
+        '/collective_rpc', data=pieces() if chunked else body, headers=GOOD
+      ) as response:
         assert response.status == (await response.json())['error']['code'] == status
       assert upstream.seen == []
 
@@ -471,7 +524,9 @@ def test_an_rpc_of_64_kib_passes(tmp_path):
 
 @pytest.fixture
 def published(tmp_path):
-  """A publish root with one publication, a link out of it, and a neighbour whose name begins like its own."""
+  """A publish root with one publication, a link out of it, and a neighbour whose name begins like
+  its own.
+  """
   root = tmp_path / 'publish'
   (root / 'v1').mkdir(parents=True)
   (root / 'v1' / 'model.safetensors').write_text('x')
@@ -498,14 +553,28 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
         status, told = await update(session, {'directory': f'{published}/{name}', 'files': files})
         assert status == 200
         # As it was resolved: a link that is moved afterwards changes nothing.
-        assert json.loads(told['body']) == {'update_info': {'directory': str(published / 'v1'), 'files': files}}
+        assert json.loads(told['body']) == {
+          'update_info': {'directory': str(published / 'v1'), 'files': files}
+        }
       passed = len(upstream.seen)
       for name in outside:
-        assert (await update(session, {'directory': f'{published}/{name}', 'files': files}))[0] == 403, name
+        assert (await update(session, {'directory': f'{published}/{name}', 'files': files}))[
+          0
+        ] == 403, name
       for directory in ('/etc', 'v1', '', os.path.relpath(published / 'v1')):
         assert (await update(session, {'directory': directory}))[0] == 403, directory
-      for file in ('../v1/model.safetensors', '/etc/passwd', '..', '.', '', 'a/b', 'link.safetensors'):
-        assert (await update(session, {'directory': f'{published}/v1', 'files': {file: {}}}))[0] == 403, file
+      for file in (
+        '../v1/model.safetensors',
+        '/etc/passwd',
+        '..',
+        '.',
+        '',
+        'a/b',
+        'link.safetensors',
+      ):
+        assert (await update(session, {'directory': f'{published}/v1', 'files': {file: {}}}))[
+          0
+        ] == 403, file
       for info in (
         {'directory': 1},
         {},
@@ -528,7 +597,12 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
 def test_adapters_lie_below_the_publish_root(tmp_path, published):
   (published / 'ad').mkdir()
   (published / 'ad' / 'adapter_config.json').write_text('{}')
-  own = lambda path, **more: {'lora_name': 'policy-0-1', 'lora_path': path, 'load_inplace': True, **more}
+  own = lambda path, **more: {
+    'lora_name': 'policy-0-1',
+    'lora_path': path,
+    'load_inplace': True,
+    **more,
+  }
 
   async def main():
     async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
@@ -554,7 +628,9 @@ def test_adapters_lie_below_the_publish_root(tmp_path, published):
       for body in (own(1), own(f'{published}/ad', more=1), {'lora_path': f'{published}/ad'}):
         assert (await load(body))[0] == 400, body
       assert len(upstream.seen) == passed
-      async with session.post('/v1/unload_lora_adapter', json={'lora_name': 'x'}, headers=GOOD) as response:
+      async with session.post(
+        '/v1/unload_lora_adapter', json={'lora_name': 'x'}, headers=GOOD
+      ) as response:
         assert response.status == 200
 
   asyncio.run(main())
@@ -564,7 +640,9 @@ def test_without_a_publish_root_updates_go_through_as_sent(tmp_path):
   async def main():
     async with standing(tmp_path) as (_, _, session):
       status, told = await update(session, {'directory': '/anywhere'})
-      assert status == 200 and json.loads(told['body']) == {'update_info': {'directory': '/anywhere'}}
+      assert status == 200 and json.loads(told['body']) == {
+        'update_info': {'directory': '/anywhere'}
+      }
 
   asyncio.run(main())
 
@@ -662,7 +740,9 @@ def test_bodies_beyond_the_limit_are_refused(tmp_path, monkeypatch):
           async with session.post('/v1/completions', data=data, headers=GOOD) as response:
             assert response.status == status
       async with connected(front.address) as raw:
-        assert (await raw.exchange(request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 9999')))[0] == 413
+        assert (
+          await raw.exchange(request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 9999'))
+        )[0] == 413
       assert len(upstream.seen) <= 3 and whole == [1000, 1000]
 
   asyncio.run(main())
@@ -676,7 +756,9 @@ def test_expecting_clients_are_told_to_go_on_only_with_the_token(tmp_path):
       async with connected(front.address) as raw:
         assert (await raw.exchange(request_bytes('POST', '/pause', *expecting)))[0] == 401
       async with connected(front.address) as raw:
-        assert (await raw.exchange(request_bytes('POST', '/pause', AUTHORISED, *expecting)))[0] == 100
+        assert (await raw.exchange(request_bytes('POST', '/pause', AUTHORISED, *expecting)))[
+          0
+        ] == 100
         status, _, body = await raw.exchange(b'abc')
         assert status == 200 and json.loads(body)['body'] == 'abc'
 
@@ -755,7 +837,10 @@ def test_close_breaks_off_what_is_under_way(tmp_path):
       await upstream.cancelled.wait()
       await front.close()
       address = await front.start()
-      async with aiohttp.ClientSession() as other, other.get(f'{address}/nowhere', headers=GOOD) as response:
+      async with (
+        aiohttp.ClientSession() as other,
+        other.get(f'{address}/nowhere', headers=GOOD) as response,
+      ):
         assert response.status == 403
 
   asyncio.run(main())
@@ -766,7 +851,10 @@ def test_an_upstream_that_is_not_there_is_a_bad_gateway(tmp_path):
     with socket.socket() as free:
       free.bind(('127.0.0.1', 0))
       for upstream in (f'unix:{tmp_path}/none.sock', f'http://127.0.0.1:{free.getsockname()[1]}'):
-        async with Front(config(tmp_path), upstream=upstream) as front, aiohttp.ClientSession(front.address) as session:
+        async with (
+          Front(config(tmp_path), upstream=upstream) as front,
+          aiohttp.ClientSession(front.address) as session,
+        ):
           for _ in range(2):
             async with session.post('/pause', data=b'x', headers=GOOD) as response:
               assert response.status == 502
@@ -781,7 +869,10 @@ def test_an_upstream_that_dies_before_it_answers_is_a_bad_gateway(tmp_path):
     request.transport.abort()
 
   async def main():
-    async with standing(tmp_path, die) as (_, _, session), session.post('/pause', headers=GOOD) as response:
+    async with (
+      standing(tmp_path, die) as (_, _, session),
+      session.post('/pause', headers=GOOD) as response,
+    ):
       assert response.status == 502
 
   asyncio.run(main())
@@ -848,7 +939,9 @@ def test_responses_do_not_tell_what_runs_inside(tmp_path):
     async with standing(tmp_path) as (_, _, session):
       for path, headers in (('/health', GOOD), ('/health', {}), ('/nowhere', GOOD)):
         async with session.get(path, headers=headers) as response:
-          assert not re.search(r'aiohttp|python|uvicorn|vllm|\d\.\d', response.headers['Server'].lower())
+          assert not re.search(
+            r'aiohttp|python|uvicorn|vllm|\d\.\d', response.headers['Server'].lower()
+          )
           assert 'Via' not in response.headers and 'X-Powered-By' not in response.headers
 
   asyncio.run(main())
@@ -881,14 +974,19 @@ def test_several_fronts_keep_their_tokens_and_counts_apart(tmp_path):
     async with Upstream().running(tmp_path) as upstream:
       tokens = ['first-token-0123456789', 'second-token-0123456789']
       fronts = [
-        Front(FrontConfig(token_file=token_file(tmp_path, token, name=token)), upstream=upstream.addresses[kind])
+        Front(
+          FrontConfig(token_file=token_file(tmp_path, token, name=token)),
+          upstream=upstream.addresses[kind],
+        )
         for token, kind in zip(tokens, ('unix', 'loopback'), strict=True)
       ]
       async with fronts[0], fronts[1], aiohttp.ClientSession() as session:
         statuses = {}
         for i, front in enumerate(fronts):
           for j, token in enumerate(tokens):
-            async with session.get(f'{front.address}/health', headers={'Authorization': f'Bearer {token}'}) as response:
+            async with session.get(
+              f'{front.address}/health', headers={'Authorization': f'Bearer {token}'}
+            ) as response:
               statuses[i, j] = response.status
         assert statuses == {(0, 0): 200, (0, 1): 401, (1, 0): 401, (1, 1): 200}
         assert [front.refused for front in fronts] == [1, 1]
@@ -937,13 +1035,16 @@ sys.stdin.read()
   faults = []
 
   async def main():
-    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault['message']))
+    asyncio.get_running_loop().set_exception_handler(
+      lambda _, fault: faults.append(fault['message'])
+    )
     async with standing(tmp_path) as (front, _, session):
       command = [sys.executable, '-c', code, str(yarl.URL(front.address).port)]
       flood = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
       resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 200, hard))
       try:
-        assert flood.stdout.readline() == 'connected\n'  # The event loop stands still: all of them come at once.
+        # The event loop stands still: all of them come at once.
+        assert flood.stdout.readline() == 'connected\n'
         async with session.get('/health', headers=GOOD) as response:
           assert response.status == 200
       finally:
@@ -977,7 +1078,9 @@ def test_a_body_that_stalls_is_given_up(tmp_path, monkeypatch):
   async def main():
     async with standing(tmp_path) as (front, _, _), connected(front.address) as raw:
       lines = (AUTHORISED, 'Content-Type: application/json', 'Content-Length: 1000')
-      status, _, body = await raw.exchange(request_bytes('POST', '/inference/v1/generate', *lines) + b'{"tok')
+      status, _, body = await raw.exchange(
+        request_bytes('POST', '/inference/v1/generate', *lines) + b'{"tok'
+      )
       assert status == 408 and 'for 0.2 s' in body.decode()
 
   asyncio.run(main())
@@ -1005,7 +1108,9 @@ def test_a_taken_port_is_one_clear_line(tmp_path):
       taken.listen()
       port = taken.getsockname()[1]
       front = Front(config(tmp_path, port=port), upstream='unix:/x.sock')
-      with pytest.raises(UserError, match=rf'front\.port: {port} of 127\.0\.0\.1 is taken; .*set another') as caught:
+      with pytest.raises(
+        UserError, match=rf'front\.port: {port} of 127\.0\.0\.1 is taken; .*set another'
+      ) as caught:
         await front.start()
       assert '\n' not in str(caught.value)
     # It holds nothing: once the port is free, the same front takes it.
@@ -1017,7 +1122,9 @@ def test_a_taken_port_is_one_clear_line(tmp_path):
 
 def test_an_address_of_another_host_is_one_clear_line(tmp_path):
   async def main():
-    front = Front(config(tmp_path, host='203.0.113.7', allow_plaintext=True), upstream='unix:/x.sock')
+    front = Front(
+      config(tmp_path, host='203.0.113.7', allow_plaintext=True), upstream='unix:/x.sock'
+    )
     with pytest.raises(UserError, match=r'cannot listen on 203\.0\.113\.7'):
       await front.start()
 
@@ -1034,7 +1141,9 @@ def test_refusals_are_logged_ever_more_rarely_and_without_what_was_sent(tmp_path
 
   with caplog.at_level('DEBUG'):
     asyncio.run(main())
-  lines = [record.getMessage() for record in caplog.records if 'without the token' in record.getMessage()]
+  lines = [
+    record.getMessage() for record in caplog.records if 'without the token' in record.getMessage()
+  ]
   assert [int(re.search(r'\d+', line).group()) for line in lines] == [1, 2, 4, 8, 16]
   assert 'guessed-secret' not in caplog.text and TOKEN not in caplog.text
 
@@ -1044,7 +1153,9 @@ def test_tls(tmp_path, certificate):
 
   async def main():
     async with Upstream().running(tmp_path) as upstream:
-      front = Front(config(tmp_path, tls_cert=cert, tls_key=key), upstream=upstream.addresses['unix'])
+      front = Front(
+        config(tmp_path, tls_cert=cert, tls_key=key), upstream=upstream.addresses['unix']
+      )
       async with front, aiohttp.ClientSession() as session:
         assert front.address.startswith('https://127.0.0.1:')
         trusting = {'ssl': ssl.create_default_context(cafile=cert)}
@@ -1072,7 +1183,9 @@ def test_a_broken_response_is_seen_through_tls(tmp_path, certificate):
 
   async def main():
     async with Upstream(die).running(tmp_path) as upstream:
-      front = Front(config(tmp_path, tls_cert=cert, tls_key=key), upstream=upstream.addresses['unix'])
+      front = Front(
+        config(tmp_path, tls_cert=cert, tls_key=key), upstream=upstream.addresses['unix']
+      )
       async with front, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
           async with session.get(
@@ -1098,10 +1211,19 @@ def test_unfit_certificates_are_one_clear_line(tmp_path, certificate):
 def test_the_module_is_light():
   code = (
     'import sys, jaxrl_llm.core.net.front; '
-    'print(*sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "numpy", "torch", "vllm", "jaxrl_llm")))'
+    'print(*sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "numpy", "torch", "vllm", '
+    '"jaxrl_llm")))'
   )
-  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
-  own = {'jaxrl_llm', 'jaxrl_llm.core', 'jaxrl_llm.core.errors', 'jaxrl_llm.core.net', 'jaxrl_llm.core.net.front'}
+  done = subprocess.run(
+    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True
+  )
+  own = {
+    'jaxrl_llm',
+    'jaxrl_llm.core',
+    'jaxrl_llm.core.errors',
+    'jaxrl_llm.core.net',
+    'jaxrl_llm.core.net.front',
+  }
   assert set(done.stdout.split()) == own
 
 
@@ -1109,22 +1231,36 @@ cabled = pytest.fixture(namespaces.cabled)
 
 
 def serve_in_namespace(folder):
-  """Upstream on loopback and a front on the cable; a line of JSON with the addresses, then one per line of input."""
+  """Upstream on loopback and a front on the cable; a line of JSON with the addresses, then one per
+  line of input.
+  """
 
   async def main():
     folder_ = pathlib.Path(folder)
     async with Upstream().running(folder_) as upstream:
-      fields = {'host': namespaces.SERVING, 'allow_plaintext': True, 'token_file': str(folder_ / 'token')}
+      fields = {
+        'host': namespaces.SERVING,
+        'allow_plaintext': True,
+        'token_file': str(folder_ / 'token'),
+      }
       async with Front(FrontConfig(**fields), upstream=upstream.addresses['loopback']) as front:
-        print(json.dumps({'front': front.address, 'upstream': upstream.addresses['loopback']}), flush=True)
+        print(
+          json.dumps({'front': front.address, 'upstream': upstream.addresses['loopback']}),
+          flush=True,
+        )
         while await asyncio.to_thread(sys.stdin.readline):
-          print(json.dumps({'seen': [[m, p] for m, p, _ in upstream.seen], 'refused': front.refused}), flush=True)
+          print(
+            json.dumps({'seen': [[m, p] for m, p, _ in upstream.seen], 'refused': front.refused}),
+            flush=True,
+          )
 
   asyncio.run(main())
 
 
 def call_from_namespace(front, upstream, token):
-  """One call per route, and whether the upstream's port, and another, can be reached at the serving end."""
+  """One call per route, and whether the upstream's port, and another, can be reached at the serving
+  end.
+  """
 
   async def connects(host, port):
     try:
@@ -1143,7 +1279,9 @@ def call_from_namespace(front, upstream, token):
         async with session.request(method, path, headers=headers, **body) as response:
           statuses.append(response.status)
     port = yarl.URL(upstream).port
-    reached = {f'{host}:{port}': await connects(host, port) for host in (namespaces.SERVING, '127.0.0.1')}
+    reached = {
+      f'{host}:{port}': await connects(host, port) for host in (namespaces.SERVING, '127.0.0.1')
+    }
     print(json.dumps({'statuses': statuses, 'reached': reached}))
 
   asyncio.run(main())
@@ -1161,8 +1299,12 @@ def test_another_host_reaches_the_server_through_the_front_alone(tmp_path, cable
     return json.loads(server.stdout.readline())
 
   def call(token):
-    command = cabled.run(1, __name__, 'call_from_namespace', addresses['front'], addresses['upstream'], token)
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
+    command = cabled.run(
+      1, __name__, 'call_from_namespace', addresses['front'], addresses['upstream'], token
+    )
+    done = subprocess.run(
+      command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S
+    )
     return json.loads(done.stdout)
 
   try:

@@ -1,4 +1,6 @@
-"""The guard, with real process trees: when it has ended, nothing of its command is left, and nothing else touched."""
+"""The guard, with real process trees: when it has ended, nothing of its command is left, and
+nothing else touched.
+"""
 
 import contextlib
 import json
@@ -63,7 +65,9 @@ def idle():
   while True:
     signal.pause()
 """
-"""What the processes of a tree have in common: `say` tells the test a process's number and its files."""
+"""What the processes of a tree have in common: `say` tells the test a process's number and its
+files.
+"""
 
 FAMILY = """
 from node import *
@@ -82,7 +86,9 @@ fork(child)
 say('command', made(), made_lock())
 idle()
 """
-"""A command that SIGTERM ends, and two generations below it that SIGTERM does not end; nobody removes a file."""
+"""A command that SIGTERM ends, and two generations below it that SIGTERM does not end; nobody
+removes a file.
+"""
 
 OWNER = """
 import json, subprocess, sys, time
@@ -124,11 +130,20 @@ class Scene:
 
   def command(self, source: str | list[str], *flags: str, guard: str = str(GUARD)) -> list[str]:
     """The guard's command line, for Python source or a whole command."""
-    inner = [sys.executable, '-c', f'from node import *\n{source}'] if isinstance(source, str) else source
+    inner = (
+      [sys.executable, '-c', f'from node import *\n{source}'] if isinstance(source, str) else source
+    )
     return [sys.executable, guard, f'--log={self.log}', *flags, '--', *inner]
 
-  def start(self, source: str | list[str], *flags: str, guard: str = str(GUARD)) -> subprocess.Popen:
-    return self.run(self.command(source, *flags, guard=guard), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  def start(
+    self, source: str | list[str], *flags: str, guard: str = str(GUARD)
+  ) -> subprocess.Popen:
+    return self.run(
+      self.command(source, *flags, guard=guard),
+      stdin=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
 
   def run(self, command: list[str], **pipes) -> subprocess.Popen:
     self.started.append(subprocess.Popen(command, cwd=self.path, start_new_session=True, **pipes))
@@ -207,7 +222,9 @@ def killed(line: str) -> set[int]:
 
 def test_nothing_survives_an_owner_that_is_killed(scene):
   owner = scene.run(
-    [sys.executable, '-c', OWNER, json.dumps(scene.command(FAMILY, '--grace_s=0.3'))], stdout=subprocess.PIPE, text=True
+    [sys.executable, '-c', OWNER, json.dumps(scene.command(FAMILY, '--grace_s=0.3'))],
+    stdout=subprocess.PIPE,
+    text=True,
   )
   guard = int(owner.stdout.readline())
   scene.wait_for('command', 'child', 'grandchild')
@@ -232,7 +249,8 @@ def test_nothing_survives_a_command_that_is_killed(scene):
 
 @pytest.mark.parametrize('new, count', [('', 1), ('made(), made_lock()', 3)])
 def test_files_that_orphans_still_use_need_no_earlier_look(scene, foreign, new, count):
-  # The command is gone as soon as its child uses a file that the tree did not use before, and has made new ones.
+  # The command is gone as soon as its child uses a file that the tree did not use before, and has
+  # made new ones.
   guard = scene.start(f"""
 def child():
   kept.append(open('{foreign}', 'rb'))
@@ -298,7 +316,8 @@ def test_a_tree_that_ignores_sigterm_is_killed_after_the_grace(scene):
 
 
 def test_descendants_have_the_whole_grace_after_the_command(scene):
-  # The command ends at SIGTERM; its child, in another session, ends by itself when it has seen that.
+  # The command ends at SIGTERM; its child, in another session, ends by itself when it has seen
+  # that.
   guard = scene.start(
     """
 def child():
@@ -348,7 +367,8 @@ idle()
 
 
 def test_a_process_that_keeps_forking_and_ending_is_caught(scene):
-  # Each generation holds the FIFO open for writing: its end of file says that there is no further one.
+  # Each generation holds the FIFO open for writing: its end of file says that there is no further
+  # one.
   fifo = scene.path / 'fifo'
   os.mkfifo(fifo)
   reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -450,18 +470,35 @@ def test_a_guard_that_is_killed_takes_the_command_with_it(scene):
     ('pass', 0, 'with exit code 0'),
     ('sys.exit(7)', 7, 'with exit code 7'),
     ('os.kill(os.getpid(), signal.SIGTERM)', 143, 'by signal SIGTERM'),
-    ('os.kill(os.getpid(), signal.SIGRTMIN + 1)', 128 + signal.SIGRTMIN + 1, f'by signal {signal.SIGRTMIN + 1}'),
+    (
+      'os.kill(os.getpid(), signal.SIGRTMIN + 1)',
+      128 + signal.SIGRTMIN + 1,
+      f'by signal {signal.SIGRTMIN + 1}',
+    ),
   ],
 )
 def test_the_exit_code_is_the_commands(scene, source, code, how):
   scene.log.write_text('from before\n')
   guard = scene.start(f"print('out', flush=True)\nprint('err', file=sys.stderr)\n{source}")
   assert guard.wait(DEADLINE_S) == code
-  assert scene.lines() == ['from before', 'out', 'err', f'guard: stopping, because the command ended {how}']
+  assert scene.lines() == [
+    'from before',
+    'out',
+    'err',
+    f'guard: stopping, because the command ended {how}',
+  ]
 
 
 def test_the_command_reads_nothing_and_its_dashes_are_its_own(scene):
-  inner = [sys.executable, '-c', 'import sys; print(sys.stdin.read(), sys.argv[1:])', '--', '--log=x', '--', 'y']
+  inner = [
+    sys.executable,
+    '-c',
+    'import sys; print(sys.stdin.read(), sys.argv[1:])',
+    '--',
+    '--log=x',
+    '--',
+    'y',
+  ]
   assert scene.start(inner).wait(DEADLINE_S) == 0
   assert scene.lines()[0] == " ['--', '--log=x', '--', 'y']"
 
@@ -471,7 +508,9 @@ def test_a_channel_is_the_commands_input_and_output_and_ends_when_nothing_is_lef
   answer = "print(input()[::-1], flush=True)\nprint('seen', file=sys.stderr)"
   ours, theirs = socket.socketpair()
   with ours, theirs:
-    guard = scene.run(scene.command(f'{bequeath}\n{answer}', '--channel'), stdin=subprocess.PIPE, stdout=theirs)
+    guard = scene.run(
+      scene.command(f'{bequeath}\n{answer}', '--channel'), stdin=subprocess.PIPE, stdout=theirs
+    )
     theirs.close()
     scene.wait_for('heir')
     ours.settimeout(DEADLINE_S)
@@ -491,7 +530,9 @@ def test_a_command_that_cannot_be_started_is_127(scene):
   assert scene.lines() == [line]
 
 
-@pytest.mark.parametrize('flags, words', [(['--grace_s=-1'], 'grace_s'), (['--log=/no/such/log'], '/no/such/log')])
+@pytest.mark.parametrize(
+  'flags, words', [(['--grace_s=-1'], 'grace_s'), (['--log=/no/such/log'], '/no/such/log')]
+)
 def test_a_bad_command_line_is_2(scene, flags, words):
   guard = scene.start("say('command')", *flags)
   _, err = guard.communicate(timeout=DEADLINE_S)

@@ -1,4 +1,6 @@
-"""The explorer against its contract, with a deterministic engine and a real store: order, drops, failures, endings."""
+"""The explorer against its contract, with a deterministic engine and a real store: order, drops,
+failures, endings.
+"""
 
 import asyncio
 import collections
@@ -32,9 +34,12 @@ def uids(batch):
 
 
 @pytest.mark.parametrize('bound', [0, 1, 3])
-def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(tokenizer, tmp_path, bound):
-  """Task 1 has one scorable sample of two, tasks 2 and 5 none. Whatever ends first, the batches take the other groups
-  in the order of start: tasks 0 1, then 3 4, then 6 7."""
+def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(
+  tokenizer, tmp_path, bound
+):
+  """Task 1 has one scorable sample of two, tasks 2 and 5 none. Whatever ends first, the batches
+  take the other groups in the order of start: tasks 0 1, then 3 4, then 6 7.
+  """
   tasks = exploring.make_tasks(24)
 
   def judge(attempt):
@@ -76,8 +81,12 @@ def test_a_slow_first_group_is_waited_for_however_many_later_ones_have_ended(tok
   run(main())
 
 
-def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_replaced(tokenizer, store):
-  """Batch 0: task 0 loses one of three samples, task 1 all three, so task 2 starts instead. Batch 1: tasks 3 and 4."""
+def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_replaced(
+  tokenizer, store
+):
+  """Batch 0: task 0 loses one of three samples, task 1 all three, so task 2 starts instead. Batch
+  1: tasks 3 and 4.
+  """
 
   def judge(attempt):
     number = exploration.number(attempt)
@@ -97,7 +106,9 @@ def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_r
 
 
 def test_a_member_carries_what_was_said_and_its_scores_and_the_store_has_the_same(tokenizer, store):
-  exploration = exploring.Exploration(tokenizer, store, lambda attempt: float(len(attempt.completion)))
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: float(len(attempt.completion))
+  )
   ((batch, _),) = run(exploration.batches(1))
   for chosen, stored in zip(batch, store.read(uids(batch)), strict=True):
     member, sample = chosen.scored, chosen.scored.sample
@@ -123,7 +134,10 @@ def test_too_many_unscorable_groups_end_the_run_with_one_line(tokenizer, store):
 
 def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_anew(tokenizer, store):
   exploration = exploring.Exploration(
-    tokenizer, store, lambda attempt: None if exploration.number(attempt) % 5 < 3 else 1.0, max_dropped_groups=3
+    tokenizer,
+    store,
+    lambda attempt: None if exploration.number(attempt) % 5 < 3 else 1.0,
+    max_dropped_groups=3,
   )
   batches = run(exploration.batches(3))
   assert [counts.get('dropped/groups', 0) for _, counts in batches] == [3, 3, 3]
@@ -131,7 +145,9 @@ def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_ane
 
 def by_task(tasks, values):
   """A judge: `values[number of the task][sample index]`, of tasks that are not named 0 and 1."""
-  return lambda attempt: values.get(tasks.index(attempt.task), (0.0, 1.0))[int(attempt.uid.rpartition('/')[2])]
+  return lambda attempt: values.get(tasks.index(attempt.task), (0.0, 1.0))[
+    int(attempt.uid.rpartition('/')[2])
+  ]
 
 
 def states(report):
@@ -139,7 +155,9 @@ def states(report):
 
 
 def test_a_group_of_which_nothing_is_chosen_is_dropped_and_replaced(tokenizer, store):
-  """Mixed groups alone: tasks 0 and 2 are unmixed (0 has but one scorable sample), so that batch 0 is tasks 1 and 3."""
+  """Mixed groups alone: tasks 0 and 2 are unmixed (0 has but one scorable sample), so that batch 0
+  is tasks 1 and 3.
+  """
   tasks = exploring.make_tasks(24)
   judge = by_task(tasks, {0: (None, 1.0), 2: (0.5, 0.5)})
   selection = SelectionConfig(kind='mixed')
@@ -158,12 +176,19 @@ def test_a_group_of_which_nothing_is_chosen_is_dropped_and_replaced(tokenizer, s
 def test_of_a_group_only_the_shortest_correct_sample_is_admitted(tokenizer, store):
   """Whatever is longer, wrong or unscorable leaves the store with its reason."""
   tasks = exploring.make_tasks(24)
-  judge = by_task(tasks, {0: (1.0, 1.0, 0.0, None), 1: (0.0, 0.0, 0.0, 0.0), 2: (0.0, 1.0, 1.0, 1.0)})
+  judge = by_task(
+    tasks, {0: (1.0, 1.0, 0.0, None), 1: (0.0, 0.0, 0.0, 0.0), 2: (0.0, 1.0, 1.0, 1.0)}
+  )
   selection = SelectionConfig(kind='shortest_correct')
-  exploration = exploring.Exploration(tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection)
+  exploration = exploring.Exploration(
+    tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection
+  )
   ((batch, counts),) = run(exploration.batches(1))
   engine, best = exploration.engine, []
-  for task, request, correct in ((tasks[0], engine.requests[0], (0, 1)), (tasks[2], engine.requests[2], (1, 2, 3))):
+  for task, request, correct in (
+    (tasks[0], engine.requests[0], (0, 1)),
+    (tasks[2], engine.requests[2], (1, 2, 3)),
+  ):
     lengths = {uid(task, i): engine.complete(request, i).tokens.size for i in correct}
     best.append(min(lengths, key=lengths.get))
   assert uids(batch) == best and all(chosen.imitated for chosen in batch)
@@ -174,13 +199,19 @@ def test_of_a_group_only_the_shortest_correct_sample_is_admitted(tokenizer, stor
 
 
 def test_a_sample_in_several_pairs_is_admitted_and_trained_once(tokenizer, store):
-  """Three wrong ones against the one correct one, in each of two groups: twelve rows of eight samples."""
+  """Three wrong ones against the one correct one, in each of two groups: twelve rows of eight
+  samples.
+  """
   tasks = exploring.make_tasks(24)
   judge = by_task(tasks, dict.fromkeys(range(24), (0.0, 0.0, 1.0, 0.0)))
   selection = SelectionConfig(kind='pairs', pairs_per_group=3)
-  exploration = exploring.Exploration(tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection)
+  exploration = exploring.Exploration(
+    tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection
+  )
   ((batch, counts),) = run(exploration.batches(1))
-  assert uids(batch) == [uid(task, i) for task in tasks[:2] for wrong in (0, 1, 3) for i in (2, wrong)]
+  assert uids(batch) == [
+    uid(task, i) for task in tasks[:2] for wrong in (0, 1, 3) for i in (2, wrong)
+  ]
   assert len({chosen.pair for chosen in batch}) == 6
   assert not any(counts.values())
   report = audit(store)
@@ -189,23 +220,38 @@ def test_a_sample_in_several_pairs_is_admitted_and_trained_once(tokenizer, store
 
 def test_too_many_groups_of_which_nothing_is_chosen_end_the_run_with_one_line(tokenizer, store):
   selection = SelectionConfig(kind='mixed')
-  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 0.25, selection=selection, max_dropped_groups=3)
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: 0.25, selection=selection, max_dropped_groups=3
+  )
   with pytest.raises(RunError) as caught:
     run(exploration.batches(1))
   message = str(caught.value)
   assert '\n' not in message
-  for word in ('stage grpo', '4 groups had', 'max_dropped_groups is 3', '[0.25, 0.25]', "'mixed'", 'easy'):
+  for word in (
+    'stage grpo',
+    '4 groups had',
+    'max_dropped_groups is 3',
+    '[0.25, 0.25]',
+    "'mixed'",
+    'easy',
+  ):
     assert word in message
   report = audit(store)
   assert report.ok and report.live == ()
 
 
 def test_the_last_of_too_many_groups_is_told_as_it_was(tokenizer, store):
-  """One sample unscorable, the other alone: what is to be looked at is the selection, not the scorer."""
+  """One sample unscorable, the other alone: what is to be looked at is the selection, not the
+  scorer.
+  """
   judge = lambda attempt: None if attempt.uid.endswith('/0') else 1.0
   selection = SelectionConfig(kind='mixed')
-  exploration = exploring.Exploration(tokenizer, store, judge, selection=selection, max_dropped_groups=0)
-  with pytest.raises(RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' accepts none"):
+  exploration = exploring.Exploration(
+    tokenizer, store, judge, selection=selection, max_dropped_groups=0
+  )
+  with pytest.raises(
+    RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' accepts none"
+  ):
     run(exploration.batches(1))
 
 
@@ -227,7 +273,9 @@ def test_with_a_selection_a_batch_depends_on_which_groups_started_alone(tokenize
 
 
 def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer, tmp_path):
-  """Every third task is always solved, so that its group is dropped; it is told of all the same, and drawn rarely."""
+  """Every third task is always solved, so that its group is dropped; it is told of all the same,
+  and drawn rarely.
+  """
   tasks = exploring.make_tasks(24)
   judge = by_task(tasks, dict.fromkeys(range(0, 24, 3), (1.0, 1.0)))
   found = set()
@@ -245,7 +293,9 @@ def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer
   assert len(found) == 1 and dropped > 0
   (pool,) = state['pools']
   assert sum(pool['visits'].values()) == pool['draws'] == 8 * 2 + dropped
-  assert pool['known'] == {number: [1.0 if int(number) % 3 == 0 else 0.5] for number in pool['visits']}
+  assert pool['known'] == {
+    number: [1.0 if int(number) % 3 == 0 else 0.5] for number in pool['visits']
+  }
 
 
 def test_above_a_bound_of_0_the_sampler_is_told_in_the_order_of_start_and_no_further_than_the_batch(
@@ -253,9 +303,14 @@ def test_above_a_bound_of_0_the_sampler_is_told_in_the_order_of_start_and_no_fur
 ):
   for delays in range(4):
     store = exploring.new_store(tmp_path / f'{delays}')
-    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, delays=delays, bound=2)
+    exploration = exploring.Exploration(
+      tokenizer, store, lambda attempt: 1.0, delays=delays, bound=2
+    )
     told, tell = [], exploration.sampler.feedback
-    exploration.sampler.feedback = lambda uid, *outcome, told=told, tell=tell: (told.append(uid), tell(uid, *outcome))
+    exploration.sampler.feedback = lambda uid, *outcome, told=told, tell=tell: (
+      told.append(uid),
+      tell(uid, *outcome),
+    )
 
     async def main(exploration=exploration, store=store, told=told):
       async with exploration.explorer.running():
@@ -276,7 +331,9 @@ class EngineBroke(RunError):
   pass
 
 
-@pytest.mark.parametrize('error', [EngineBroke('engine fake: lost'), ValueError('a bug'), UserError('a bad prompt')])
+@pytest.mark.parametrize(
+  'error', [EngineBroke('engine fake: lost'), ValueError('a bug'), UserError('a bad prompt')]
+)
 @pytest.mark.parametrize('fail_at', [0, 1, 3])
 def test_a_failing_engine_surfaces_as_its_own_error(tokenizer, store, error, fail_at):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
@@ -316,7 +373,9 @@ def test_an_error_between_two_batches_is_raised_by_the_next_collect(tokenizer, s
 def test_an_error_that_nobody_collects_is_not_reported_as_an_unhandled_one(tokenizer, store):
   async def main():
     unhandled = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    asyncio.get_running_loop().set_exception_handler(
+      lambda loop, context: unhandled.append(context)
+    )
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
     exploration.engine.fail_at, exploration.engine.error = 0, EngineBroke('lost')
     async with exploration.explorer.running():
@@ -330,7 +389,9 @@ def test_an_error_that_nobody_collects_is_not_reported_as_an_unhandled_one(token
 
 
 def test_a_batch_that_does_not_come_is_told_at_the_deadline(tokenizer, store):
-  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, collect_deadline_s=0.05)
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: 1.0, collect_deadline_s=0.05
+  )
   exploration.engine.hold = lambda request: True
   with pytest.raises(WaitExpired, match='2 groups of stage grpo'):
     run(exploration.batches(1))
@@ -360,7 +421,10 @@ def test_leaving_cancels_what_is_in_flight_and_every_sample_ends_in_one_state(to
   run(main())
   report = audit(store)
   assert report.ok and report.live == ()
-  assert {state: count for state, count in report.states.items() if count} == {'trained': 4, 'dropped': 12}
+  assert {state: count for state, count in report.states.items() if count} == {
+    'trained': 4,
+    'dropped': 12,
+  }
   assert report.reasons == {'dropped(given up)': 12}
 
 
@@ -378,7 +442,9 @@ def test_a_batch_that_was_handed_out_and_not_trained_is_given_up_on_leaving(toke
 
 
 def test_groups_in_flight_never_pass_the_gate(tokenizer, store):
-  """At bound 1 at most (served + 2) * 2 groups have started when a batch is closed, and all that capacity is used."""
+  """At bound 1 at most (served + 2) * 2 groups have started when a batch is closed, and all that
+  capacity is used.
+  """
 
   async def main():
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1)
@@ -392,10 +458,17 @@ def test_groups_in_flight_never_pass_the_gate(tokenizer, store):
 
 
 def test_a_later_stage_draws_no_noise_again(tokenizer, store):
-  """Two tasks in three batches of two: visits 0, 1, 2. The second stage goes on with 3, wherever it is entered."""
+  """Two tasks in three batches of two: visits 0, 1, 2. The second stage goes on with 3, wherever it
+  is entered.
+  """
   stages = {
     name: exploring.Exploration(
-      tokenizer, store, lambda attempt: 1.0, tasks=exploring.make_tasks(2), stage=name, earlier=earlier
+      tokenizer,
+      store,
+      lambda attempt: 1.0,
+      tasks=exploring.make_tasks(2),
+      stage=name,
+      earlier=earlier,
     )
     for name, earlier in (('grpo', ()), ('again', ('grpo',)), ('third', ('grpo', 'again')))
   }
@@ -405,8 +478,11 @@ def test_a_later_stage_draws_no_noise_again(tokenizer, store):
     keys[name] = {request.key for request in exploration.engine.requests}
   assert {key[-1] for key in keys['grpo']} == {0, 1, 2}
   assert not keys['grpo'] & keys['again'] and not (keys['grpo'] | keys['again']) & keys['third']
-  # What a stage has drawn itself, and what a later one has, moves nothing: a resumed stage goes on with its visits.
-  assert set(store.visits(['grpo']).values()) == {3} and set(store.visits(['grpo', 'again']).values()) == {6}
+  # What a stage has drawn itself, and what a later one has, moves nothing: a resumed stage goes on
+  # with its visits.
+  assert set(store.visits(['grpo']).values()) == {3} and set(
+    store.visits(['grpo', 'again']).values()
+  ) == {6}
 
 
 def test_a_prompt_of_an_earlier_stage_under_another_taskset_draws_no_noise_again(tokenizer, store):
@@ -415,18 +491,24 @@ def test_a_prompt_of_an_earlier_stage_under_another_taskset_draws_no_noise_again
   run(first.batches(1))
   second = make(tasks=exploring.make_tasks(2, 'other'), stage='again', earlier=('grpo',))
   run(second.batches(1))
-  assert not {request.key for request in first.engine.requests} & {request.key for request in second.engine.requests}
+  assert not {request.key for request in first.engine.requests} & {
+    request.key for request in second.engine.requests
+  }
 
 
 def test_samples_are_issued_in_order_before_they_are_asked_for(tokenizer, store):
   async def main():
-    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, tasks=exploring.make_tasks(3))
+    exploration = exploring.Exploration(
+      tokenizer, store, lambda attempt: 1.0, tasks=exploring.make_tasks(3)
+    )
     exploration.engine.hold = lambda request: True
     async with exploration.explorer.running():
       exploration.explorer.advance(0, 0)
       while len(exploration.engine.requests) < 2:
         await asyncio.sleep(0.001)
-      return exploration.tasks, store.entries([uid(t, i) for t in exploration.tasks[:2] for i in range(2)])
+      return exploration.tasks, store.entries(
+        [uid(t, i) for t in exploration.tasks[:2] for i in range(2)]
+      )
 
   tasks, entries = run(main())
   assert collections.Counter(entry.state for entry in entries.values()) == {'issued': 4}
@@ -434,7 +516,9 @@ def test_samples_are_issued_in_order_before_they_are_asked_for(tokenizer, store)
 
 
 def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenizer, store):
-  """Task 0 hangs in its first try, task 1 in both: 0 comes with its second, 1 is dropped and task 2 takes its place."""
+  """Task 0 hangs in its first try, task 1 in both: 0 comes with its second, 1 is dropped and task 2
+  takes its place.
+  """
   limits = TaskLimits(timeout_s=1.0, retries=1)
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
   tasks, engine = exploration.tasks, exploration.engine
@@ -456,7 +540,9 @@ def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenize
   assert report.ok and report.reasons == {'dropped(timeout)': 2} and report.live == ()
 
 
-def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(tokenizer, store, monkeypatch):
+def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(
+  tokenizer, store, monkeypatch
+):
   """Batches 0 and 1 give the mean; then task 4 would take for ever."""
   monkeypatch.setattr('jaxrl_llm.master.exploring.runner.time', LOOP_CLOCK)
   limits = TaskLimits(timeout_s=None, straggler_factor=20.0)
@@ -479,7 +565,9 @@ def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_anothe
 
 def test_too_many_groups_out_of_time_end_the_run_and_say_so(tokenizer, store):
   limits = TaskLimits(timeout_s=0.05, retries=0)
-  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits, max_dropped_groups=2)
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: 1.0, limits=limits, max_dropped_groups=2
+  )
   exploration.engine.hold = lambda request: True
   with pytest.raises(RunError, match=r'3 groups .* took too long \(timeout'):
     run(exploration.batches(1))

@@ -17,7 +17,9 @@ async def settle():
 
 @pytest.mark.parametrize(('bound', 'groups'), SETTINGS)
 def test_groups_in_flight_and_done_never_pass_the_formula_and_always_reach_it(bound, groups):
-  """Walks versions and drops in every order; a plain model of the formula tells what must have been admitted."""
+  """Walks versions and drops in every order; a plain model of the formula tells what must have been
+  admitted.
+  """
 
   async def main():
     gate = Gate(bound=bound, groups_per_batch=groups)
@@ -48,7 +50,9 @@ def test_groups_in_flight_and_done_never_pass_the_formula_and_always_reach_it(bo
 
 @pytest.mark.parametrize(('bound', 'groups'), SETTINGS)
 def test_the_oldest_trained_token_is_at_most_bound_versions_old(bound, groups):
-  """Batches take groups in the order of issue: the version at issue is at most `bound` behind the batch's own."""
+  """Batches take groups in the order of issue: the version at issue is at most `bound` behind the
+  batch's own.
+  """
 
   async def main():
     gate = Gate(bound=bound, groups_per_batch=groups)

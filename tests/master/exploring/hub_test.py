@@ -1,4 +1,6 @@
-"""The master as workflows meet it: what they ask for goes to the run's own scorers and models, and into its events."""
+"""The master as workflows meet it: what they ask for goes to the run's own scorers and models, and
+into its events.
+"""
 
 import asyncio
 import contextlib
@@ -17,7 +19,9 @@ from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig, AuxiliaryModel
 from jaxrl_llm.runtime.events import EventLog
 
 (TASK,) = exploring.make_tasks(1)
-ATTEMPT = Attempt(uid='grpo/t/0/1', task=TASK, completion='said', finish_reason='stop', response_len=4)
+ATTEMPT = Attempt(
+  uid='grpo/t/0/1', task=TASK, completion='said', finish_reason='stop', response_len=4
+)
 MESSAGES = [{'role': 'user', 'content': 'and you?'}]
 
 
@@ -40,7 +44,9 @@ class Setting:
     async with contextlib.AsyncExitStack() as stack:
       stack.callback(events.close)
       await stack.enter_async_context(self.service.running())
-      scorers = await stack.enter_async_context(started(pool({'measure': (awaited(measure), {'weight': 0.5})})))
+      scorers = await stack.enter_async_context(
+        started(pool({'measure': (awaited(measure), {'weight': 0.5})}))
+      )
       options = {'addresses': (self.service.address,), 'first_wait_s': 0.01, 'retries': 1}
       helper = AuxiliaryModel(AuxiliaryConfig(name='helper', model='some-7b', **options))
       auxiliary = {'helper': await stack.enter_async_context(helper)}
@@ -59,7 +65,10 @@ class Setting:
     """(edge, kind, what it says of the request or the reply), in order."""
     fields = ('sample', 'model', 'value', 'characters', 'given_up')
     lines = map(json.loads, (self._directory / 'events.jsonl').read_text().splitlines())
-    return [(row['edge'], row['kind'], {name: row[name] for name in fields if name in row}) for row in lines]
+    return [
+      (row['edge'], row['kind'], {name: row[name] for name in fields if name in row})
+      for row in lines
+    ]
 
 
 def test_a_score_is_that_of_the_runs_scorers_with_their_weights(tmp_path):
@@ -72,15 +81,21 @@ def test_a_score_is_that_of_the_runs_scorers_with_their_weights(tmp_path):
 
 def test_another_model_is_asked_as_it_is_called_where_it_is_served(tmp_path):
   setting = Setting(tmp_path)
-  assert setting.run(lambda hub: hub.ask('helper', MESSAGES, max_tokens=9, temperature=0.5)) == 'fine'
-  assert setting.service.seen == [{'model': 'some-7b', 'messages': MESSAGES, 'max_tokens': 9, 'temperature': 0.5}]
+  assert (
+    setting.run(lambda hub: hub.ask('helper', MESSAGES, max_tokens=9, temperature=0.5)) == 'fine'
+  )
+  assert setting.service.seen == [
+    {'model': 'some-7b', 'messages': MESSAGES, 'max_tokens': 9, 'temperature': 0.5}
+  ]
   asked = ('auxiliary_model', 'request', {'model': 'helper'})
   assert setting.rows == [asked, ('auxiliary_model', 'reply', {'characters': 4})]
 
 
 def test_a_model_that_nobody_configured_is_refused_before_anything_is_asked(tmp_path):
   setting = Setting(tmp_path)
-  with pytest.raises(RunError, match=r"calls auxiliary model 'oracle'; rollout.auxiliary has helper; add it there"):
+  with pytest.raises(
+    RunError, match=r"calls auxiliary model 'oracle'; rollout.auxiliary has helper; add it there"
+  ):
     setting.run(lambda hub: hub.ask('oracle', MESSAGES, max_tokens=9))
   assert not setting.service.seen and not setting.rows
 
@@ -89,7 +104,10 @@ def test_a_model_that_nobody_configured_is_refused_before_anything_is_asked(tmp_
   'answer, text',
   [
     (503, 'auxiliary model helper: 2 tries: '),
-    ({'choices': []}, "auxiliary model helper: answered {'choices': \\[\\]}, wanted a chat completion with a text"),
+    (
+      {'choices': []},
+      "auxiliary model helper: answered {'choices': \\[\\]}, wanted a chat completion with a text",
+    ),
     (chat(None), 'auxiliary model helper: answered .*None.*, wanted a chat completion with a text'),
   ],
 )
@@ -105,7 +123,10 @@ def test_what_is_cancelled_is_told_as_given_up(tmp_path):
 
   async def use(hub):
     score = hub.score(dataclasses.replace(ATTEMPT, completion='hang'))
-    pending = [asyncio.create_task(score), asyncio.create_task(hub.ask('helper', MESSAGES, max_tokens=9))]
+    pending = [
+      asyncio.create_task(score),
+      asyncio.create_task(hub.ask('helper', MESSAGES, max_tokens=9)),
+    ]
     while not setting.service.now:
       await asyncio.sleep(0.01)
     for one in pending:
@@ -115,4 +136,6 @@ def test_what_is_cancelled_is_told_as_given_up(tmp_path):
 
   setting.run(use)
   replies = [(edge, fields) for edge, kind, fields in setting.rows if kind == 'reply']
-  assert sorted(replies, key=lambda r: r[0]) == [(f'auxiliary_{of}', {'given_up': True}) for of in ('model', 'score')]
+  assert sorted(replies, key=lambda r: r[0]) == [
+    (f'auxiliary_{of}', {'given_up': True}) for of in ('model', 'score')
+  ]

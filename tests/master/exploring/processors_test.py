@@ -1,4 +1,6 @@
-"""Processors: each against numbers by hand, their order and lineage, and through the explorer into a real store."""
+"""Processors: each against numbers by hand, their order and lineage, and through the explorer into
+a real store.
+"""
 
 import asyncio
 import dataclasses
@@ -27,12 +29,16 @@ from jaxrl_llm.rollout.workflow import rollout_sample
 TASK = exploring.make_tasks(1)[0]
 
 
-def member(i, value, *, tokens=(5, 6, 7), correct=False, finish=Finish.STOP, version=3, logprob=-1.0, **parts):
+def member(
+  i, value, *, tokens=(5, 6, 7), correct=False, finish=Finish.STOP, version=3, logprob=-1.0, **parts
+):
   completion = Completion(
     tokens=np.array(tokens, np.int32),
     logprobs=np.full(len(tokens), logprob, np.float32),
     finish=finish,
-    segments=(Segment(start=0, end=len(tokens), version=Version(0, version), engine='e', finish='stop'),),
+    segments=(
+      Segment(start=0, end=len(tokens), version=Version(0, version), engine='e', finish='stop'),
+    ),
   )
   sample = rollout_sample(TASK, 0, i, [1, 2], completion, group='g', temperature=1.0)
   reward = Reward(value=value, parts=dict(parts), correct=correct)
@@ -42,7 +48,9 @@ def member(i, value, *, tokens=(5, 6, 7), correct=False, finish=Finish.STOP, ver
 def run(members, *configs, step=3):
   """Each configuration a kind, or a pair of it and its options."""
   whole = [config if isinstance(config, tuple) else (config, {}) for config in configs]
-  processors = build_processors([ProcessorConfig(name=kind, options=options) for kind, options in whole])
+  processors = build_processors(
+    [ProcessorConfig(name=kind, options=options) for kind, options in whole]
+  )
   return process(processors, members, step)
 
 
@@ -69,7 +77,9 @@ def test_records_that_contradict_themselves_are_left_out():
 
 @pytest.mark.parametrize(('max_age', 'left'), [(0, 0), (1, 0), (2, 2), (3, 2)])
 def test_a_group_is_as_fresh_as_its_oldest_token(max_age, left):
-  done = run([member(0, 1.0, version=5), member(1, 1.0, version=3)], ('fresh', {'max_age': max_age}), step=5)
+  done = run(
+    [member(0, 1.0, version=5), member(1, 1.0, version=3)], ('fresh', {'max_age': max_age}), step=5
+  )
   assert len(done.members) == left
 
 
@@ -90,7 +100,9 @@ def test_groups_without_variance_are_left_out_before_any_rounding():
   assert run([earning(member(0, 0.0), 0.75, 0.25), member(1, 1.0)], 'reward_std').members == []
 
 
-@pytest.mark.parametrize(('correct', 'kept'), [((0, 0, 0), False), ((1, 0, 0), True), ((1, 1, 1), False)])
+@pytest.mark.parametrize(
+  ('correct', 'kept'), [((0, 0, 0), False), ((1, 0, 0), True), ((1, 1, 1), False)]
+)
 def test_dynamic_sampling_keeps_groups_of_right_and_wrong_answers(correct, kept):
   members = [member(i, 0.5, correct=bool(right)) for i, right in enumerate(correct)]
   assert bool(run(members, 'dynamic_sampling').members) is kept
@@ -117,8 +129,12 @@ def test_shaping_by_a_score(options, expected):
   done = run(members, ('shape', {'key': 'judge/quality', **options}))
   assert values(done) == pytest.approx(expected)
   assert done.members[0].reward.parts == {'judge/quality': 0.75}, 'the raw score stays'
-  changed = [(m.sample.uid, m.reward.value, now) for m, now in zip(members, values(done), strict=True)]
-  assert done.lineage == [(uid, 'shape', {'reward': [was, now]}) for uid, was, now in changed if was != now]
+  changed = [
+    (m.sample.uid, m.reward.value, now) for m, now in zip(members, values(done), strict=True)
+  ]
+  assert done.lineage == [
+    (uid, 'shape', {'reward': [was, now]}) for uid, was, now in changed if was != now
+  ]
 
 
 def test_a_score_that_is_not_there_and_a_division_by_zero_are_said():
@@ -129,7 +145,9 @@ def test_a_score_that_is_not_there_and_a_division_by_zero_are_said():
 
 
 def test_diversity_rewards_what_is_unlike_the_rest_and_decays():
-  """Pairs of answers 0 and 1 are the same three, of answer 2 another three: the mean is (2, 2, 2, 1, 1, 1)."""
+  """Pairs of answers 0 and 1 are the same three, of answer 2 another three: the mean is (2, 2, 2,
+  1, 1, 1).
+  """
   members = [member(0, 0.0), member(1, 0.0), member(2, 0.0, tokens=(8, 9, 8))]
   like, unlike = (2 * 3) / np.sqrt(3 * 15), (1 * 3) / np.sqrt(3 * 15)
   options = {'weight': 0.5, 'final_weight': 0.3, 'decay_steps': 10}
@@ -155,11 +173,18 @@ def test_processors_run_in_their_order_and_stop_where_nothing_is_left():
 def test_every_kind_of_the_catalogue_is_pure():
   """Twice the same from the same, and the members that went in are as they were."""
   options = {'shape': {'key': 'judge'}, 'fresh': {'max_age': 9}}
-  members = [member(0, 1.0, judge=0.5, correct=True), member(1, 0.0, judge=0.25, finish=Finish.LENGTH)]
+  members = [
+    member(0, 1.0, judge=0.5, correct=True),
+    member(1, 0.0, judge=0.25, finish=Finish.LENGTH),
+  ]
   before = [(m.reward, m.masked) for m in members]
   for kind in PROCESSORS:
     first, second = (run(members, (kind, options.get(kind, {}))) for _ in range(2))
-    assert (values(first), first.lineage, first.counts) == (values(second), second.lineage, second.counts)
+    assert (values(first), first.lineage, first.counts) == (
+      values(second),
+      second.lineage,
+      second.counts,
+    )
     assert [(m.reward, m.masked) for m in members] == before
 
 
@@ -172,7 +197,10 @@ STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4)
     ([ProcessorConfig(name='reward_sdt')], ('reward_sdt', 'reward_std')),
     ([ProcessorConfig(name='a', kind='aligned')] * 2, ("2 are called 'a'",)),
     ([ProcessorConfig(name='not_selected', kind='aligned')], ("'not_selected' is taken",)),
-    ([ProcessorConfig(name='kl')], ("'kl'", 'after the batch is closed', 'could no longer be replaced')),
+    (
+      [ProcessorConfig(name='kl')],
+      ("'kl'", 'after the batch is closed', 'could no longer be replaced'),
+    ),
   ],
 )
 def test_what_cannot_be_processed_is_refused_in_one_line(processors, words):
@@ -183,7 +211,8 @@ def test_what_cannot_be_processed_is_refused_in_one_line(processors, words):
 
 def test_a_filter_on_what_the_trainer_computes_is_refused_with_the_reason():
   with pytest.raises(
-    UserError, match=r"shape\.key='reference_logprobs/mean' is computed by the trainer, after the batch"
+    UserError,
+    match=r"shape\.key='reference_logprobs/mean' is computed by the trainer, after the batch",
   ):
     build_processors([ProcessorConfig(name='shape', options={'key': 'reference_logprobs/mean'})])
   with pytest.raises(UserError, match='options of processor fresh'):
@@ -191,13 +220,17 @@ def test_a_filter_on_what_the_trainer_computes_is_refused_with_the_reason():
 
 
 def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(tmp_path):
-  """Tasks 0 and 2 have right and wrong answers, task 1 only right ones: it is dropped and replaced. Rewards are shaped
-  by the judge's part (0.5 each) after that; the store has both, and a resumed explorer reads the shaped ones."""
+  """Tasks 0 and 2 have right and wrong answers, task 1 only right ones: it is dropped and replaced.
+  Rewards are shaped by the judge's part (0.5 each) after that; the store has both, and a resumed
+  explorer reads the shaped ones.
+  """
   tokenizer = exploring.make_tokenizer(tmp_path / 'tokenizer')
   store = exploring.new_store(tmp_path / 'replay')
   configs = [
     ProcessorConfig(name='dynamic_sampling'),
-    ProcessorConfig(name='centre', kind='shape', options={'key': 'judge/half', 'operation': 'subtract'}),
+    ProcessorConfig(
+      name='centre', kind='shape', options={'key': 'judge/half', 'operation': 'subtract'}
+    ),
     ProcessorConfig(name='mask_truncated'),
   ]
 
@@ -209,7 +242,9 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
   tasks = exploration.tasks
   assert [c.scored.task.uid for c in batch] == [tasks[n].uid for n in (0, 0, 2, 2)]
   assert [c.scored.reward.value for c in batch] == [-0.5, 0.5] * 2
-  assert [c.scored.masked for c in batch] == [c.scored.sample.finish_reason == 'length' for c in batch]
+  assert [c.scored.masked for c in batch] == [
+    c.scored.sample.finish_reason == 'length' for c in batch
+  ]
   found = {name: count for name, count in counts.items() if count}
   assert found == {
     'dropped/dynamic_sampling': 2,
@@ -256,7 +291,9 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
 
   def build(minibatches=1, **fields):
     sft, grpo = config.stages
-    stage = dataclasses.replace(grpo, minibatches=minibatches, source=dataclasses.replace(grpo.source, **fields))
+    stage = dataclasses.replace(
+      grpo, minibatches=minibatches, source=dataclasses.replace(grpo.source, **fields)
+    )
     changed = dataclasses.replace(config, stages=(sft, stage))
     return build_stages(changed, build_mesh(changed.learner.mesh, jax.devices()[:1]), 29, {})
 
@@ -270,5 +307,7 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
   assert len(build(past=past, minibatches=4)) == 2
   with pytest.raises(UserError, match='group_size 8 does not divide into 16 minibatches'):
     build(past=past, minibatches=16)
-  with pytest.raises(UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'):
+  with pytest.raises(
+    UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'
+  ):
     build(limits=TaskLimits(timeout_s=2000.0))

@@ -13,11 +13,19 @@ from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring.selection import Scored, SelectionConfig, choose
 from jaxrl_llm.rewards.api import Reward
 
-TASK = Task(taskset='t', domain='general', prompt=({'role': 'user', 'content': 'say'},), truth='yes', fields={})
+TASK = Task(
+  taskset='t',
+  domain='general',
+  prompt=({'role': 'user', 'content': 'say'},),
+  truth='yes',
+  fields={},
+)
 
 
 def member(i: int, length: int, correct: bool | None, value: float | None = None) -> Scored:
-  """Number `i` of its group, with `length` tokens of its own; its reward is 1 for a correct one and 0 for others."""
+  """Number `i` of its group, with `length` tokens of its own; its reward is 1 for a correct one and
+  0 for others.
+  """
   sampled = np.arange(3 + length) >= 3
   sample = Sample(
     uid=f'g/{i}',
@@ -35,7 +43,9 @@ def member(i: int, length: int, correct: bool | None, value: float | None = None
     loss_mask=sampled,
     sampled=sampled,
     behaviour_logprobs=np.zeros(3 + length, np.float32),
-    segments=(Segment(start=3, end=3 + length, version=Version(0, 0), engine='fake', finish='stop'),),
+    segments=(
+      Segment(start=3, end=3 + length, version=Version(0, 0), engine='fake', finish='stop'),
+    ),
   )
   reward = Reward(value=float(bool(correct)) if value is None else value, parts={}, correct=correct)
   return Scored(sample=sample, task=TASK, completion='', scores=(), reward=reward)
@@ -53,7 +63,9 @@ def chosen(config: SelectionConfig, members: list[Scored]):
 def pairs(members, **fields):
   """(chosen, rejected) numbers; the two of a pair, and no others, share its name."""
   found = choose(SelectionConfig(kind='pairs', **fields), members)
-  assert [c.label for c in found] == [1, -1] * (len(found) // 2) and not any(c.imitated for c in found)
+  assert [c.label for c in found] == [1, -1] * (len(found) // 2) and not any(
+    c.imitated for c in found
+  )
   names = [c.pair for c in found]
   assert names[::2] == names[1::2] and len(set(names)) == len(found) // 2 and all(names)
   numbers = [c.scored.sample.sample_index for c in found]
@@ -119,7 +131,9 @@ def test_the_shortest_is_the_first_of_the_shortest_correct_ones(members, number)
 
 
 @pytest.mark.parametrize('kind', ['pairs', 'shortest_correct'])
-@pytest.mark.parametrize('members', [group((3, False), (4, False)), group((3, None), (4, None)), []])
+@pytest.mark.parametrize(
+  'members', [group((3, False), (4, False)), group((3, None), (4, None)), []]
+)
 def test_of_a_group_without_a_correct_member_there_is_nothing(kind, members):
   """None: no scorer of this domain says what is correct."""
   assert choose(SelectionConfig(kind=kind), members) == []
@@ -141,7 +155,9 @@ def test_wrong_ones_come_before_long_ones_each_in_the_order_of_issue():
 )
 def test_correct_ones_are_rejected_from_that_many_times_the_shortest(longer_by, rejected):
   members = group((4, True), (6, True), (4, True), (10, True))
-  assert pairs(members, longer_by=longer_by, pairs_per_group=9) == [(0, number) for number in rejected]
+  assert pairs(members, longer_by=longer_by, pairs_per_group=9) == [
+    (0, number) for number in rejected
+  ]
 
 
 def test_of_correct_and_alike_members_there_is_no_pair():
@@ -163,7 +179,14 @@ def test_no_group_gives_more_than_is_planned_for():
         assert len(found) <= config.most(len(members)) and len(found) % config.unit == 0
       assert config.most(5) == {'pairs': 2 * min(most, 4), 'shortest_correct': 1}.get(kind, 5)
   # And all of it can be had: the best against every other.
-  assert len(choose(SelectionConfig(kind='pairs', pairs_per_group=9), group((3, False), (2, True), (9, True)))) == 4
+  assert (
+    len(
+      choose(
+        SelectionConfig(kind='pairs', pairs_per_group=9), group((3, False), (2, True), (9, True))
+      )
+    )
+    == 4
+  )
 
 
 @pytest.mark.parametrize('fields', [{'pairs_per_group': 0}, {'longer_by': 0.99}])
@@ -181,4 +204,10 @@ def test_a_plans_row_says_how_it_was_chosen():
   ]
   (imitated,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
   row = rollout_row(imitated, ('0.arrayrecord', 0))
-  assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (True, None, None, True, 'g/2')
+  assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (
+    True,
+    None,
+    None,
+    True,
+    'g/2',
+  )

@@ -40,14 +40,20 @@ BATCHES = 12
 
 
 class Trainer:
-  """Changes nothing, and takes `turns` of the event loop for it, so that rollouts go on meanwhile."""
+  """Changes nothing, and takes `turns` of the event loop for it, so that rollouts go on
+  meanwhile.
+  """
 
   def __init__(self, shape, turns):
     self._shape, self._turns = shape, turns
 
   async def annotate(self, learned, plan):
     packed = PackedStep(
-      None, packing=pack_step(plan, 0, self._shape), rows=plan.optimizer_steps[0], grid=None, loss_mask=None
+      None,
+      packing=pack_step(plan, 0, self._shape),
+      rows=plan.optimizer_steps[0],
+      grid=None,
+      loss_mask=None,
     )
     return Batch(plan, plain(plan.rows), [packed])
 
@@ -76,7 +82,9 @@ class Ledger:
     pass
 
 
-async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHES, state=None, turns=0):
+async def go(
+  exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHES, state=None, turns=0
+):
   """Runs batches [start, end) of a stage; the Ledger of them."""
   group, size = exploration.config.groups_per_batch, exploration.config.group_size
   shape = plan_shape(rows=group * size, ranks=1, chunks=8, chunk_len=16)
@@ -110,11 +118,18 @@ async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHE
 
     parts = loop.Parts(
       stages=(stage,),
-      process=Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      process=Process(
+        coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
+      ),
       publisher=Publisher(exploration.engine, Gatherer(mesh), device),
       keeper=ledger,
       enter_stage=enter,
-      planner=Planner(seed=0, every_steps=10**6, every_minutes=1e6, stop=asyncio.get_running_loop().create_future()),
+      planner=Planner(
+        seed=0,
+        every_steps=10**6,
+        every_minutes=1e6,
+        stop=asyncio.get_running_loop().create_future(),
+      ),
       batches={'grpo': rollouts},
       attempt=exploration.store.attempt,
     )
@@ -127,24 +142,37 @@ def lags(ledger):
 
 
 def enumerated(bound, publish_every):
-  """Batch b starts with the first publication that permits it: the least multiple of the interval from b - bound on."""
+  """Batch b starts with the first publication that permits it: the least multiple of the interval
+  from b - bound on.
+  """
   lag = lambda b: b - publish_every * math.ceil(max(0, b - bound) / publish_every)
   return collections.Counter(lag(b) for b in range(BATCHES))
 
 
 @pytest.mark.parametrize(('bound', 'publish_every'), SETTINGS)
-def test_lags_are_those_of_the_schedule_where_the_engine_answers_at_once(tmp_path, tokenizer, bound, publish_every):
+def test_lags_are_those_of_the_schedule_where_the_engine_answers_at_once(
+  tmp_path, tokenizer, bound, publish_every
+):
   """Two groups of two in a batch: each lag of the enumeration is found four times."""
   store = exploring.new_store(tmp_path / 'replay')
   exploration = exploring.Exploration(
-    tokenizer, store, lambda attempt: 1.0, bound=bound, batches=BATCHES, tasks=exploring.make_tasks(32)
+    tokenizer,
+    store,
+    lambda attempt: 1.0,
+    bound=bound,
+    batches=BATCHES,
+    tasks=exploring.make_tasks(32),
   )
   exploration.engine.prompt = True
   # What may start has ended before the trainer is done.
   ledger = asyncio.run(go(exploration, publish_every=publish_every, turns=200))
-  assert collections.Counter(lags(ledger)) == {lag: 4 * n for lag, n in enumerated(bound, publish_every).items()}
+  assert collections.Counter(lags(ledger)) == {
+    lag: 4 * n for lag, n in enumerated(bound, publish_every).items()
+  }
   assert max(lags(ledger)) == bound
-  assert [how for how, _ in exploration.engine.published] == ['load'] * math.ceil(BATCHES / publish_every)
+  assert [how for how, _ in exploration.engine.published] == ['load'] * math.ceil(
+    BATCHES / publish_every
+  )
   report = audit(store)
   assert report.ok and report.states['trained'] == report.issued == BATCHES * 4
   store.close()
@@ -152,8 +180,12 @@ def test_lags_are_those_of_the_schedule_where_the_engine_answers_at_once(tmp_pat
 
 @pytest.mark.parametrize(('bound', 'publish_every'), SETTINGS)
 @pytest.mark.parametrize('seed', range(3))
-def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(tmp_path, tokenizer, bound, publish_every, seed):
-  """With a long tail of durations, cut completions, a fifth of the groups dropped and trainers of any speed."""
+def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(
+  tmp_path, tokenizer, bound, publish_every, seed
+):
+  """With a long tail of durations, cut completions, a fifth of the groups dropped and trainers of
+  any speed.
+  """
   store = exploring.new_store(tmp_path / 'replay')
   rng = random.Random(seed)
   verdicts = collections.defaultdict(lambda: None if rng.random() < 0.2 else 1.0)
@@ -176,7 +208,9 @@ def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(tmp_path, t
     until.setdefault(request.uid, exploration.engine.version.step + rng.randrange(2))
     behind = exploration.engine.version.step < until[request.uid]
     # Its batch's turn has come: what it waits for would never be published.
-    return behind and exploration.store.counts()['admitted'] > exploration.config.groups_per_batch * 2
+    return (
+      behind and exploration.store.counts()['admitted'] > exploration.config.groups_per_batch * 2
+    )
 
   exploration.engine.hold = hold
   ledger = asyncio.run(go(exploration, publish_every=publish_every, turns=rng.randrange(60)))
@@ -188,9 +222,13 @@ def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(tmp_path, t
 
 @pytest.mark.parametrize('step', [1, 4, 7])
 @pytest.mark.parametrize(('bound', 'publish_every'), [(1, 1), (4, 2)])
-def test_a_run_killed_with_groups_in_flight_trains_every_task_once(tmp_path, tokenizer, bound, publish_every, step):
-  """Killed after `step` + 2 batches, it goes on from the commit at `step`: the batches have the tasks that they would
-  have had, what had ended by the commit is not rolled out again, and the store adds up."""
+def test_a_run_killed_with_groups_in_flight_trains_every_task_once(
+  tmp_path, tokenizer, bound, publish_every, step
+):
+  """Killed after `step` + 2 batches, it goes on from the commit at `step`: the batches have the
+  tasks that they would have had, what had ended by the commit is not rolled out again, and the
+  store adds up.
+  """
   tasks = exploring.make_tasks(BATCHES * 2)
 
   def explore(directory, delays, commit=0):
@@ -221,20 +259,28 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(tmp_path, tok
   report = audit(store)
   assert report.ok and report.live == (), report.lines
   trained = collections.Counter(groups(before.plans[:step] + after.plans))
-  assert set(trained.values()) == {2} and len(trained) == len(tasks), 'each task once, with both samples'
+  assert set(trained.values()) == {2} and len(trained) == len(tasks), (
+    'each task once, with both samples'
+  )
   assert report.states['trained'] == 2 * len(tasks)
   store.close()
 
 
-def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_served(tmp_path, tokenizer):
-  """Batch 1 has groups 2 and 3; at the commit after batch 0 group 2 had ended, and 3 never does in that attempt."""
+def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_served(
+  tmp_path, tokenizer
+):
+  """Batch 1 has groups 2 and 3; at the commit after batch 0 group 2 had ended, and 3 never does in
+  that attempt.
+  """
   tasks = exploring.make_tasks(30)
   name = lambda i: f'grpo/{tasks[i].uid}/0'
 
   def explore(hold, commit):
     store = open_store(tmp_path / 'replay', synchronous='normal')
     store.recover(commit)
-    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1, batches=BATCHES, tasks=tasks)
+    exploration = exploring.Exploration(
+      tokenizer, store, lambda attempt: 1.0, bound=1, batches=BATCHES, tasks=tasks
+    )
     exploration.engine.hold = lambda request: hold and request.uid == name(3)
     return exploration, store
 
@@ -246,14 +292,18 @@ def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_serve
   again, store = explore(False, 1)
   after = asyncio.run(go(again, publish_every=1, start=1, end=2, state=before.states[1], turns=200))
   assert [row.group for row in after.plans[0].rows] == [name(2)] * 2 + [name(3)] * 2
-  assert again.engine.requests[0].uid == name(3) and name(2) not in {r.uid for r in again.engine.requests}
+  assert again.engine.requests[0].uid == name(3) and name(2) not in {
+    r.uid for r in again.engine.requests
+  }
   report = audit(store)
   assert report.ok and report.reasons['void(crash)'] >= 2, report.lines
   store.close()
 
 
 def test_a_signals_commit_keeps_what_had_ended(tmp_path, tokenizer):
-  """Left in the middle, groups in flight are given up in the store, and a start from the commit has them again."""
+  """Left in the middle, groups in flight are given up in the store, and a start from the commit has
+  them again.
+  """
   store = exploring.new_store(tmp_path / 'replay')
   exploration = exploring.Exploration(
     tokenizer, store, lambda attempt: 1.0, bound=3, batches=BATCHES, tasks=exploring.make_tasks(30)
@@ -269,7 +319,9 @@ def test_a_signals_commit_keeps_what_had_ended(tmp_path, tokenizer):
   )
   after = asyncio.run(go(again, publish_every=1, start=4, end=6, state=ledger.states[4], turns=200))
   assert [plan.step for plan in after.plans] == [4, 5]
-  assert not {row.group for plan in after.plans for row in plan.rows} & {r.uid for r in again.engine.requests}
+  assert not {row.group for plan in after.plans for row in plan.rows} & {
+    r.uid for r in again.engine.requests
+  }
   store.close()
 
 
@@ -285,6 +337,8 @@ def test_an_interval_that_the_bound_does_not_permit_is_refused_with_the_arithmet
     with pytest.raises(UserError) as caught:
       StageConfig(**STAGE, source=source)
     message = str(caught.value)
-    assert message.startswith(f'stages.rl.source.publish_every: {publish_every} > bound + 1 = {bound + 1}')
+    assert message.startswith(
+      f'stages.rl.source.publish_every: {publish_every} > bound + 1 = {bound + 1}'
+    )
     assert '\n' not in message
     assert f'raise bound to {publish_every - 1}' in message

@@ -1,4 +1,6 @@
-"""Scorers on the event loop: a hung, raising or stubborn one costs its own scores, and no worker is held for it."""
+"""Scorers on the event loop: a hung, raising or stubborn one costs its own scores, and no worker is
+held for it.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,10 @@ def scores_of(call, *, deadline_s=60.0, **fields):
     assert (good.status, good.value, good.parts) == (Status.OK, 5.0, {'half': 2.5})
     return bad, one.counts
 
-  scorers = {'bad': (awaited(call, **fields), {'deadline_s': deadline_s}), 'good': (awaited(length), {})}
+  scorers = {
+    'bad': (awaited(call, **fields), {'deadline_s': deadline_s}),
+    'good': (awaited(length), {}),
+  }
   return using_simulated(pool(scorers), use)
 
 
@@ -94,8 +99,18 @@ async def swallows_its_cancellation(a):
 def test_one_that_is_still_at_it_at_its_deadline_is_given_up(call):
   score, counts = scores_of(call, deadline_s=0.05)
   assert (score.status, score.value, score.time) == (Status.TIMEOUT, None, 0.05)
-  assert score.evidence == {'error': 'ran past its deadline of 0.05 s', 'caused_by': 'scorer', 'calls': 1}
-  assert counts['timeout'] == counts['bad/timeout'] == counts['bad/unscorable'] == counts['unscorable'] == 1
+  assert score.evidence == {
+    'error': 'ran past its deadline of 0.05 s',
+    'caused_by': 'scorer',
+    'calls': 1,
+  }
+  assert (
+    counts['timeout']
+    == counts['bad/timeout']
+    == counts['bad/unscorable']
+    == counts['unscorable']
+    == 1
+  )
 
 
 async def raises(a):
@@ -166,7 +181,11 @@ def is_no_coroutine(a):
     (raises_mutely, 'Mute, which cannot be printed (AttributeError)'),
     (infinite, 'ValueError: scorer returned value inf'),
     (infinite_part, "ValueError: scorer returned value 1.0, parts {'share': inf}"),
-    (huge, 'ValueError: scorer returned value 1e+308, parts {} and turns (), wanted finite numbers of at most'),
+    (
+      huge,
+      'ValueError: scorer returned value 1e+308, parts {} and turns (), wanted finite numbers of '
+      'at most',
+    ),
     (huge_part, "ValueError: scorer returned value None, parts {'share': -10000000000.0}"),
     (huge_turn, 'ValueError: scorer returned value 1.0, parts {} and turns (0.0, 1e+308)'),
     (deep, 'ValueError: nested in more than 100 levels'),
@@ -298,7 +317,12 @@ def test_it_sits_among_those_in_workers_in_the_configurations_order():
   async def use(one):
     return await one.score(attempt('1234'))
 
-  scores = using(pool({'b': (awaited(length), {}), 'a': (rewards_scorers.length, {}), 'c': (awaited(raises), {})}), use)
+  scores = using(
+    pool(
+      {'b': (awaited(length), {}), 'a': (rewards_scorers.length, {}), 'c': (awaited(raises), {})}
+    ),
+    use,
+  )
   assert [(s.scorer, s.status, s.value) for s in scores] == [
     ('b', Status.OK, 4.0), ('a', Status.OK, 4.0), ('c', Status.ERROR, None)
   ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Scoring hides behind generation: in simulated seconds, only what the last sample takes is left of it."""
+"""Scoring hides behind generation: in simulated seconds, only what the last sample takes is left of
+it.
+"""
 
 import asyncio
 import random
@@ -27,7 +29,10 @@ class TimedEngine(exploring.FakeEngine):
   async def generate(self, request):
     clock = asyncio.get_running_loop().time
     draw = random.Random(request.uid)
-    start, takes = clock(), {index: draw.lognormvariate(0.7, 0.5) for index in range(request.samples)}
+    start, takes = (
+      clock(),
+      {index: draw.lognormvariate(0.7, 0.5) for index in range(request.samples)},
+    )
     for index in sorted(takes, key=takes.get):
       await asyncio.sleep(start + takes[index] - clock())
       self.ended[f'{request.uid}/{index}'] = clock()
@@ -35,7 +40,9 @@ class TimedEngine(exploring.FakeEngine):
 
 
 class Scoring:
-  """Takes so long for each attempt; serially, only after all of the batch have ended, one after the other."""
+  """Takes so long for each attempt; serially, only after all of the batch have ended, one after the
+  other.
+  """
 
   def __init__(self, *, serial):
     self.serial, self.waiting, self.intervals = serial, 0, {}
@@ -70,7 +77,14 @@ def simulate(folder, *, serial):
   with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
     log = EventLog(folder, attempt=0, clock=runner.get_loop().time)
     exploration = exploring.Exploration(
-      tokenizer, store, None, engine=engine, scorers=scorers, groups_per_batch=GROUPS, group_size=SIZE, events=log
+      tokenizer,
+      store,
+      None,
+      engine=engine,
+      scorers=scorers,
+      groups_per_batch=GROUPS,
+      group_size=SIZE,
+      events=log,
     )
 
     async def main():
@@ -89,15 +103,19 @@ def test_what_is_left_of_slow_scoring_is_one_call_where_serial_scoring_leaves_al
   for serial in (False, True):
     scoring, ended, rewards[serial], spans = simulate(tmp_path / str(serial), serial=serial)
     last = max(ended.values())
-    assert max(s.end for s in spans if s.edge == Edge.ROLLOUT) - min(s.start for s in spans) == pytest.approx(
-      last, abs=1e-5
-    )
+    assert max(s.end for s in spans if s.edge == Edge.ROLLOUT) - min(
+      s.start for s in spans
+    ) == pytest.approx(last, abs=1e-5)
     ready = max(s.end for s in spans if s.edge == Edge.STORE) - min(s.start for s in spans)
     exposed[serial] = ready - last
     if not serial:
-      assert scoring.intervals == {uid: pytest.approx((end, end + SCORING_S)) for uid, end in ended.items()}
+      assert scoring.intervals == {
+        uid: pytest.approx((end, end + SCORING_S)) for uid, end in ended.items()
+      }
       beside = sum(end <= last for _, end in scoring.intervals.values())
-      assert beside >= 0.9 * GROUPS * SIZE, 'all but those that ended last are scored before the last one ends'
+      assert beside >= 0.9 * GROUPS * SIZE, (
+        'all but those that ended last are scored before the last one ends'
+      )
   assert rewards[False] == rewards[True] and len({value for _, value in rewards[True]}) > 2
   # The last sample's own call, against those of all sixteen in turn.
   # To a microsecond, as events are written down.
@@ -109,7 +127,10 @@ def test_what_is_left_of_slow_scoring_is_one_call_where_serial_scoring_leaves_al
 def test_the_timeline_has_the_scoring_of_each_group_beside_its_rollout(tmp_path):
   scoring, ended, _, spans = simulate(tmp_path / 'run', serial=False)
   zero = min(span.start for span in spans)
-  by_edge = {edge: {s.fields['group']: s for s in spans if s.edge == edge} for edge in (Edge.ROLLOUT, Edge.EVAL)}
+  by_edge = {
+    edge: {s.fields['group']: s for s in spans if s.edge == edge}
+    for edge in (Edge.ROLLOUT, Edge.EVAL)
+  }
   assert len(by_edge[Edge.ROLLOUT]) == len(by_edge[Edge.EVAL]) == GROUPS
   assert EDGES[Edge.ROLLOUT].lane != EDGES[Edge.EVAL].lane
   for group, rollout in by_edge[Edge.ROLLOUT].items():
@@ -117,7 +138,9 @@ def test_the_timeline_has_the_scoring_of_each_group_beside_its_rollout(tmp_path)
     scored = by_edge[Edge.EVAL][group]
     assert rollout.start < scored.start < rollout.end
     assert scored.start - zero == pytest.approx(min(ended[uid] for uid in of), abs=1e-5)
-    assert scored.end - zero == pytest.approx(max(scoring.intervals[uid][1] for uid in of), abs=1e-5)
+    assert scored.end - zero == pytest.approx(
+      max(scoring.intervals[uid][1] for uid in of), abs=1e-5
+    )
     assert scored.end - rollout.end == pytest.approx(SCORING_S, abs=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""More or fewer scorer processes and other addresses while calls are under way: none is lost or made twice."""
+"""More or fewer scorer processes and other addresses while calls are under way: none is lost or
+made twice.
+"""
 
 import asyncio
 import contextlib
@@ -42,13 +44,20 @@ def test_a_resized_pool_answers_every_call_once(tmp_path):
 
 
 def test_calls_that_wait_go_to_the_new_processes_while_an_old_one_is_held_up(tmp_path):
-  """The only worker waits for what comes after the calls behind it: more workers are the way out."""
+  """The only worker waits for what comes after the calls behind it: more workers are the way
+  out.
+  """
   go, log = tmp_path / 'go', tmp_path / 'log'
   fields = {'awaited': str(go), 'log': str(log)}
 
   async def use(one):
-    stuck = [asyncio.create_task(one.score(attempt(uid=f's{i}', domain='waits', fields=fields))) for i in range(2)]
-    behind = [asyncio.create_task(one.score(attempt(uid=f'u{i}', domain='length'))) for i in range(20)]
+    stuck = [
+      asyncio.create_task(one.score(attempt(uid=f's{i}', domain='waits', fields=fields)))
+      for i in range(2)
+    ]
+    behind = [
+      asyncio.create_task(one.score(attempt(uid=f'u{i}', domain='length'))) for i in range(20)
+    ]
     while not log.exists():
       await asyncio.sleep(0.01)
     await one.resize(2)
@@ -57,7 +66,9 @@ def test_calls_that_wait_go_to_the_new_processes_while_an_old_one_is_held_up(tmp
     go.touch()
     return answered, await asyncio.gather(*stuck)
 
-  scorers = {name: (getattr(rewards_scorers, name), {'domains': (name,)}) for name in ('waits', 'length')}
+  scorers = {
+    name: (getattr(rewards_scorers, name), {'domains': (name,)}) for name in ('waits', 'length')
+  }
   behind, stuck = using(pool(scorers, workers=1), use)
   assert [score.status for (score,) in (*behind, *stuck)] == [Status.OK] * 22
   assert log.read_text().split() == ['s0', 's1'], 'each was called once'
@@ -209,7 +220,12 @@ def test_a_file_that_is_none_changes_nothing_and_is_one_line(tmp_path, caplog, t
 
   using(pool(scorers(), live=file), use)
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
-  assert told.startswith(f'{file}: ') and told.endswith('; nothing was changed') and line in told and '\n' not in told
+  assert (
+    told.startswith(f'{file}: ')
+    and told.endswith('; nothing was changed')
+    and line in told
+    and '\n' not in told
+  )
 
 
 def test_what_is_no_file_of_text_or_too_large_changes_nothing_and_is_one_line(tmp_path, caplog):
@@ -231,14 +247,17 @@ def test_what_is_no_file_of_text_or_too_large_changes_nothing_and_is_one_line(tm
   lines = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
   assert len(lines) == 4 and not applied
   for line, told in zip(
-    lines, ('is a FIFO, wanted a regular file', 'Is a directory', "codec can't decode", 'wanted at most')
+    lines,
+    ('is a FIFO, wanted a regular file', 'Is a directory', "codec can't decode", 'wanted at most'),
   ):
     assert told in line and line.endswith('; nothing was changed') and '\n' not in line
 
 
 def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tmp_path, caplog):
   file = tmp_path / FILE
-  file.write_text('{"workers": 4, "addresses": {"judge": ["http://a"], "other": ["bad"], "last": ["http://a"]}}')
+  file.write_text(
+    '{"workers": 4, "addresses": {"judge": ["http://a"], "other": ["bad"], "last": ["http://a"]}}'
+  )
 
   async def use(one):
     return one.workers, [score.evidence['at'] for score in await one.score(attempt())]
@@ -246,17 +265,23 @@ def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tm
   judges = {name: (Awaited(a_judge), {}) for name in ('judge', 'other', 'last')}
   assert using(pool(judges, live=file), use) == (1, ['http://a', 'http://first', 'http://first'])
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
-  assert "has a bad one; only the addresses of ['judge'] were changed" in told and 'nothing' not in told
+  assert (
+    "has a bad one; only the addresses of ['judge'] were changed" in told and 'nothing' not in told
+  )
 
 
-def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):
+def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(
+  tmp_path, monkeypatch
+):
   monkeypatch.setattr('jaxrl_llm.rewards.pool.processes.CHECK_S', 0.01)
   log, go, told = tmp_path / 'log', tmp_path / 'go', threading.Event()
   active, close = pebble.ProcessPool.active.fget, pebble.ProcessPool.close
   monkeypatch.setattr(pebble.ProcessPool, 'close', lambda self: (close(self), told.set()))
 
   def held_up(self):
-    """What the loop finds that was busy from its wake-up until the call was answered and its pool had ended."""
+    """What the loop finds that was busy from its wake-up until the call was answered and its pool
+    had ended.
+    """
     if threading.current_thread() is threading.main_thread():
       monkeypatch.setattr(pebble.ProcessPool, 'active', property(active))
       go.touch()
@@ -286,7 +311,15 @@ def test_a_file_is_applied_once_for_each_time_it_changes(tmp_path):
 
   async def main():
     live = LiveFile(file, apply)
-    for text in (None, '{"workers": 2}', None, '{"workers": 3}', None, '{"workers": ', '{"workers": 4}'):
+    for text in (
+      None,
+      '{"workers": 2}',
+      None,
+      '{"workers": 3}',
+      None,
+      '{"workers": ',
+      '{"workers": 4}',
+    ):
       if text is not None:
         written = file.with_suffix('.tmp')
         written.write_text(text)

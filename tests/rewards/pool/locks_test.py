@@ -1,4 +1,6 @@
-"""A lock between processes that is not a file: nothing of it is left where all that use it are killed."""
+"""A lock between processes that is not a file: nothing of it is left where all that use it are
+killed.
+"""
 
 import asyncio
 import collections
@@ -30,7 +32,9 @@ def with_lock(lock, act) -> None:
 
 def in_dev_shm() -> list[str]:
   """What of /dev/shm this process has mapped: its semaphores, though not under their names."""
-  return [line for line in pathlib.Path('/proc/self/maps').read_text().splitlines() if '/dev/shm/' in line]
+  return [
+    line for line in pathlib.Path('/proc/self/maps').read_text().splitlines() if '/dev/shm/' in line
+  ]
 
 
 def in_thread(act):
@@ -95,7 +99,14 @@ def test_scorer_processes_have_no_semaphores_that_a_kill_would_leave():
   async def check():
     before = in_dev_shm()
     counts = collections.Counter()
-    workers = Workers({'length': length}, count=2, memory_limit_bytes=0, environment=(), longest_s=60.0, counts=counts)
+    workers = Workers(
+      {'length': length},
+      count=2,
+      memory_limit_bytes=0,
+      environment=(),
+      longest_s=60.0,
+      counts=counts,
+    )
     try:
       await workers.start()
       assert set(in_dev_shm()) <= set(before)

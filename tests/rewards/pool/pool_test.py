@@ -20,7 +20,15 @@ from pools import score_then_length, with_pool
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.score import Status
-from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, RewardsConfig, ScorerConfig, Verdict, combine
+from jaxrl_llm.rewards.api import (
+  Attempt,
+  OverrunIsZero,
+  PerGroup,
+  RewardsConfig,
+  ScorerConfig,
+  Verdict,
+  combine,
+)
 from jaxrl_llm.rewards.pool import worker
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
@@ -48,7 +56,9 @@ def test_workers_get_no_secret_of_the_environment_but_those_that_are_named(tmp_p
   names = ['HF_TOKEN', 'aws_secret_access_key', 'PGPASSWORD', *kept]
   env = {**os.environ, **dict.fromkeys(names, 'false')}
   env['PYTHONPATH'] = os.pathsep.join(map(str, (FIXTURES, ROOT, SUPPORT)))
-  done = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    [sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300
+  )
   assert done.stdout.split() == kept, done.stderr
 
 
@@ -56,12 +66,16 @@ def test_200_concurrent_calls_are_each_answered_once(tmp_path):
   log = tmp_path / 'log'
 
   async def use(pool):
-    calls = (attempt(f'c{i}', uid=f'u{i}', domain='log', fields={'log': str(log)}) for i in range(200))
+    calls = (
+      attempt(f'c{i}', uid=f'u{i}', domain='log', fields={'log': str(log)}) for i in range(200)
+    )
     scores = await asyncio.gather(*(pool.score(a) for a in calls))
     return [score for (score,) in scores], pool.counts
 
   scores, counts = with_pool({'log': rewards_scorers.log_uid}, use, workers=2)
-  assert [s.evidence for s in scores] == [{'uid': f'u{i}', 'completion': f'c{i}'} for i in range(200)]
+  assert [s.evidence for s in scores] == [
+    {'uid': f'u{i}', 'completion': f'c{i}'} for i in range(200)
+  ]
   assert [s.uid for s in scores] == [f'u{i}' for i in range(200)]
   assert Counter(log.read_text().split()) == Counter({f'u{i}': 1 for i in range(200)})
   assert counts['ok'] == counts['log/ok'] == 200
@@ -78,12 +92,18 @@ def test_an_attempt_is_judged_by_the_scorers_of_its_domain_in_their_order():
   async def main():
     pool = ScorerPool(scorers, RewardsConfig(scorers=configs))
     await pool.start()
-    result = [await pool.score(attempt('1234', domain=domain)) for domain in ('math', 'code', 'other')]
+    result = [
+      await pool.score(attempt('1234', domain=domain)) for domain in ('math', 'code', 'other')
+    ]
     await pool.close()
     return result
 
   math, code, other = asyncio.run(main())
-  assert [[s.scorer for s in scores] for scores in (math, code, other)] == [['b', 'a'], ['b', 'a', 'c'], ['a']]
+  assert [[s.scorer for s in scores] for scores in (math, code, other)] == [
+    ['b', 'a'],
+    ['b', 'a', 'c'],
+    ['a'],
+  ]
   reward = combine(math, RewardsConfig(scorers=configs))
   assert reward.value == 2.0 * 4 + 0.5 * 4
   assert reward.parts == {'b': 4.0, 'b/half': 2.0, 'a': 4.0, 'a/half': 2.0}
@@ -104,7 +124,10 @@ def test_turn_values_come_through_as_numbers_or_are_an_error():
   turns, unbounded = with_pool({'turns': per_turn, 'unbounded': unbounded_turn}, use)
   assert (turns.value, turns.turn_values) == (1.0, (0.0, 0.5))
   assert [type(value) for value in turns.turn_values] == [float, float]
-  assert (unbounded.status, unbounded.value) == (Status.ERROR, None) and 'inf' in unbounded.evidence['error']
+  assert (unbounded.status, unbounded.value) == (
+    Status.ERROR,
+    None,
+  ) and 'inf' in unbounded.evidence['error']
 
 
 @pytest.mark.parametrize('spin', [rewards_scorers.spin_in_python, rewards_scorers.spin_in_c])
@@ -118,27 +141,42 @@ def test_an_overrun_that_the_completion_caused_is_zero():
   bomb = r'\boxed{\max(1, 9^{9 \cdot 9^{9}})}'  # What only math-verify reads.
   latex = answer_scorer(mode='latex', extraction='boxed')
   score = score_then_length({'latex': latex}, 'latex', bomb, deadline_s=1.0)
-  assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
+  assert (score.status, score.value, score.evidence['caused_by']) == (
+    Status.TIMEOUT,
+    0.0,
+    'completion',
+  )
   lenient = answer_scorer(mode='latex', extraction='boxed', on_timeout='none')
   assert score_then_length({'latex': lenient}, 'latex', bomb, deadline_s=1.0).value is None
 
 
 def test_the_deadline_kills_also_where_the_owner_is_not_the_main_thread():
-  """math-verify's own timeouts are signals, which only a main thread gets; what hangs here is killed as a process."""
+  """math-verify's own timeouts are signals, which only a main thread gets; what hangs here is
+  killed as a process.
+  """
   latex = answer_scorer(mode='latex', extraction='boxed')
   with concurrent.futures.ThreadPoolExecutor(1) as threads:
     bomb = r'\boxed{\max(1, \binom{9999999}{4999999})}'
-    score = threads.submit(score_then_length, {'latex': latex}, 'latex', bomb, deadline_s=1.0).result()
-  assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
+    score = threads.submit(
+      score_then_length, {'latex': latex}, 'latex', bomb, deadline_s=1.0
+    ).result()
+  assert (score.status, score.value, score.evidence['caused_by']) == (
+    Status.TIMEOUT,
+    0.0,
+    'completion',
+  )
 
 
-@pytest.mark.parametrize(('crash', 'exit_code'), [(rewards_scorers.dies, 3), (rewards_scorers.is_killed, -9)])
+@pytest.mark.parametrize(
+  ('crash', 'exit_code'), [(rewards_scorers.dies, 3), (rewards_scorers.is_killed, -9)]
+)
 @pytest.mark.parametrize('blame', [lambda scorer: scorer, OverrunIsZero])
 def test_a_crash_is_reported_and_the_pool_lives_on(crash, exit_code, blame):
   score = score_then_length({'crash': blame(crash)}, 'crash')
   assert (score.status, score.value) == (Status.CRASHED, None)
   assert score.evidence['error'] == 'the worker process died'
-  assert score.evidence['exit_code'] in (exit_code, 255)  # 255: the fork server had already reaped it.
+  # 255: the fork server had already reaped it.
+  assert score.evidence['exit_code'] in (exit_code, 255)
 
 
 def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
@@ -164,7 +202,9 @@ def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
 
 
 async def broken(pool):
-  """Waits until the pool has noticed that its idle worker is gone: with no call out, that breaks the whole pool."""
+  """Waits until the pool has noticed that its idle worker is gone: with no call out, that breaks
+  the whole pool.
+  """
   async with asyncio.timeout(60):
     while pool._workers._pool.active:
       await asyncio.sleep(0.01)
@@ -195,7 +235,9 @@ def test_breaks_with_scores_in_between_do_not_add_up(monkeypatch):
     scores = await asyncio.gather(*(pool.score(attempt('x', domain='length')) for _ in range(4)))
     return [score.status for (score,) in scores], pool.counts['breaks']
 
-  assert with_pool({}, use, workers=1) == ([Status.OK] * 4, 3), 'once for each break, however many calls meet it'
+  assert with_pool({}, use, workers=1) == ([Status.OK] * 4, 3), (
+    'once for each break, however many calls meet it'
+  )
 
 
 def test_workers_that_cannot_be_replaced_end_the_run_and_not_the_patience(tmp_path):
@@ -213,7 +255,11 @@ def test_workers_that_cannot_be_replaced_end_the_run_and_not_the_patience(tmp_pa
 
 def test_workers_that_import_much_are_told_of(caplog):
   async def use(pool):
-    return [record.getMessage() for record in caplog.records if 'Scorer workers import' in record.getMessage()]
+    return [
+      record.getMessage()
+      for record in caplog.records
+      if 'Scorer workers import' in record.getMessage()
+    ]
 
   assert with_pool({}, use) == []
   (told,) = with_pool({'heavy': rewards_scorers.Heavy()}, use)
@@ -228,12 +274,16 @@ def test_a_worker_ignores_ctrl_c_and_dies_of_a_termination_at_once():
 def test_crashes_among_other_calls_cost_only_their_own_scores():
   async def use(pool):
     kinds = ['crash' if i % 10 == 3 else 'length' for i in range(60)]
-    scores = await asyncio.gather(*(pool.score(attempt('x' * i, domain=kind)) for i, kind in enumerate(kinds)))
+    scores = await asyncio.gather(
+      *(pool.score(attempt('x' * i, domain=kind)) for i, kind in enumerate(kinds))
+    )
     return kinds, [score for (score,) in scores]
 
   kinds, scores = with_pool({'crash': rewards_scorers.dies}, use, workers=2)
   for i, (kind, score) in enumerate(zip(kinds, scores)):
-    assert (score.status, score.value) == ((Status.CRASHED, None) if kind == 'crash' else (Status.OK, float(i)))
+    assert (score.status, score.value) == (
+      (Status.CRASHED, None) if kind == 'crash' else (Status.OK, float(i))
+    )
 
 
 def test_workers_hold_no_accelerator_library():
@@ -245,7 +295,9 @@ def test_cancelling_a_call_frees_its_worker(tmp_path):
   log = tmp_path / 'log'
 
   async def use(pool):
-    call = asyncio.create_task(pool.score(attempt('1000', domain='sleep', fields={'log': str(log)})))
+    call = asyncio.create_task(
+      pool.score(attempt('1000', domain='sleep', fields={'log': str(log)}))
+    )
     while not log.exists():
       await asyncio.sleep(0.01)
     call.cancel()
@@ -266,7 +318,9 @@ def test_cancelling_a_call_frees_its_worker(tmp_path):
   ],
 )
 def test_a_scorer_that_no_process_could_get_is_one_line(scorer):
-  with pytest.raises(UserError, match="scorer 'bad': cannot be pickled for its worker process") as raised:
+  with pytest.raises(
+    UserError, match="scorer 'bad': cannot be pickled for its worker process"
+  ) as raised:
     with_pool({'bad': scorer}, None)
   assert '\n' not in str(raised.value)
 
@@ -282,13 +336,17 @@ def test_misuse_is_one_clear_line():
 
 def owner(what):
   """A process with a pool, in a session of its own, once it says that it is ready."""
-  process = subprocess.Popen([sys.executable, OWNER, what], stdout=subprocess.PIPE, text=True, start_new_session=True)
+  process = subprocess.Popen(
+    [sys.executable, OWNER, what], stdout=subprocess.PIPE, text=True, start_new_session=True
+  )
   assert process.stdout.readline() == 'ready\n'
   return process
 
 
 def session_members(session):
-  """Living processes of a session (from /proc: fields after the command's name are state, parent, group, session)."""
+  """Living processes of a session (from /proc: fields after the command's name are state, parent,
+  group, session).
+  """
   members = []
   for stat in Path('/proc').glob('[0-9]*/stat'):
     try:
@@ -304,7 +362,8 @@ def session_members(session):
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_no_process_outlives_an_owner_that_is_killed():
   process = owner('hang')
-  assert len(session_members(process.pid)) >= 5  # The owner, the fork server and three workers, two of them busy.
+  # The owner, the fork server and three workers, two of them busy.
+  assert len(session_members(process.pid)) >= 5
   process.kill()
   process.wait()
   for _ in range(300):
@@ -406,14 +465,19 @@ def test_the_deadline_of_a_first_call_is_not_charged_with_an_import(tmp_path):
   calls = 'tell(asks=asks.loaded, verifier=verifier_scorer(), deadline_s=2.0)\n'
   wanted = "['reasoning_gym'] ok 1.0"
   assert told(tmp_path, calls, reasoning_gym=SLOW_LIBRARY) == [wanted]
-  assert told(tmp_path, f'tell(asks=asks.loaded)\n{calls}', reasoning_gym=SLOW_LIBRARY) == ['[]', wanted]
+  assert told(tmp_path, f'tell(asks=asks.loaded)\n{calls}', reasoning_gym=SLOW_LIBRARY) == [
+    '[]',
+    wanted,
+  ]
 
 
 @pytest.mark.parametrize(
   ('kind', 'options', 'library'),
   [
     *(('answer', {'mode': mode}, set()) for mode in ('exact', 'numeric', 'choice', 'text')),
-    *(('answer', {'mode': mode}, {'math_verify'}) for mode in ('latex', 'interval', 'set', 'tuple')),
+    *(
+      ('answer', {'mode': mode}, {'math_verify'}) for mode in ('latex', 'interval', 'set', 'tuple')
+    ),
     ('answer', {'mode': 'latex', 'on_timeout': 'none'}, {'math_verify'}),
     ('k12', {'mode': 'exact'}, {'math_verify'}),  # A row may name another kind.
     ('verifier', {}, {'reasoning_gym'}),
@@ -421,11 +485,14 @@ def test_the_deadline_of_a_first_call_is_not_charged_with_an_import(tmp_path):
   ],
 )
 def test_a_scorer_of_ours_has_the_library_that_it_needs(kind, options, library):
-  from jaxrl_llm.app.composition.scorers import build_scorer  # Here, as this module is imported by workers too.
+  # Here, as this module is imported by workers too.
+  from jaxrl_llm.app.composition.scorers import build_scorer
 
   modules = set(worker.preload([build_scorer(ScorerConfig(name=kind, options=options))]))
   assert modules & {'math_verify', 'reasoning_gym', 'sympy'} == library
-  assert any(name.startswith('jaxrl_llm.rewards.') for name in modules - {worker.__name__}), 'its own module too'
+  assert any(name.startswith('jaxrl_llm.rewards.') for name in modules - {worker.__name__}), (
+    'its own module too'
+  )
 
 
 def test_answers_without_expressions_load_no_library(tmp_path):

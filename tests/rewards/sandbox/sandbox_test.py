@@ -35,7 +35,9 @@ def opened(isolation, limits=LIMITS):
     hostile.skip_where_this_machine_forbids(error, isolation)
 
 
-@pytest.fixture(scope='module', params=['namespaces', pytest.param('bubblewrap', marks=pytest.mark.full)])
+@pytest.fixture(
+  scope='module', params=['namespaces', pytest.param('bubblewrap', marks=pytest.mark.full)]
+)
 def sandboxes(request):
   with contextlib.closing(opened(request.param)) as made:
     yield made
@@ -63,7 +65,11 @@ def is_well(sandboxes) -> bool:
 
 def test_cases_are_compared_up_to_white_space_at_line_ends(sandboxes):
   program = 'n = int(input())\nfor i in range(n): print(i, end=" \\n")\nprint()'
-  cases = [Case(stdin='2\n', stdout='0\n1'), Case(stdin='3', stdout='0\n1\n2\n'), Case(stdin='1', stdout=' 0')]
+  cases = [
+    Case(stdin='2\n', stdout='0\n1'),
+    Case(stdin='3', stdout='0\n1\n2\n'),
+    Case(stdin='1', stdout=' 0'),
+  ]
   outcome = sandboxes.run_cases(program, cases)
   assert (outcome.passed, outcome.total, outcome.ended) == (2, 3, Ending.FAILED)
   assert outcome.fraction == 2 / 3
@@ -90,7 +96,8 @@ def test_programs_and_tests_are_compiled_without_our_future_statements(sandboxes
   assert sandboxes.run_tests(program, tests[1:]).ended == Ending.PASSED
   outcome = sandboxes.run_tests('def f(x: List[int]): return x', ['assert f(1) == 1'])
   assert outcome.ended == Ending.EXCEPTION
-  assert outcome.detail.startswith("NameError: name 'List' is not defined")  # Python 3.12 adds what it may mean.
+  # Python 3.12 adds what it may mean.
+  assert outcome.detail.startswith("NameError: name 'List' is not defined")
 
 
 def test_hashes_are_the_same_in_every_sandbox(sandboxes, brief):
@@ -126,15 +133,22 @@ def test_a_program_reads_and_writes_as_one_that_is_run_by_hand(sandboxes):
 
 def test_a_program_ends_itself_and_knows_its_file_as_one_that_is_run_by_hand(sandboxes):
   for end in ('exit()', 'quit(0)', 'import sys; sys.exit()'):
-    assert sandboxes.run_cases(f'print("done")\n{end}\nprint("more")', ANY).ended == Ending.PASSED, end
+    assert (
+      sandboxes.run_cases(f'print("done")\n{end}\nprint("more")', ANY).ended == Ending.PASSED
+    ), end
   assert sandboxes.run_cases('print("done")\nexit(3)', ANY).detail == 'exit 3'
   given = 'import fileinput, os, sys\nassert len(sys.argv) == 1 and os.path.basename(__file__)\n'
-  assert said(sandboxes, f'{given}print([line.strip() for line in fileinput.input()])', stdin='a\nb') == "['a', 'b']"
+  assert (
+    said(sandboxes, f'{given}print([line.strip() for line in fileinput.input()])', stdin='a\nb')
+    == "['a', 'b']"
+  )
 
 
 def test_a_program_ends_with_executors_and_threads_that_it_left_to_themselves(sandboxes):
   for name in ('Thread', 'Process'):
-    program = f'from concurrent.futures import {name}PoolExecutor\nexecutor = {name}PoolExecutor(2)\n'
+    program = (
+      f'from concurrent.futures import {name}PoolExecutor\nexecutor = {name}PoolExecutor(2)\n'
+    )
     outcome = sandboxes.run_cases(f'{program}print(executor.submit(str, "done").result())', ANY)
     assert outcome.ended == Ending.PASSED, outcome
   late = 'import threading, time\nthreading.Timer(0.1, lambda: print("done")).start()'
@@ -145,7 +159,8 @@ def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
   for end in (
     'sys.stdout.close()',
     'sys.stdout.flush(); sys.stdout = None',
-    'class Own:\n  def __init__(s, to): s.to = to\n  def flush(s): s.to.flush()\nsys.stdout = Own(sys.stdout)',
+    'class Own:\n  def __init__(s, to): s.to = to\n  def flush(s): s.to.flush()\nsys.stdout = '
+    'Own(sys.stdout)',
   ):
     assert sandboxes.run_cases(f'import sys\nprint("done")\n{end}', ANY).ended == Ending.PASSED, end
   outcome = sandboxes.run_cases('import sys\nprint("done", flush=True)\nsys.stdout = 3', ANY)
@@ -154,17 +169,28 @@ def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
 
 def test_what_a_program_has_written_is_there_wherever_it_wrote_it(sandboxes):
   for program in (
-    'import io, sys\nsys.stdout = io.StringIO()\nprint("no")\nsys.stdout = sys.__stdout__\nprint("done")',
+    'import io, sys\nsys.stdout = io.StringIO()\nprint("no")\nsys.stdout = '
+    'sys.__stdout__\nprint("done")',
     'import atexit, sys\natexit.register(lambda: sys.__stdout__.write("done"))',
     'to = open(1, "w", closefd=False)\nto.write("done")',
-    'import io, sys\nold, sys.stdout = sys.stdout, io.TextIOWrapper(sys.stdout.buffer)\nprint("done")',
+    'import io, sys\nold, sys.stdout = sys.stdout, '
+    'io.TextIOWrapper(sys.stdout.buffer)\nprint("done")',
   ):
     assert sandboxes.run_cases(program, ANY).ended == Ending.PASSED, program
 
 
 def test_statements_run_in_order_in_one_namespace(sandboxes):
-  program = 'class Stack(list):\n  def push(self, x): self.append(x)\n  def top(self): return self[-1]\n'
-  tests = ['s = [1]', 's.append(2)', 'assert s == [1, 2]', 'assert s == []', 'assert undefined', 'assert True']
+  program = (
+    'class Stack(list):\n  def push(self, x): self.append(x)\n  def top(self): return self[-1]\n'
+  )
+  tests = [
+    's = [1]',
+    's.append(2)',
+    'assert s == [1, 2]',
+    'assert s == []',
+    'assert undefined',
+    'assert True',
+  ]
   outcome = sandboxes.run_tests(program, tests)
   assert (outcome.passed, outcome.total, outcome.ended) == (4, 6, Ending.FAILED)
   assert outcome.detail == 'test 3: AssertionError: '
@@ -184,7 +210,15 @@ VALUES = [
     "b'\\x00\\xff'",
     "bytearray(b'a')",
   ),
-  *('[1, [2]]', '(1, (2,))', '{1, 2}', 'frozenset({3})', "{'a': [1], (1, 2): None}", 'range(1, 9, 2)', 'slice(1, 2)'),
+  *(
+    '[1, [2]]',
+    '(1, (2,))',
+    '{1, 2}',
+    'frozenset({3})',
+    "{'a': [1], (1, 2): None}",
+    'range(1, 9, 2)',
+    'slice(1, 2)',
+  ),
   *("__import__('fractions').Fraction(1, 3)", "__import__('decimal').Decimal('1.10')"),
   *("__import__('collections').deque([1, 2], 5)", "__import__('collections').Counter('aab')"),
   "__import__('datetime').datetime(2024, 1, 2, 3, 4, 5, 6)",
@@ -193,7 +227,10 @@ VALUES = [
 
 def test_values_go_to_the_program_and_back_as_they_are(sandboxes):
   program = 'def same(x): return x\ndef name(x): return type(x).__name__'
-  tests = [f'v = {v}; assert same(v) == v and type(same(v)) is type(v) and name(v) == type(v).__name__' for v in VALUES]
+  tests = [
+    f'v = {v}; assert same(v) == v and type(same(v)) is type(v) and name(v) == type(v).__name__'
+    for v in VALUES
+  ]
   outcome = sandboxes.run_tests(program, tests)
   assert outcome.passed == len(VALUES), outcome
 
@@ -271,15 +308,22 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
 def test_the_program_gets_its_builtin_names_only_where_it_is_to_define_them(sandboxes):
   program = 'def abs(x): return 0\ndef sorted(x): return 7\nclass math:\n  isclose = staticmethod(lambda a, b: True)'
   outcome = sandboxes.run_tests(
-    program, ['assert abs(-1) == 1', 'assert sorted([2, 1]) == 7', 'assert not math.isclose(1, 2)'], 'sorted'
+    program,
+    ['assert abs(-1) == 1', 'assert sorted([2, 1]) == 7', 'assert not math.isclose(1, 2)'],
+    'sorted',
   )
   assert outcome.ended == Ending.PASSED, outcome
-  assert sandboxes.run_tests('class queue: size = 3', ['assert queue.size == 3'], 'queue').ended == Ending.PASSED
+  assert (
+    sandboxes.run_tests('class queue: size = 3', ['assert queue.size == 3'], 'queue').ended
+    == Ending.PASSED
+  )
 
 
 def test_a_time_of_a_zone_is_none_without_it(sandboxes):
   program = 'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, tzinfo=timezone.utc)'
-  outcome = sandboxes.run_tests(program, ['import datetime', 'assert f() == datetime.datetime(2024, 1, 2)'])
+  outcome = sandboxes.run_tests(
+    program, ['import datetime', 'assert f() == datetime.datetime(2024, 1, 2)']
+  )
   assert outcome.passed == 1, outcome
 
 
@@ -296,16 +340,32 @@ def test_an_object_that_was_told_a_value_says_no_number(sandboxes):
     Lie.__name__ = '{}'
     def f(x): return Lie()
   """
-  distances = ['abs(f(2) - 3.5) < 1e-6', 'abs(-(3.5 - f(2))) < 1e-6', 'round(f(2) - 3.5, 6) == 0', 'not f(2) - 3.5']
+  distances = [
+    'abs(f(2) - 3.5) < 1e-6',
+    'abs(-(3.5 - f(2))) < 1e-6',
+    'round(f(2) - 3.5, 6) == 0',
+    'not f(2) - 3.5',
+  ]
   distances += ['float(f(2) - 3.5) == 0', 'abs(f(2) - 3.5 - f(3)) < 1e-6']
   for name in ('f', 'abs', 'Lie'):
-    outcome = sandboxes.run_tests(textwrap.dedent(lie).format(name), [f'assert {test}' for test in distances])
+    outcome = sandboxes.run_tests(
+      textwrap.dedent(lie).format(name), [f'assert {test}' for test in distances]
+    )
     assert outcome.passed == 0, outcome
-  trusted = textwrap.dedent(lie).replace('def f(x): return Lie()', 'Lie.__init__ = lambda self, x: None; f = Lie')
-  assert sandboxes.run_tests(trusted.format('f'), [f'assert {test}' for test in distances]).passed == 0
+  trusted = textwrap.dedent(lie).replace(
+    'def f(x): return Lie()', 'Lie.__init__ = lambda self, x: None; f = Lie'
+  )
+  assert (
+    sandboxes.run_tests(trusted.format('f'), [f'assert {test}' for test in distances]).passed == 0
+  )
   check = 'def check(candidate):\n  assert abs(candidate(2) - 3.5) < 1e-6\ncheck(f)'
   assert sandboxes.run_tests(textwrap.dedent(lie).format('candidate'), [check], 'f').passed == 0
-  assert sandboxes.run_tests('def f(x): return 3.5', [check, *map('assert {}'.format, distances[:4])]).passed == 5
+  assert (
+    sandboxes.run_tests(
+      'def f(x): return 3.5', [check, *map('assert {}'.format, distances[:4])]
+    ).passed
+    == 5
+  )
 
 
 def test_a_long_name_of_an_exception_is_cut(sandboxes):
@@ -335,7 +395,9 @@ def test_the_outcome_says_how_the_program_ended(sandboxes, program):
 
 
 def test_what_happens_inside_of_a_test_is_told_too(sandboxes):
-  program = 'import os, sys\ndef spin():\n  while True: pass\ndef hog(): return len(bytearray(4 << 30))\n'
+  program = (
+    'import os, sys\ndef spin():\n  while True: pass\ndef hog(): return len(bytearray(4 << 30))\n'
+  )
   program += 'def leave(): os._exit(0)\ndef stop(): sys.exit(0)\ndef one(): return 1\n'
   tests = ['assert one() == 1', 'assert {}() == 1', 'assert one() == 1']
   for name, ended, passed in (
@@ -351,13 +413,17 @@ def test_what_happens_inside_of_a_test_is_told_too(sandboxes):
 
 def test_a_program_that_sleeps_is_ended_by_the_clock(brief):
   assert brief.run_cases(hostile.SLEEP, ANY).ended == Ending.WALL
-  outcome = brief.run_tests(f'def f():\n  {hostile.SLEEP.replace(chr(10), ";")}', ['assert True', 'f()', 'assert True'])
+  outcome = brief.run_tests(
+    f'def f():\n  {hostile.SLEEP.replace(chr(10), ";")}', ['assert True', 'f()', 'assert True']
+  )
   assert (outcome.ended, outcome.passed, outcome.total) == (Ending.WALL, 1, 3)
 
 
 def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
   sent, send = [], Channel.send
-  monkeypatch.setattr(Channel, 'send', lambda channel, message: (sent.append(message), send(channel, message)))
+  monkeypatch.setattr(
+    Channel, 'send', lambda channel, message: (sent.append(message), send(channel, message))
+  )
   outcome = brief.run_cases(hostile.SLEEP, ANY * 50)
   assert (outcome.ended, outcome.passed, outcome.total) == (Ending.WALL, 0, 50)
   assert len(sent) == 2  # The program and one input.
@@ -371,13 +437,17 @@ def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes
   one = f'import time\nbegan = time.process_time()\n{spin.format(0.35)}\nprint("done")'
   outcome = sandboxes.run_cases(one, ANY * 50)
   assert (outcome.ended, outcome.passed) == (Ending.CPU, 2)
-  assert sandboxes.run_tests('def f():\n  while True: yield 1', ['assert 2 in f()']).ended == Ending.CPU
+  assert (
+    sandboxes.run_tests('def f():\n  while True: yield 1', ['assert 2 in f()']).ended == Ending.CPU
+  )
 
 
 def test_a_program_that_a_busy_machine_keeps_waiting_is_the_scorers_failure(sandboxes, monkeypatch):
   """The supervisor's verdict; which programs are starved is `rewards_usage_test`'s."""
   receive = Channel.receive
-  starved = lambda channel: {**message, 'ended': 'starved'} if 'ended' in (message := receive(channel)) else message
+  starved = lambda channel: (
+    {**message, 'ended': 'starved'} if 'ended' in (message := receive(channel)) else message
+  )
   monkeypatch.setattr(Channel, 'receive', starved)
   for run in (
     lambda: sandboxes.run_cases('print("done")', ANY),
@@ -429,7 +499,14 @@ sandboxes.close()
 
 def test_limits_hold_where_a_container_hides_proc():
   """A file of /proc is covered, as in containers: the kernel permits no other /proc there."""
-  within = ['unshare', '--mount', 'sh', '-c', 'mount --bind /dev/null /proc/version && exec "$@"', 'sh']
+  within = [
+    'unshare',
+    '--mount',
+    'sh',
+    '-c',
+    'mount --bind /dev/null /proc/version && exec "$@"',
+    'sh',
+  ]
   if subprocess.run([*within, 'true'], capture_output=True).returncode:
     pytest.skip('no mount namespace without root')
   many = 'import os, time\nfor _ in range(3): os.fork()\nwhile time.process_time() < 0.4: pass\ntime.sleep(1000)'
@@ -446,8 +523,12 @@ def test_a_gigabyte_of_output_is_cut(sandboxes):
   for program in (hostile.OUTPUT, hostile.ERROR_OUTPUT):
     assert sandboxes.run_cases(program, ANY).ended == Ending.OUTPUT
     assert sandboxes.run_tests(program, ['assert True']).ended == Ending.OUTPUT
-  for count, ended in (((1 << 20) - 1, Ending.PASSED), (1 << 20, Ending.OUTPUT)):  # And the end of the line.
-    assert sandboxes.run_cases(f'print("x" * {count})', [Case(stdin='', stdout='x' * count)]).ended == ended
+  # And the end of the line.
+  for count, ended in (((1 << 20) - 1, Ending.PASSED), (1 << 20, Ending.OUTPUT)):
+    assert (
+      sandboxes.run_cases(f'print("x" * {count})', [Case(stdin='', stdout='x' * count)]).ended
+      == ended
+    )
 
 
 def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
@@ -455,16 +536,62 @@ def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
   secret.write_text('of the host')
   home = pathlib.Path.home()
   reads = [
-    *(str(secret), __file__, '/etc/shadow', '/etc/hostname', f'{home}/.ssh', f'/tmp/../..{secret}', '/run', '/var'),
-    *(f'/proc/1/root{secret}', '/proc/1/environ', '/proc/1/mem', '/proc/1/fd/0', '/proc/1/cwd/x', '/sys/kernel'),
+    *(
+      str(secret),
+      __file__,
+      '/etc/shadow',
+      '/etc/hostname',
+      f'{home}/.ssh',
+      f'/tmp/../..{secret}',
+      '/run',
+      '/var',
+    ),
+    *(
+      f'/proc/1/root{secret}',
+      '/proc/1/environ',
+      '/proc/1/mem',
+      '/proc/1/fd/0',
+      '/proc/1/cwd/x',
+      '/sys/kernel',
+    ),
     *('/dev/sda', '/dev/vda', '/dev/kmsg', '/dev/mem', '/proc/kcore'),
   ]
   writes = [
-    *('/x', '/usr/x', '/usr/bin/x', '/etc/passwd', '/etc/x', '/dev/x', f'{home}/x', str(secret), os.__file__),
+    *(
+      '/x',
+      '/usr/x',
+      '/usr/bin/x',
+      '/etc/passwd',
+      '/etc/x',
+      '/dev/x',
+      f'{home}/x',
+      str(secret),
+      os.__file__,
+    ),
     *('/proc/sys/kernel/hostname', '/proc/sys/user/max_user_namespaces', '/proc/sysrq-trigger'),
-    *('/proc/sys/fs/suid_dumpable', '/proc/sys/fs/lease-break-time', '/proc/1/oom_score_adj', '/proc/1/autogroup'),
+    *(
+      '/proc/sys/fs/suid_dumpable',
+      '/proc/sys/fs/lease-break-time',
+      '/proc/1/oom_score_adj',
+      '/proc/1/autogroup',
+    ),
   ]
-  usual = {'bin', 'dev', 'etc', 'home', 'jaxrl', 'lib', 'lib32', 'lib64', 'opt', 'proc', 'root', 'sbin', 'tmp', 'usr'}
+  usual = {
+    'bin',
+    'dev',
+    'etc',
+    'home',
+    'jaxrl',
+    'lib',
+    'lib32',
+    'lib64',
+    'opt',
+    'proc',
+    'root',
+    'sbin',
+    'tmp',
+    'usr',
+  }
   program = f"""
     import glob, os
     for mode, paths in (('rb', {reads}), ('wb', {writes})):
@@ -583,18 +710,23 @@ def test_there_is_no_network(sandboxes, family):
 def test_a_program_cannot_kill_its_parent(sandboxes):
   outcome = sandboxes.run_cases(hostile.KILL_PARENT, ANY)
   assert outcome.ended in (Ending.PASSED, Ending.SIGNAL)
-  tests = sandboxes.run_tests(f'{hostile.KILL_PARENT}\ndef f(): return 1', ['assert f() == 1', 'assert f() == 2'])
+  tests = sandboxes.run_tests(
+    f'{hostile.KILL_PARENT}\ndef f(): return 1', ['assert f() == 1', 'assert f() == 2']
+  )
   assert tests.ended != Ending.PASSED
   assert is_well(sandboxes)
 
 
 def test_a_program_cannot_take_its_supervisors_limits_away(sandboxes):
   limit = (
-    'import resource\ntry: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nexcept PermissionError: print("no")\n'
+    'import resource\ntry: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nexcept '
+    'PermissionError: print("no")\n'
   )
   limit += 'resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'  # Its own it may lower.
   assert said(sandboxes, limit) == 'no'
-  assert sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
+  assert (
+    sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
+  )
 
 
 def test_a_program_cannot_interrupt_its_supervisor(sandboxes):
@@ -688,7 +820,8 @@ def test_no_more_processes_are_forked_than_are_permitted(sandboxes):
       if pid == 0: time.sleep(1000)
   """
   outcome = sandboxes.run_cases(textwrap.dedent(program), [Case(stdin='', stdout='refused True')])
-  # The kernel does not limit root, who bubblewrap's processes stay on the outside: there it is the supervisor who sees.
+  # The kernel does not limit root, who bubblewrap's processes stay on the outside: there it is the
+  # supervisor who sees.
   uncounted = sandboxes.isolation == 'bubblewrap' and os.getuid() == 0
   assert outcome.ended == (Ending.PROCESSES if uncounted else Ending.PASSED), outcome
 
@@ -744,13 +877,16 @@ def search(pattern):
 
 
 def test_the_answers_are_not_to_be_found(sandboxes):
-  """The program looks through all memory that it may read; that the search finds what is there is shown as well."""
+  """The program looks through all memory that it may read; that the search finds what is there is
+  shown as well.
+  """
   find = SEARCH + '\nhidden = "".join(["need", "le-", "0417"])\n'
   find += 'def f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return sorted(found)\n'
   own = sandboxes.run_tests(find, ['assert f(1) == [b"need" + b"le-0417"]'])
   assert own.ended == Ending.PASSED, own
   search = (
-    SEARCH + '\ndef f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return found.pop().decode() if found else None\n'
+    SEARCH
+    + '\ndef f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return found.pop().decode() if found else None\n'
   )
   outcome = sandboxes.run_tests(search, ['assert f(1) == "needle-2931"'])
   assert (outcome.ended, outcome.detail[:22]) == (Ending.FAILED, 'test 0: AssertionError')
@@ -788,7 +924,8 @@ CHEATS = {
   'exits': 'import sys\ndef f(x): sys.exit(0)',
   'exits at once': 'raise SystemExit(0)',
   'hangs up and stays': 'import os, time\ndef f(x):\n  os.closerange(3, 256)\n  time.sleep(1000)',
-  'patches builtins': 'import builtins\nbuiltins.exec = builtins.abs = lambda *a: 0\ndef f(x): return 0',
+  'patches '
+  'builtins': 'import builtins\nbuiltins.exec = builtins.abs = lambda *a: 0\ndef f(x): return 0',
   'patches the harness': """
     import sys
     for name, module in list(sys.modules.items()):
@@ -821,7 +958,8 @@ CHEATS = {
             except OSError: pass
       os._exit(0)
   """,
-  'prints what passes': "print('passed: [true, true]')\ndef f(x): print('{\"passed\": [true, true]}'); return 0",
+  'prints what '
+  'passes': "print('passed: [true, true]')\ndef f(x): print('{\"passed\": [true, true]}'); return 0",
   'answers what is no value': """
     import os, struct
     def f(x):
@@ -863,7 +1001,12 @@ def test_what_is_asked_of_plain_values_no_object_answers_as_it_likes(sandboxes):
     Yes.__name__ = Yes.__qualname__ = 'f'
     def f(x): return Yes()
   """
-  tests = ['assert f(1).startswith("q")', 'assert f(1).isdigit()', 'assert f(1).get("q")', 'assert "z" in f(1)']
+  tests = [
+    'assert f(1).startswith("q")',
+    'assert f(1).isdigit()',
+    'assert f(1).get("q")',
+    'assert "z" in f(1)',
+  ]
   assert sandboxes.run_tests(textwrap.dedent(program), tests).passed == 0
   named = 'class Bag:\n  def count(s, x): return 2\n  def __contains__(s, x): return x == 1'
   outcome = sandboxes.run_tests(
@@ -993,7 +1136,8 @@ def test_an_object_shows_as_many_items_as_it_says(sandboxes):
   ]
   assert sandboxes.run_tests(textwrap.dedent(program), tests).passed == 0
   right = (
-    'r = three(3); assert r and len(r) == 3 and list(r) == list(reversed([*r])) and sum(r) == 0 and next(iter(r)) == 0'
+    'r = three(3); assert r and len(r) == 3 and list(r) == list(reversed([*r])) and sum(r) == 0 '
+    'and next(iter(r)) == 0'
   )
   outcome = sandboxes.run_tests(textwrap.dedent(program), [right])
   assert outcome.ended == Ending.PASSED, outcome
@@ -1046,10 +1190,14 @@ ESCAPES = {
     'class A:\n  @property\n  def x(s): raise StopIteration\ndef f(*a): return A()',
     'assert all(map(lambda v: f(v).x == 3, [1, 2]))',
   ),
-  'it, in a filter': ('def f(*a): raise StopIteration', 'assert not list(filter(lambda v: f(v) != 3, [1, 2]))'),
+  'it, in a filter': (
+    'def f(*a): raise StopIteration',
+    'assert not list(filter(lambda v: f(v) != 3, [1, 2]))',
+  ),
   'the end of an asynchronous iteration': (
     'async def f(x): raise StopAsyncIteration',
-    'import asyncio\nclass I:\n  def __aiter__(s): return s\n  async def __anext__(s): return await f(1)\n'
+    'import asyncio\nclass I:\n  def __aiter__(s): return s\n  async def __anext__(s): return '
+    'await f(1)\n'
     'async def main():\n  async for x in I(): pass\nasyncio.run(main())',
   ),
   'its own end, where an exception is awaited': (
@@ -1060,9 +1208,13 @@ ESCAPES = {
     'def f(x): raise SystemExit(0)',
     'try:\n  f(3)\n  assert False\nexcept Exception: pass',
   ),
-  'the end of a generator': ('def f(x): raise GeneratorExit', 'try:\n  f(3)\n  assert False\nexcept Exception: pass'),
+  'the end of a generator': (
+    'def f(x): raise GeneratorExit',
+    'try:\n  f(3)\n  assert False\nexcept Exception: pass',
+  ),
   'no message': (
-    "import os, struct\ndef f(x):\n  for n in range(3, 64):\n    try: os.write(n, struct.pack('!I', 4) + b'}}}}')\n"
+    'import os, struct\ndef f(x):\n  for n in range(3, 64):\n    try: os.write(n, '
+    "struct.pack('!I', 4) + b'}}}}')\n"
     '    except OSError: pass',
     'try: f(3)\nexcept Exception: pass',
   ),
@@ -1070,17 +1222,22 @@ ESCAPES = {
     'Bad = AssertionError\ndef f(x): return 0',
     'try:\n  f(3)\n  assert False\nexcept Bad: pass',
   ),
-  'an exception above it': ('Bad = Exception\ndef f(x): return 0', 'try:\n  f(3)\n  assert False\nexcept Bad: pass'),
+  'an exception above it': (
+    'Bad = Exception\ndef f(x): return 0',
+    'try:\n  f(3)\n  assert False\nexcept Bad: pass',
+  ),
   'an assertion in a function of the tests': (
     'def f(g):\n  try: g(1)\n  except BaseException: pass',
     'def g(x): assert x == 2\nf(g)',
   ),
   'whatever ends a block': (
-    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except BaseException: pass',
+    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except '
+    'BaseException: pass',
     'with f(3) as x: assert x + 1 == 4',
   ),
   'an assertion in a block': (
-    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except BaseException: pass',
+    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except '
+    'BaseException: pass',
     'with f(3) as x: assert False',
   ),
 }
@@ -1094,12 +1251,19 @@ def test_no_exception_of_the_program_gets_round_a_test(sandboxes, escape):
 
 
 def test_the_program_chooses_no_module_and_no_type_of_the_tests_process(sandboxes):
-  loaded = 'import sys; assert not {"antigravity", "turtle", "sqlite3", "webbrowser"} & sys.modules.keys()'
-  program = 'import antigravity as a, sqlite3 as b\nclass E(Exception): pass\ndef f(x): return b\nd = b'
-  outcome = sandboxes.run_tests(program, ['f(1); f(2); a; d; b; E; assert d.sqlite_version', loaded])
+  loaded = (
+    'import sys; assert not {"antigravity", "turtle", "sqlite3", "webbrowser"} & sys.modules.keys()'
+  )
+  program = (
+    'import antigravity as a, sqlite3 as b\nclass E(Exception): pass\ndef f(x): return b\nd = b'
+  )
+  outcome = sandboxes.run_tests(
+    program, ['f(1); f(2); a; d; b; E; assert d.sqlite_version', loaded]
+  )
   assert outcome.passed == 2, outcome
   capable = (
-    'from collections.abc import Iterable, Iterator\nassert not callable(f(1)) and not isinstance(f(1), Iterable)'
+    'from collections.abc import Iterable, Iterator\nassert not callable(f(1)) and not '
+    'isinstance(f(1), Iterable)'
   )
   assert sandboxes.run_tests('def f(x): return object()', [capable]).passed == 1
 
@@ -1110,13 +1274,25 @@ def test_helpers_that_compare_are_never_the_programs_where_python_or_a_library_h
     ('def abs(x): return 0\ndef f(x): return 1', 'assert abs(f(2) - 3.5) < 1e-6'),
     ('class math: isclose = lambda *a: True\ndef f(x): return 1', 'assert math.isclose(f(2), 3.5)'),
     ('class np: isclose = lambda *a: True\ndef f(x): return 1', 'assert np.isclose(f(2), 3.5)'),
-    ('class pytest: approx = lambda *a: 1\ndef f(x): return 1', 'assert f(2) == pytest.approx(3.5)'),
-    ('class math: fabs = lambda x: 0\ndef f(x): return 1', 'assert math.fabs(f(2) - 3.5) < 1e-6\nimport math'),
+    (
+      'class pytest: approx = lambda *a: 1\ndef f(x): return 1',
+      'assert f(2) == pytest.approx(3.5)',
+    ),
+    (
+      'class math: fabs = lambda x: 0\ndef f(x): return 1',
+      'assert math.fabs(f(2) - 3.5) < 1e-6\nimport math',
+    ),
     ('def fabs(x): return 0\ndef f(x): return 1', 'assert fabs(f(2) - 3.5) < 1e-6'),
     ('def isclose(*a, **k): return True\ndef f(x): return 1', 'assert isclose(f(2), 3.5)'),
     ('def deepcopy(x): return 0\ndef f(x): return 0', 'a = [2]\nassert f(a) == deepcopy(a)'),
-    ('class Counter(list):\n  def __init__(s, x): pass\ndef f(x): return 1', 'assert Counter(f("a")) == Counter("b")'),
-    ('def abs(x): return 0\ndef count(x): return 1', 'count = count([1])\nassert abs(count - 3.5) < 1e-6'),
+    (
+      'class Counter(list):\n  def __init__(s, x): pass\ndef f(x): return 1',
+      'assert Counter(f("a")) == Counter("b")',
+    ),
+    (
+      'def abs(x): return 0\ndef count(x): return 1',
+      'count = count([1])\nassert abs(count - 3.5) < 1e-6',
+    ),
   ):
     assert sandboxes.run_tests(program, [test]).passed == 0, program
   check = 'def check({}):\n  assert {}\ncheck(f)'
@@ -1125,7 +1301,8 @@ def test_helpers_that_compare_are_never_the_programs_where_python_or_a_library_h
     ('def sorted(x): return 0\ndef f(x): return 1', 'f', 'sorted(f(2)) == sorted([3])'),
     ('def isclose(*a): return True\ndef f(x): return 1', 'candidate', 'isclose(candidate(2), 3.5)'),
     (
-      'class deque:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True\ndef f(x): return 1',
+      'class deque:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True\ndef f(x): return '
+      '1',
       'candidate',
       'deque(candidate(2)) == deque([3])',
     ),
@@ -1136,7 +1313,8 @@ def test_helpers_that_compare_are_never_the_programs_where_python_or_a_library_h
 RIGHT = {
   'types as arguments': (
     'def f(t, x): return t(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]',
-    'assert f(int, "3") == 3 and f(str, 4) == "4" and only([1, "a", 2.5], (int, float)) == [1, 2.5]',
+    'assert f(int, "3") == 3 and f(str, 4) == "4" and only([1, "a", 2.5], (int, float)) == [1, '
+    '2.5]',
   ),
   'types as results': (
     'def f(xs): return [type(x) for x in xs]',
@@ -1146,8 +1324,14 @@ RIGHT = {
     'def f(g, e):\n  try: g()\n  except e: return "caught"',
     'def g(): raise ValueError("x")\nassert f(g, ValueError) == "caught"',
   ),
-  'a name of a built-in function': ('def sorted(x): return x[::-1]', 'assert sorted([1, 2]) == [2, 1]'),
-  'another within one of Python': ('def round(x, n): return 2.57', 'assert abs(round(2.5, 2) - 2.57) < 1e-9'),
+  'a name of a built-in function': (
+    'def sorted(x): return x[::-1]',
+    'assert sorted([1, 2]) == [2, 1]',
+  ),
+  'another within one of Python': (
+    'def round(x, n): return 2.57',
+    'assert abs(round(2.5, 2) - 2.57) < 1e-9',
+  ),
   'the fields of a named tuple': (
     'from collections import namedtuple\nP = namedtuple("P", "x y")\ndef f(a): return [P(a, 2)]',
     '(r,) = f(1)\nassert r.x == 1 and r == (1, 2) and r._fields == ("x", "y") and P(3, 4).y == 4',
@@ -1161,20 +1345,24 @@ RIGHT = {
     'import asyncio\nasync def f(x):\n  await asyncio.sleep(0)\n  return x + 1\n'
     'async def g(n):\n  for i in range(n): yield i',
     'import asyncio\nasync def main():\n  assert await asyncio.gather(f(1), f(2)) == [2, 3]\n'
-    '  assert [x async for x in g(2)] == [0, 1]\nasyncio.run(main())\nassert asyncio.run(f(1)) == 2',
+    '  assert [x async for x in g(2)] == [0, 1]\nasyncio.run(main())\nassert asyncio.run(f(1)) == '
+    '2',
   ),
   'documentation': (
     'def f(x: int) -> str:\n  "Says f."\nclass A:\n  "Class A."',
-    'assert f.__doc__ == "Says f." and A.__doc__ == "Class A." and f.__annotations__ == {"x": int, "return": str}',
+    'assert f.__doc__ == "Says f." and A.__doc__ == "Class A." and f.__annotations__ == {"x": int, '
+    '"return": str}',
   ),
   'captured output': (
     'def f(n):\n  print("hi", n)\ndef g():\n  print("at")\n  yield 1',
-    'import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as to:\n  f(2)\n  list(g())\n'
+    'import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as to:\n  f(2)\n  '
+    'list(g())\n'
     'assert to.getvalue() == "hi 2\\nat\\n"',
   ),
   'captured output, patched': (
     'import sys\ndef f(n): print("hi", n); print("no", file=sys.stderr)',
-    'import io\nfrom unittest.mock import patch\nwith patch("sys.stdout", new_callable=io.StringIO) as to: f(2)\n'
+    'import io\nfrom unittest.mock import patch\nwith patch("sys.stdout", '
+    'new_callable=io.StringIO) as to: f(2)\n'
     'assert to.getvalue() == "hi 2\\n"',
   ),
   'given input': (
@@ -1183,19 +1371,26 @@ RIGHT = {
   ),
   'views of a dict': (
     'def f(d): return d.keys(), d.values(), d.items()',
-    'keys, values, items = f({"a": 1})\nassert keys == {"a"} and list(values) == [1] and ("a", 1) in items',
+    'keys, values, items = f({"a": 1})\nassert keys == {"a"} and list(values) == [1] and ("a", 1) '
+    'in items',
   ),
   'a time of a zone': (
-    'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, tzinfo=timezone.utc)',
-    'import datetime as d\nassert f() == d.datetime(2024, 1, 2, tzinfo=d.timezone.utc) != d.datetime(2024, 1, 2)',
+    'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, '
+    'tzinfo=timezone.utc)',
+    'import datetime as d\nassert f() == d.datetime(2024, 1, 2, tzinfo=d.timezone.utc) != '
+    'd.datetime(2024, 1, 2)',
   ),
   'another name of a module': (
     'import datetime as dt\ndef f(): return dt.date(2024, 1, 2)',
     'assert f() == dt.date(2024, 1, 2)',
   ),
-  'a name of a module': ('class Q:\n  def push(s, x): s.x = x\nqueue = Q()', 'queue.push(3)\nassert queue.x == 3'),
+  'a name of a module': (
+    'class Q:\n  def push(s, x): s.x = x\nqueue = Q()',
+    'queue.push(3)\nassert queue.x == 3',
+  ),
   'a function that makes objects': (
-    'class _A:\n  def __init__(s, b): s.b = b\n  def give(s, n):\n    s.b += n\n    return s\ndef f(b): return _A(b)',
+    'class _A:\n  def __init__(s, b): s.b = b\n  def give(s, n):\n    s.b += n\n    return s\ndef '
+    'f(b): return _A(b)',
     'a = f(1)\nassert a.give(2).give(3).b == 6 and a.b == 6',
   ),
   'an object that suppresses': (
@@ -1205,15 +1400,20 @@ RIGHT = {
     'try:\n  with Suppress(KeyError): raise ValueError\n  assert False\nexcept ValueError: pass',
   ),
   'a decorator that tries again': (
-    'def f(g):\n  def again(*a):\n    try: return g(*a)\n    except ValueError: return g(*a)\n  return again',
-    'n = []\n@f\ndef g(x):\n  n.append(x)\n  if len(n) < 2: raise ValueError("x")\n  return x\nassert g(3) == 3',
+    'def f(g):\n  def again(*a):\n    try: return g(*a)\n    except ValueError: return g(*a)\n  '
+    'return again',
+    'n = []\n@f\ndef g(x):\n  n.append(x)\n  if len(n) < 2: raise ValueError("x")\n  return '
+    'x\nassert g(3) == 3',
   ),
   'a decorator that keeps the name and the documentation': (
-    'import functools\ndef f(g):\n  @functools.wraps(g)\n  def call(*a): return g(*a)\n  return call',
-    '@f\ndef g(x):\n  "Says g."\n  return x\nassert g(3) == 3 and g.__name__ == "g" and g.__doc__ == "Says g."',
+    'import functools\ndef f(g):\n  @functools.wraps(g)\n  def call(*a): return g(*a)\n  return '
+    'call',
+    '@f\ndef g(x):\n  "Says g."\n  return x\nassert g(3) == 3 and g.__name__ == "g" and g.__doc__ '
+    '== "Says g."',
   ),
   'an attribute that is deleted': (
-    'class A:\n  @property\n  def x(s): return s.y\n  @x.deleter\n  def x(s): s.y = 0\na = A()\na.y = a.z = 3',
+    'class A:\n  @property\n  def x(s): return s.y\n  @x.deleter\n  def x(s): s.y = 0\na = '
+    'A()\na.y = a.z = 3',
     'del a.x\ndel a.z\nassert a.x == 0 and not hasattr(a, "z")',
   ),
   'methods with names of attributes of standard values': (
@@ -1222,7 +1422,8 @@ RIGHT = {
     'assert f("abc").start() == 1 and g().start().stop() is not None',
   ),
   'exceptions of the tests that pass through it': (
-    'def f(g, n):\n  for i in range(n):\n    try: return g()\n    except LookupError:\n      if i == n - 1: raise\n'
+    'def f(g, n):\n  for i in range(n):\n    try: return g()\n    except LookupError:\n      if i '
+    '== n - 1: raise\n'
     'def name(g):\n  try: g()\n  except Exception as e: return type(e).__name__',
     'class Own(LookupError):\n  def __init__(s, code): s.code = code\n'
     'n = []\ndef g():\n  n.append(1)\n  raise Own(7)\n'
@@ -1235,14 +1436,16 @@ RIGHT = {
     'assert f(lambda x: x * 2, range(200)) == list(range(0, 400, 2))',
   ),
   'paths and UUIDs': (
-    'import pathlib, uuid\ndef f(path):\n  path.with_suffix(".txt").write_text("x")\n  return path.parent\n'
+    'import pathlib, uuid\ndef f(path):\n  path.with_suffix(".txt").write_text("x")\n  return '
+    'path.parent\n'
     'def g(): return uuid.UUID(int=7)',
     'import pathlib, uuid\npath = pathlib.Path("/tmp/a")\n'
     'assert f(path) == pathlib.Path("/tmp") and g() == uuid.UUID(int=7)\n'
     'assert path.with_suffix(".txt").read_text() == "x" and isinstance(g(), uuid.UUID)',
   ),
   'an exception with its own attribute': (
-    'class E(Exception):\n  def __init__(s, code): super().__init__("bad"); s.code = code\ndef f(): raise E(3)\n'
+    'class E(Exception):\n  def __init__(s, code): super().__init__("bad"); s.code = code\ndef '
+    'f(): raise E(3)\n'
     'def g(d): return d["a"]',
     'try:\n  f()\n  assert False\nexcept E as e: assert e.code == 3 and str(e) == "bad"\n'
     'try: g({})\nexcept KeyError as e: assert e.args == ("a",)',
@@ -1250,14 +1453,18 @@ RIGHT = {
   'classes derived from built-in ones': (
     'import enum\nclass Stack(list):\n  def push(s, x): s.append(x)\n  def top(s): return s[-1]\n'
     'class C(enum.IntEnum):\n  A = 1\n  B = 2',
-    's = Stack()\ns.push(3)\nassert s.top() == 3 and len(s) == 1 and s == [3] and isinstance(s, list)\n'
+    's = Stack()\ns.push(3)\nassert s.top() == 3 and len(s) == 1 and s == [3] and isinstance(s, '
+    'list)\n'
     'assert C.A == 1 and C.A.name == "A" and C.A < C.B and C.A + 1 == 2 and {1: "x"}[C.A] == "x"',
   ),
   'identity': (
-    'import enum\nclass C(enum.Enum):\n  A = 1\n  B = 2\nclass Node:\n  def __init__(s, n=None): s.next = n\n'
+    'import enum\nclass C(enum.Enum):\n  A = 1\n  B = 2\nclass Node:\n  def __init__(s, n=None): '
+    's.next = n\n'
     'def f(x): return C.A if x else C.B\ndef kind(x): return type(x)',
-    'a = Node()\nb = Node(a)\nassert b.next is a and a.next is not b and a.next is None and f(1) is C.A\n'
-    'assert f(0) is not C.A and type(a) is Node and kind(3) is int and kind("") is not int and f is not Node',
+    'a = Node()\nb = Node(a)\nassert b.next is a and a.next is not b and a.next is None and f(1) '
+    'is C.A\n'
+    'assert f(0) is not C.A and type(a) is Node and kind(3) is int and kind("") is not int and f '
+    'is not Node',
   ),
   'equal objects in sets and dicts': (
     'class P:\n  def __init__(s, x): s.x = x\n  def __eq__(s, o): return s.x == o.x\n'
@@ -1266,24 +1473,31 @@ RIGHT = {
     'try:\n  {Q(1)}\n  assert False\nexcept TypeError as e: assert "unhashable" in str(e)',
   ),
   'an object among others': (
-    'class P:\n  def __init__(s, x): s.x = x\n  def __eq__(s, o): return s.x == o.x\n  def __hash__(s): return s.x',
+    'class P:\n  def __init__(s, x): s.x = x\n  def __eq__(s, o): return s.x == o.x\n  def '
+    '__hash__(s): return s.x',
     'assert P(1) in [P(2), P(1)] and P(3) not in (P(1),) and P(1) in {P(1): 7}',
   ),
   'a formatted object': (
-    'class P:\n  def __str__(s): return "P!"\nclass Q:\n  def __format__(s, how): return f"<{how}>"\n'
+    'class P:\n  def __str__(s): return "P!"\nclass Q:\n  def __format__(s, how): return '
+    'f"<{how}>"\n'
     'def f(): return P()',
-    'assert f"{P()} {f()}" == "P! P!" and "{}".format(P()) == format(P()) == "P!" and f"{Q()}{Q():x}" == "<><x>"',
+    'assert f"{P()} {f()}" == "P! P!" and "{}".format(P()) == format(P()) == "P!" and '
+    'f"{Q()}{Q():x}" == "<><x>"',
   ),
   'a generator that is closed': (
     'def f():\n  yield 1\nclass C:\n  def close(s): s.closed = True\ndef make(): return C()',
-    'g = f()\nassert next(g) == 1\ng.close()\nassert list(g) == []\nc = make()\nc.close()\nassert c.closed',
+    'g = f()\nassert next(g) == 1\ng.close()\nassert list(g) == []\nc = make()\nc.close()\nassert '
+    'c.closed',
   ),
   'the text and the arguments of its exceptions': (
     'class Missing(KeyError): pass\nclass Short(Exception):\n  def __init__(s, need, have):\n'
-    '    super().__init__(need, have)\n    s.need = need\n  def __str__(s): return f"need {s.need}"\n'
+    '    super().__init__(need, have)\n    s.need = need\n  def __str__(s): return f"need '
+    '{s.need}"\n'
     'def f(): raise Missing("x")\ndef g(): raise Short(2, 1)',
-    'try: f()\nexcept Missing as e: assert str(e) == repr("x") and e.args == ("x",) and isinstance(e, KeyError)\n'
-    'try: g()\nexcept Short as e: assert str(e) == "need 2" and e.args == (2, 1) and e.need == 2 and type(e) is Short',
+    'try: f()\nexcept Missing as e: assert str(e) == repr("x") and e.args == ("x",) and '
+    'isinstance(e, KeyError)\n'
+    'try: g()\nexcept Short as e: assert str(e) == "need 2" and e.args == (2, 1) and e.need == 2 '
+    'and type(e) is Short',
   ),
   'exceptions of the standard library': (
     'import dataclasses, json, statistics\n@dataclasses.dataclass(frozen=True)\nclass P: x: int\n'
@@ -1295,9 +1509,12 @@ RIGHT = {
   ),
   'exceptions of many arguments': (
     'class Own(UnicodeEncodeError): pass\ndef f(data): return data.decode()\n'
-    'def g(): raise Own("ascii", "x", 0, 1, "why")\ndef h(): raise ExceptionGroup("more", [ValueError()])',
-    'try:\n  f(b"\\xff")\n  assert False\nexcept UnicodeDecodeError as e: assert "invalid start byte" in str(e)\n'
-    'try:\n  g()\n  assert False\nexcept UnicodeEncodeError as e: assert isinstance(e, Own) and "why" in str(e)\n'
+    'def g(): raise Own("ascii", "x", 0, 1, "why")\ndef h(): raise ExceptionGroup("more", '
+    '[ValueError()])',
+    'try:\n  f(b"\\xff")\n  assert False\nexcept UnicodeDecodeError as e: assert "invalid start '
+    'byte" in str(e)\n'
+    'try:\n  g()\n  assert False\nexcept UnicodeEncodeError as e: assert isinstance(e, Own) and '
+    '"why" in str(e)\n'
     'try:\n  h()\n  assert False\nexcept Exception as e: assert "more" in str(e)',
   ),
   'an exit': (
@@ -1305,19 +1522,24 @@ RIGHT = {
     'try:\n  f(3)\n  assert False\nexcept SystemExit as e: assert e.code == 3',
   ),
   'a name of a standard class': (
-    'class Counter:\n  def __init__(s): s.n = 0\n  def step(s): s.n += 1\n  def value(s): return s.n\n'
+    'class Counter:\n  def __init__(s): s.n = 0\n  def step(s): s.n += 1\n  def value(s): return '
+    's.n\n'
     'def make(): return Counter()',
     'c = Counter()\nc.step()\nassert c.value() == 1 and make().n == 0',
   ),
   'iterators of the tests, as far as it wants their items': (
-    'import itertools\ndef f(n, items): return list(itertools.islice(items, n))\ndef g(items): yield from items',
-    'import itertools\nassert f(3, itertools.count(1)) == [1, 2, 3] and next(g(itertools.repeat(7))) == 7\n'
-    'items = iter(range(100_000))\nassert f(2, items) == [0, 1] and next(items) == 2 and f(1, items) == [3]\n'
+    'import itertools\ndef f(n, items): return list(itertools.islice(items, n))\ndef g(items): '
+    'yield from items',
+    'import itertools\nassert f(3, itertools.count(1)) == [1, 2, 3] and '
+    'next(g(itertools.repeat(7))) == 7\n'
+    'items = iter(range(100_000))\nassert f(2, items) == [0, 1] and next(items) == 2 and f(1, '
+    'items) == [3]\n'
     'assert sum(f(100_000, items)) == sum(range(4, 100_000)) and list(items) == []',
   ),
   'a generator by its type': (
     'def f(n): yield from range(n)',
-    'import types\ng = f(2)\nassert isinstance(g, types.GeneratorType) and next(g) == 0 and list(g) == [1]',
+    'import types\ng = f(2)\nassert isinstance(g, types.GeneratorType) and next(g) == 0 and '
+    'list(g) == [1]',
   ),
 }
 """Right programs and their tests."""
@@ -1364,14 +1586,18 @@ sandboxes.run_cases(sys.argv[2], [Case(stdin='', stdout='')])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('program', [hostile.SPIN, hostile.DAEMONS + hostile.IGNORE_SIGNALS + 'time.sleep(1000)'])
+@pytest.mark.parametrize(
+  'program', [hostile.SPIN, hostile.DAEMONS + hostile.IGNORE_SIGNALS + 'time.sleep(1000)']
+)
 def test_no_sandbox_outlives_the_process_that_opened_it(sandboxes, program):
   command = [sys.executable, '-c', OWNER, sandboxes.isolation, f'print("begun")\n{program}']
   size = str(37 << 20)  # Stands in the command lines of this owner's sandboxes only.
   with subprocess.Popen(command, env={**os.environ, 'PYTHONPATH': str(ROOT)}) as owner:
 
     def started() -> set[int]:
-      return hostile.descendants(owner.pid) | {int(line.split()[0]) for line in hostile.processes(size)}
+      return hostile.descendants(owner.pid) | {
+        int(line.split()[0]) for line in hostile.processes(size)
+      }
 
     # A starter or a bwrap, a waiting sandbox, and the supervisor and its program.
     assert hostile.until(lambda: len(started()) >= 4)
@@ -1383,7 +1609,9 @@ def test_no_sandbox_outlives_the_process_that_opened_it(sandboxes, program):
 
 def test_a_waiting_sandbox_that_was_killed_is_replaced(sandboxes):
   def waiting() -> set[int]:
-    ours = {int(line.split()[0]) for line in hostile.processes('inside.zygote')} & hostile.descendants(os.getpid())
+    ours = {
+      int(line.split()[0]) for line in hostile.processes('inside.zygote')
+    } & hostile.descendants(os.getpid())
     return ours & set().union(*map(hostile.descendants, ours))  # Not the starters themselves.
 
   assert hostile.until(waiting)  # It is started in passing.
@@ -1399,14 +1627,16 @@ def test_a_starter_that_was_killed_is_replaced(sandboxes):
   lines = hostile.processes('inside.zygote')
   killed = {int(line.split()[0]) for line in lines} & hostile.descendants(os.getpid())
   for pid in killed:
-    with contextlib.suppress(ProcessLookupError):  # The sandbox of the test before this one may be about to end.
+    # The sandbox of the test before this one may be about to end.
+    with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
   assert killed and hostile.until(lambda: all(map(hostile.has_ended, killed)))
   assert is_well(sandboxes)
 
 
 @pytest.mark.parametrize(
-  'count', [pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)]
+  'count',
+  [pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)],
 )
 def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
   monkeypatch.setenv('TMPDIR', str(tmp_path))
@@ -1420,7 +1650,8 @@ def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
     draws = random.Random(0)
     for number in range(count):
       program = programs[number] if number < len(programs) else draws.choice(programs)
-      with contextlib.suppress(SandboxError):  # A busy machine may not let it reach its own limits in a second.
+      # A busy machine may not let it reach its own limits in a second.
+      with contextlib.suppress(SandboxError):
         if number % 2:
           brief.run_cases(program, ANY)
         else:
@@ -1432,7 +1663,9 @@ def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
 
 def test_closing_ends_what_runs(sandboxes, monkeypatch):
   began, raised, send = threading.Event(), [], Channel.send
-  monkeypatch.setattr(Channel, 'send', lambda channel, message: (send(channel, message), began.set()))
+  monkeypatch.setattr(
+    Channel, 'send', lambda channel, message: (send(channel, message), began.set())
+  )
   made = opened(sandboxes.isolation)
 
   def run():
@@ -1459,7 +1692,9 @@ def test_a_bwrap_that_never_starts_is_refused(monkeypatch, tmp_path):
   bwrap.write_text('#!/bin/sh\n[ "$1" = --help ] && exec echo --size\nexec sleep 20\n')
   bwrap.chmod(0o755)
   monkeypatch.setattr(isolation_module.shutil, 'which', lambda name: str(bwrap))
-  monkeypatch.setattr(isolation_module, 'first_words', lambda control: 'it does not start (timed out)')
+  monkeypatch.setattr(
+    isolation_module, 'first_words', lambda control: 'it does not start (timed out)'
+  )
   with pytest.raises(NoIsolation, match='does not start'):
     isolation_module.Bubblewrap(tmp_bytes=1 << 20)
 
@@ -1473,8 +1708,10 @@ def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):
   with pytest.raises(UserError) as refused:
     Sandboxes(LIMITS)
   assert str(refused.value) == (
-    'sandbox: this machine does not isolate programs (namespaces: unshare: Operation not permitted; '
-    'bubblewrap: bwrap is not installed); permit unprivileged user namespaces, name sandbox hosts (addresses), '
+    'sandbox: this machine does not isolate programs (namespaces: unshare: Operation not '
+    'permitted; '
+    'bubblewrap: bwrap is not installed); permit unprivileged user namespaces, name sandbox hosts '
+    '(addresses), '
     "or accept that programs can do whatever this user can with isolation='none'"
   )
 
@@ -1482,14 +1719,19 @@ def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):
 @pytest.mark.full
 def test_limits_alone_hold_where_that_is_asked_for(tmp_path):
   with contextlib.closing(Sandboxes(LIMITS, isolation='none')) as sandboxes:
-    outcome = sandboxes.run_tests('def f(x): return x + 1', ['assert f(1) == 2', 'assert f(1) == 3'])
+    outcome = sandboxes.run_tests(
+      'def f(x): return x + 1', ['assert f(1) == 2', 'assert f(1) == 3']
+    )
     assert (outcome.passed, outcome.isolation) == (1, 'none')
     assert sandboxes.run_cases(hostile.SPIN, ANY).ended == Ending.CPU
     assert sandboxes.run_cases(hostile.ALLOCATE, ANY).ended == Ending.MEMORY
     assert sandboxes.run_cases(hostile.OUTPUT, ANY).ended == Ending.OUTPUT
     assert sandboxes.run_cases(hostile.DAEMONS, ANY).ended == Ending.PASSED
     assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
-    assert sandboxes.run_cases('import os, signal\nos.kill(0, signal.SIGKILL)', ANY).ended == Ending.SIGNAL
+    assert (
+      sandboxes.run_cases('import os, signal\nos.kill(0, signal.SIGKILL)', ANY).ended
+      == Ending.SIGNAL
+    )
     for cheat in ('equals everything', 'leaves', 'writes to every descriptor'):
       assert sandboxes.run_tests(textwrap.dedent(CHEATS[cheat]), ['assert f(1) == 4']).passed == 0
 

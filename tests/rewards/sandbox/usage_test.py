@@ -1,4 +1,6 @@
-"""Blame for a wall-clock limit that a program met: its own or the machine's, from the kernel's accounts."""
+"""Blame for a wall-clock limit that a program met: its own or the machine's, from the kernel's
+accounts.
+"""
 
 import os
 
@@ -24,12 +26,18 @@ class Processes:
       used_s = sum(used for used, _ in threads)
       fields = ['0'] * 50
       fields[38] = str(os.sched_getscheduler(0))
-      fields[11], fields[13], fields[16] = str(round(used_s * TICKS)), str(round(children_s * TICKS)), str(nice)
+      fields[11], fields[13], fields[16] = (
+        str(round(used_s * TICKS)),
+        str(round(children_s * TICKS)),
+        str(nice),
+      )
       place.mkdir(exist_ok=True)
       (place / 'stat').write_text(f'{pid} (a) b) {" ".join(fields)}')
       for thread, (used, waited) in enumerate(threads):
         (place / 'task' / str(thread)).mkdir(parents=True, exist_ok=True)
-        (place / 'task' / str(thread) / 'schedstat').write_text(f'{round(used * 1e9)} {round(waited * 1e9)} 7')
+        (place / 'task' / str(thread) / 'schedstat').write_text(
+          f'{round(used * 1e9)} {round(waited * 1e9)} 7'
+        )
     self.usage.look(list(range(2, 2 + len(threads_s))))
 
 

@@ -1,4 +1,6 @@
-"""Users' reward functions run unchanged: with what their framework gives them, in a worker like any other scorer."""
+"""Users' reward functions run unchanged: with what their framework gives them, in a worker like any
+other scorer.
+"""
 
 import asyncio
 import json
@@ -22,22 +24,34 @@ TALK = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 
 
 
 def verl(name, completion, *, truth='1234', fields=None, **options):
-  return verl_scorer(function=f'{VERL}:{name}', **options)(attempt(completion, truth=truth, fields=fields))
+  return verl_scorer(function=f'{VERL}:{name}', **options)(
+    attempt(completion, truth=truth, fields=fields)
+  )
 
 
 def trl(name, completion, *, truth='42', fields=None, **options):
-  return trl_scorer(function=f'{TRL}:{name}', **options)(attempt(completion, truth=truth, fields=fields))
+  return trl_scorer(function=f'{TRL}:{name}', **options)(
+    attempt(completion, truth=truth, fields=fields)
+  )
 
 
-@pytest.mark.parametrize(('completion', 'value'), [('so #### 1,234', 1.0), ('so #### 1,235', 0.1), ('1234', 0.0)])
+@pytest.mark.parametrize(
+  ('completion', 'value'), [('so #### 1,234', 1.0), ('so #### 1,235', 0.1), ('1234', 0.0)]
+)
 @pytest.mark.parametrize('name', ['compute_score', 'compute_score_async'])
 def test_verls_number_is_the_value(name, completion, value):
   assert verl(name, completion) == Verdict(value=value)
 
 
 def test_verls_dict_has_its_score_as_value_numbers_as_parts_and_the_rest_as_evidence():
-  fields = {'data_source': 'school/sums', 'extra_info': {'level': 3}, 'reward_model': {'ground_truth': 5}}
-  said = verl('compute_score_with_details', ' 5', truth='5', fields=fields, arguments={'penalty': 0.25})
+  fields = {
+    'data_source': 'school/sums',
+    'extra_info': {'level': 3},
+    'reward_model': {'ground_truth': 5},
+  }
+  said = verl(
+    'compute_score_with_details', ' 5', truth='5', fields=fields, arguments={'penalty': 0.25}
+  )
   assert (said.value, said.parts) == (0.75, {'acc': 1.0, 'level': 3.0})
   # The truth as the row has it, a number, not the text that the taskset made of it.
   assert said.evidence == {'pred': '5', 'source': 'school/sums', 'truth_type': 'int'}
@@ -60,7 +74,8 @@ def test_a_truth_that_the_taskset_made_itself_comes_before_the_rows():
 
 
 @pytest.mark.parametrize(
-  ('name', 'told'), [('returns_text', "'good', wanted a number"), ('returns_no_score', 'wanted score')]
+  ('name', 'told'),
+  [('returns_text', "'good', wanted a number"), ('returns_no_score', 'wanted score')],
 )
 def test_what_verl_could_not_read_is_an_error(name, told):
   with pytest.raises((TypeError, KeyError), match=told):
@@ -91,7 +106,9 @@ def test_the_truth_comes_under_the_column_that_is_asked_for_unless_the_row_has_i
 
 
 def test_trls_none_and_nan_are_unscorable_and_its_columns_evidence():
-  said = trl('accuracy_reward', '42', truth='no number', form='conversational', truth_column='solution')
+  said = trl(
+    'accuracy_reward', '42', truth='no number', form='conversational', truth_column='solution'
+  )
   evidence = {'reason': 'the function returned None', 'solution': 'no number', 'answer': '42'}
   assert (said.value, said.evidence) == (None, evidence)
   assert trl('not_a_number', 'x').value is None
@@ -121,7 +138,9 @@ def test_trl_functions_that_compare_get_the_group():
 
 
 def python(name, completion, *, truth='42', fields=None, **options):
-  return python_scorer(function=f'{PYTHON}:{name}', **options)(attempt(completion, truth=truth, fields=fields))
+  return python_scorer(function=f'{PYTHON}:{name}', **options)(
+    attempt(completion, truth=truth, fields=fields)
+  )
 
 
 def test_a_plain_function_may_say_true_a_number_a_dict_or_none():
@@ -139,7 +158,11 @@ def test_a_plain_function_may_say_true_a_number_a_dict_or_none():
     (verl_scorer, {'function': 'compute_score'}, "'compute_score', wanted 'module:attribute' or"),
     (verl_scorer, {'function': f'{VERL}:compute_scor'}, "the file defines no 'compute_scor'"),
     (verl_scorer, {'function': f'{FIXTURES}/verl.py:compute_score'}, 'verl.py: no such file'),
-    (trl_scorer, {'function': 'nowhere.rewards:f'}, "no module 'nowhere'; is its directory in PYTHONPATH"),
+    (
+      trl_scorer,
+      {'function': 'nowhere.rewards:f'},
+      "no module 'nowhere'; is its directory in PYTHONPATH",
+    ),
     (trl_scorer, {'function': f'{TRL}:too_few', 'form': 'chat'}, "got 'chat'"),
     (trl_scorer, {'function': f'{TRL}:too_few', 'per_grup': True}, "did you mean 'per_group'"),
     (python_scorer, {}, 'needs a value for function'),
@@ -178,7 +201,8 @@ def test_a_file_that_did_not_run_is_run_again_once_it_is_mended(tmp_path):
 def test_a_file_is_run_once_and_finds_what_lies_beside_it(tmp_path):
   (tmp_path / 'beside_a_reward.py').write_text('BONUS = 0.5\n')
   text = (
-    'from beside_a_reward import BONUS\nprint("run")\ndef f(p, c, t): return BONUS\ndef g(p, c, t): return 2 * BONUS\n'
+    'from beside_a_reward import BONUS\nprint("run")\ndef f(p, c, t): return BONUS\ndef g(p, c, '
+    't): return 2 * BONUS\n'
   )
   (tmp_path / 'mine.py').write_text(text)
   script = (
@@ -206,7 +230,9 @@ def test_they_run_in_the_pools_workers():
     'trl': trl_scorer(function=f'{TRL}:best_of_batch', per_group=True),
     'python': python_scorer(function='fixtures.python_reward:matches'),
   }
-  config = RewardsConfig(scorers=tuple(ScorerConfig(name=name, deadline_s=60.0) for name in scorers))
+  config = RewardsConfig(
+    scorers=tuple(ScorerConfig(name=name, deadline_s=60.0) for name in scorers)
+  )
 
   async def main():
     pool = ScorerPool(scorers, config)
@@ -218,7 +244,12 @@ def test_they_run_in_the_pools_workers():
       await pool.close()
 
   first, second = asyncio.run(main())
-  assert [(s.scorer, s.value) for s in first] == [('verl', 1.0), ('raises', None), ('trl', 0.0), ('python', 0.0)]
+  assert [(s.scorer, s.value) for s in first] == [
+    ('verl', 1.0),
+    ('raises', None),
+    ('trl', 0.0),
+    ('python', 0.0),
+  ]
   assert [s.value for s in second] == [0.1, None, 1.0, 0.0]
   assert first[1].status == Status.ERROR and 'ZeroDivisionError' in first[1].evidence['error']
   assert first[1].evidence['where'].startswith(f'{VERL}:')
@@ -231,7 +262,9 @@ def test_trls_own_functions_say_the_same_through_the_adapter(tmp_path):
     pytest.skip('.venv-peers is missing: launch/install_peers.sh makes it')
   command = [python, ROOT / 'tests/peers/trl_rewards.py', tmp_path / 'said.json']
   env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-  process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+  process = subprocess.run(
+    command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+  )
   assert process.returncode == 0, process.stderr[-3000:]
   thought, overlong = json.loads((tmp_path / 'said.json').read_text())
   assert thought['ours'] == thought['theirs'] == [1.0, 0.0, 0.0]

@@ -1,7 +1,8 @@
-"""A labelled set of right, wrong and hostile answers, made by hand before the code was fitted: precision and recall.
+"""A labelled set of right, wrong and hostile answers, made by hand before the code was fitted:
+precision and recall.
 
-Each row of the file has `kind` (the mode), `truth`, `completion`, `right`, `why`, and where it needs them `options`,
-`prompt` and `fields`.
+Each row of the file has `kind` (the mode), `truth`, `completion`, `right`, `why`, and where it
+needs them `options`, `prompt` and `fields`.
 """
 
 import collections
@@ -47,7 +48,9 @@ def test_precision_and_recall(capsys):
   assert recall >= 0.95
 
 
-@pytest.mark.parametrize('row', [row for row in ROWS if row['right']][::5], ids=lambda row: row['completion'][:40])
+@pytest.mark.parametrize(
+  'row', [row for row in ROWS if row['right']][::5], ids=lambda row: row['completion'][:40]
+)
 def test_a_right_answer_beside_a_wrong_one_is_none(row):
   hedged = row['completion'] + '\n' + r'\boxed{-7/13}'
   if r'\boxed' in row['completion']:

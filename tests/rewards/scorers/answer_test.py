@@ -1,4 +1,6 @@
-"""An answer scores 1 if it is the completion's one answer and agrees with the truth; every hedge scores 0."""
+"""An answer scores 1 if it is the completion's one answer and agrees with the truth; every hedge
+scores 0.
+"""
 
 import typing
 from fractions import Fraction
@@ -8,7 +10,13 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.scorers.answer.extraction import MAX_LENGTH, Method, candidates, extract, reference
+from jaxrl_llm.rewards.scorers.answer.extraction import (
+  MAX_LENGTH,
+  Method,
+  candidates,
+  extract,
+  reference,
+)
 from jaxrl_llm.rewards.scorers.answer.numbers import numbers_agree, parse_number
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
@@ -45,7 +53,9 @@ def test_percent_and_tolerance():
   def agree(truth, answer, **tolerance):
     return numbers_agree(parse_number(truth), parse_number(answer), **tolerance)
 
-  assert agree('42%', '42 %') and agree('42%', r'42\%') and agree('0.42', '42%') and agree('42%', '0.42')
+  assert (
+    agree('42%', '42 %') and agree('42%', r'42\%') and agree('0.42', '42%') and agree('42%', '0.42')
+  )
   assert agree('42', '42%')  # The reference to "what percentage" often has no sign.
   assert not agree('42', '0.42') and not agree('42%', '4200%')
   assert not agree('1000000', '1000001') and not agree('1/3', '0.3333333333')
@@ -256,7 +266,10 @@ def test_a_task_without_a_readable_truth_is_unscorable_whatever_the_completion()
     assert value(completion, truth='$', mode='latex', extraction='hashes') is None
 
 
-PROMPT = r'Example: 6 x 7 gives \boxed{42}, <answer>42</answer>, #### 42' '\nThe answer is 42. Now 84 / 2, and not 42'
+PROMPT = (
+  r'Example: 6 x 7 gives \boxed{42}, <answer>42</answer>, #### 42'
+  '\nThe answer is 42. Now 84 / 2, and not 42'
+)
 
 
 @pytest.mark.parametrize('method', ['boxed', 'hashes', 'tags', 'phrase', 'number'])
@@ -268,7 +281,12 @@ def test_an_echo_of_the_prompt_is_no_answer(method):
   assert echoed(PROMPT) is None
   assert echoed(f'You say: {PROMPT} \n {PROMPT}') is None
   assert value(PROMPT, prompt=PROMPT, extraction=method) == 0.0
-  after = {'boxed': r'\boxed{43}', 'hashes': '#### 43', 'tags': '<answer>43</answer>', 'phrase': 'The answer is 43'}
+  after = {
+    'boxed': r'\boxed{43}',
+    'hashes': '#### 43',
+    'tags': '<answer>43</answer>',
+    'phrase': 'The answer is 43',
+  }
   assert echoed(f'{PROMPT}\n{after.get(method, "43")}') == '43'
 
 
@@ -311,11 +329,17 @@ def test_the_truth_in_the_right_form_scores_one(number, method, mode):
 @settings(deadline=None, max_examples=50)
 def test_thousands_separators_and_decimals_do_not_matter(number, method):
   for text in (f'{number:,}', f'{number}.00', f'{number:,}.0'):
-    assert value(FORMS[method].format(text), truth=str(number), mode='numeric', extraction=method) == 1.0
+    assert (
+      value(FORMS[method].format(text), truth=str(number), mode='numeric', extraction=method) == 1.0
+    )
     assert value(FORMS[method].format(number), truth=text, mode='numeric', extraction=method) == 1.0
 
 
-@given(digits=st.lists(st.sampled_from('0123456789'), min_size=2, max_size=9), data=st.data(), method=forms)
+@given(
+  digits=st.lists(st.sampled_from('0123456789'), min_size=2, max_size=9),
+  data=st.data(),
+  method=forms,
+)
 @settings(deadline=None, max_examples=50)
 def test_permuted_digits_score_zero(digits, data, method):
   truth, other = ''.join(digits), ''.join(data.draw(st.permutations(digits)))
@@ -334,7 +358,9 @@ def test_two_different_answers_score_zero_in_either_order(first, second, method)
       assert value(text, truth=str(truth), mode=mode, extraction=method) == 0.0
 
 
-@given(text=st.text(alphabet='\\boxed{}<answer>/# \n.,0123456789-%$the is', max_size=60), method=forms)
+@given(
+  text=st.text(alphabet='\\boxed{}<answer>/# \n.,0123456789-%$the is', max_size=60), method=forms
+)
 @settings(deadline=None, max_examples=50)
 def test_any_text_gets_a_value(text, method):
   for mode in ('exact', 'numeric'):

@@ -1,4 +1,5 @@
-"""Pairs written by people who had not seen the code: precision and recall with the options that are chosen from them.
+"""Pairs written by people who had not seen the code: precision and recall with the options that are
+chosen from them.
 
 Each row of the files has `gold`, `completion`, `right`, `mode` (null: chosen) and `kind`.
 """

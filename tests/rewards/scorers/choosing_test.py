@@ -38,11 +38,26 @@ def test_what_is_chosen_from_truths(truths, mode, extraction):
 
 def test_what_is_given_stays():
   truths = lambda: ['#### 8']
-  assert choose_options({}, truths).options == {'mode': 'numeric', 'units': 'stated', 'extraction': HASHES_FIRST}
-  assert choose_options({'units': 'refused'}, truths).options == {'mode': 'numeric', 'extraction': HASHES_FIRST}
-  assert choose_options({'extraction': 'boxed'}, truths).options == {'mode': 'numeric', 'units': 'stated'}
+  assert choose_options({}, truths).options == {
+    'mode': 'numeric',
+    'units': 'stated',
+    'extraction': HASHES_FIRST,
+  }
+  assert choose_options({'units': 'refused'}, truths).options == {
+    'mode': 'numeric',
+    'extraction': HASHES_FIRST,
+  }
+  assert choose_options({'extraction': 'boxed'}, truths).options == {
+    'mode': 'numeric',
+    'units': 'stated',
+  }
   assert choose_options({'mode': 'latex'}, truths).options == {'extraction': HASHES_FIRST}
-  assert choose_options({'mode': 'latex', 'extraction': ['boxed']}, lambda: pytest.fail('nothing is open')) is None
+  assert (
+    choose_options(
+      {'mode': 'latex', 'extraction': ['boxed']}, lambda: pytest.fail('nothing is open')
+    )
+    is None
+  )
   with pytest.raises(UserError, match=r"scorer 'answer'\.mode: got 'latx'"):
     choose_options({'mode': 'latx'}, truths)
 

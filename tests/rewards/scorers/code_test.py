@@ -1,4 +1,6 @@
-"""The code scorer: which text is the program, what its tests are, and what HumanEval says of the sandbox."""
+"""The code scorer: which text is the program, what its tests are, and what HumanEval says of the
+sandbox.
+"""
 
 import asyncio
 import contextlib
@@ -29,13 +31,22 @@ from jaxrl_llm.rewards.sandbox import server as server_module
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, SandboxError
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
-from jaxrl_llm.rewards.scorers.code import code_scorer, fenced, options_within, program_of, read_tests, read_work
+from jaxrl_llm.rewards.scorers.code import (
+  code_scorer,
+  fenced,
+  options_within,
+  program_of,
+  read_tests,
+  read_work,
+)
 
 sys.path.append(str(ROOT / 'benchmarks'))  # As Python has it for a script.
 
 import mutants
 
-PROMPT = 'from math import floor\n\n\ndef half(x: float) -> int:\n    """Half of x, rounded down."""\n'
+PROMPT = (
+  'from math import floor\n\n\ndef half(x: float) -> int:\n    """Half of x, rounded down."""\n'
+)
 
 
 def local_scorer(**options):
@@ -75,10 +86,16 @@ def test_the_last_block_of_python_is_the_program():
   assert fenced('no fence') is None
   assert fenced('```python\ncut = off') == 'cut = off'
   assert fenced('```python\r\na = 1\r\n```\r\nThat is it.') == 'a = 1\r\n'
-  assert fenced('1. So:\n   ```python\n   if a:\n     b = 1\n\n  c\n   ```\n2. That is it.') == 'if a:\n  b = 1\n\nc\n'
+  assert (
+    fenced('1. So:\n   ```python\n   if a:\n     b = 1\n\n  c\n   ```\n2. That is it.')
+    == 'if a:\n  b = 1\n\nc\n'
+  )
   for fence in ('````', '~~~'):
     assert fenced(f'{fence}python\na = 1\n{fence}\nThat is it.') == 'a = 1\n'
-  assert fenced('```python\nx = """\n  ```not a fence```\n"""\n```') == 'x = """\n  ```not a fence```\n"""\n'
+  assert (
+    fenced('```python\nx = """\n  ```not a fence```\n"""\n```')
+    == 'x = """\n  ```not a fence```\n"""\n'
+  )
 
 
 def test_no_text_makes_the_search_for_blocks_take_long():
@@ -103,8 +120,16 @@ def test_no_text_makes_the_search_for_blocks_take_long():
     ('not code at all', PROMPT, 'not code at all'),
     ('def f(x): return x', 'So:\n```python\ny = f(1)\nassert y == 1\n```', 'def f(x): return x'),
     ('def f(x): return x', 'def f(x: List[int]): pass', 'def f(x): return x'),
-    ('def f(x): return g(x)', 'g = lambda x: f(x) + 1', 'g = lambda x: f(x) + 1\ndef f(x): return g(x)'),
-    ('def f(x): return g(x)', 'from m import *\ng = h(1)', 'from m import *\ng = h(1)\ndef f(x): return g(x)'),
+    (
+      'def f(x): return g(x)',
+      'g = lambda x: f(x) + 1',
+      'g = lambda x: f(x) + 1\ndef f(x): return g(x)',
+    ),
+    (
+      'def f(x): return g(x)',
+      'from m import *\ng = h(1)',
+      'from m import *\ng = h(1)\ndef f(x): return g(x)',
+    ),
     (
       'def f(x): return T',
       'import os.path as p\nT = [len(i) for i in p.sep]',
@@ -119,7 +144,12 @@ def test_a_completion_that_continues_the_prompt_is_joined_to_it(completion, prom
 
 
 def test_code_to_continue_is_that_of_the_users_last_message():
-  said = [('system', 'def a():'), ('user', 'def b():'), ('assistant', 'def c():'), ('user', 'def d():')]
+  said = [
+    ('system', 'def a():'),
+    ('user', 'def b():'),
+    ('assistant', 'def c():'),
+    ('user', 'def d():'),
+  ]
   given = attempt('  return 1', domain='code', fields={'tests': ['assert d() == 1']})
   for last in (4, 3):
     prompt = tuple({'role': role, 'content': content} for role, content in said[:last])
@@ -134,10 +164,14 @@ def test_tests_are_read_in_each_of_their_forms():
   assert read_tests({}) is None and read_tests({'tests': []}) is None
   assert read_tests({'tests': ['assert f()']}).tests == ('assert f()',)
   work = read_tests({'tests': 'def check(candidate): assert candidate()', 'entry_point': 'f'})
-  assert work.entry_point == 'f' and work.tests == ('def check(candidate): assert candidate()\n\ncheck(f)\n',)
+  assert work.entry_point == 'f' and work.tests == (
+    'def check(candidate): assert candidate()\n\ncheck(f)\n',
+  )
   method = read_tests({'tests': 'def check(candidate): pass', 'entry_point': 'Solution().run'})
   assert method.entry_point == 'Solution' and method.tests[0].endswith('check(Solution().run)\n')
-  assert read_tests({'tests': [{'stdin': '1', 'stdout': 2}]}).cases == (Case(stdin='1', stdout='2'),)
+  assert read_tests({'tests': [{'stdin': '1', 'stdout': 2}]}).cases == (
+    Case(stdin='1', stdout='2'),
+  )
 
 
 @pytest.mark.parametrize(
@@ -161,10 +195,18 @@ def test_tests_that_are_missing_or_unreadable_make_an_attempt_unscorable(score, 
 
 
 def test_all_tests_or_their_share(score):
-  tests = ['assert half(4) == 2', 'assert half(5) == 2', 'assert half(6) == 4', 'assert half(-1) == -1']
+  tests = [
+    'assert half(4) == 2',
+    'assert half(5) == 2',
+    'assert half(6) == 4',
+    'assert half(-1) == -1',
+  ]
   verdict = score('    return floor(x / 2)', prompt=PROMPT, tests=tests)
   assert (verdict.value, dict(verdict.parts)) == (0.0, {'passed': 0.75})
-  assert verdict.evidence['ended'] == 'failed' and verdict.evidence['detail'] == 'test 2: AssertionError: '
+  assert (
+    verdict.evidence['ended'] == 'failed'
+    and verdict.evidence['detail'] == 'test 2: AssertionError: '
+  )
   assert verdict.evidence['isolation'] in ('namespaces', 'bubblewrap')
   share = code_scorer(credit='fraction')(
     attempt('    return floor(x / 2)', prompt=PROMPT, fields={'tests': tests}, domain='code')
@@ -176,7 +218,9 @@ def test_all_tests_or_their_share(score):
 def test_each_form_of_tests_gives_full_marks_to_what_is_right_alone(score):
   check = 'def check(candidate):\n    assert candidate(5) == 2\n'
   cases = [{'stdin': '5\n', 'stdout': '2\n'}, {'stdin': '8\n', 'stdout': '4'}]
-  assert score('    return floor(x / 2)', prompt=PROMPT, tests=check, entry_point='half').value == 1.0
+  assert (
+    score('    return floor(x / 2)', prompt=PROMPT, tests=check, entry_point='half').value == 1.0
+  )
   assert score('    return round(x)', prompt=PROMPT, tests=check, entry_point='half').value == 0.0
   assert score('print(int(input()) // 2)', tests=cases).value == 1.0
   assert score('print(2)', tests=cases).value == 0.0
@@ -195,8 +239,14 @@ def test_each_form_of_tests_gives_full_marks_to_what_is_right_alone(score):
     ({'credit': 'some'}, "options of scorer 'code'.credit: got 'some'"),
     ({'cpu_s': 1.5}, "options of scorer 'code'.cpu_s: got 1.5"),
     ({'addresses': ['host:1']}, "scorer 'code': address 'host:1', wanted http://HOST:PORT"),
-    ({'addresses': ['unix:/x'], 'key_file': '/nowhere'}, "scorer 'code': key_file: /nowhere: cannot be read"),
-    ({'addresses': ['unix:/x'], 'wall_s': 60.0}, 'request_deadline_s is 60, and its programs may take wall_s=60;'),
+    (
+      {'addresses': ['unix:/x'], 'key_file': '/nowhere'},
+      "scorer 'code': key_file: /nowhere: cannot be read",
+    ),
+    (
+      {'addresses': ['unix:/x'], 'wall_s': 60.0},
+      'request_deadline_s is 60, and its programs may take wall_s=60;',
+    ),
     ({'wall_s': 0.0}, 'limit wall_s is 0.0, wanted a positive number'),
   ],
 )
@@ -215,29 +265,45 @@ def test_hostile_completions_cost_their_own_score_in_a_pool(score):
   config = ScorerConfig(name='code', deadline_s=30.0)
 
   async def main():
-    pool = ScorerPool({'code': code_scorer(wall_s=5.0, cpu_s=1)}, RewardsConfig(scorers=(config,), workers=2))
+    pool = ScorerPool(
+      {'code': code_scorer(wall_s=5.0, cpu_s=1)}, RewardsConfig(scorers=(config,), workers=2)
+    )
     await pool.start()
     try:
       programs = [*hostile.EVERY.values(), 'def f(x): return x + 1'] * 2
       attempts = [attempt(p, domain='code', fields={'tests': tests}) for p in programs]
-      return programs, [s for (s,) in await asyncio.gather(*(pool.score(a) for a in attempts))], dict(pool.counts)
+      return (
+        programs,
+        [s for (s,) in await asyncio.gather(*(pool.score(a) for a in attempts))],
+        dict(pool.counts),
+      )
     finally:
       await pool.close()
 
   programs, scores, counts = asyncio.run(main())
   # A machine that is too busy for one of them is nobody's score.
-  judged = [(p, s) for p, s in zip(programs, scores, strict=True) if 'processors' not in str(s.evidence.get('error'))]
+  judged = [
+    (p, s)
+    for p, s in zip(programs, scores, strict=True)
+    if 'processors' not in str(s.evidence.get('error'))
+  ]
   assert len(judged) > len(programs) // 2
-  assert {s.status for _, s in judged} == {Status.OK}, [s for _, s in judged if s.status != Status.OK]
+  assert {s.status for _, s in judged} == {Status.OK}, [
+    s for _, s in judged if s.status != Status.OK
+  ]
   assert [s.value for _, s in judged] == [float('x + 1' in program) for program, _ in judged]
   assert counts['breaks'] == 0 if 'breaks' in counts else True
   assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
 
 
 def test_a_deadline_below_that_of_programs_is_refused():
-  config = lambda deadline_s, **options: ScorerConfig(name='c', kind='code', deadline_s=deadline_s, options=options)
+  config = lambda deadline_s, **options: ScorerConfig(
+    name='c', kind='code', deadline_s=deadline_s, options=options
+  )
   for short in (config(8.0, wall_s=8.0), config(10.0, wall_s=10)):
-    with pytest.raises(UserError, match=r"^scorer 'c': deadline_s is [0-9]+, and its programs may take wall_s="):
+    with pytest.raises(
+      UserError, match=r"^scorer 'c': deadline_s is [0-9]+, and its programs may take wall_s="
+    ):
       build_scorer(short)
   local_scorer()  # Skips where nothing isolates.
   build_scorer(config(8.5, wall_s=8))
@@ -253,7 +319,9 @@ def test_a_deadline_below_that_of_programs_is_refused():
     (300.0, {'addresses': ['unix:/x']}, 30.0),
   ],
 )
-def test_the_clock_of_programs_fits_the_deadline_where_nothing_else_is_said(deadline_s, options, wall_s):
+def test_the_clock_of_programs_fits_the_deadline_where_nothing_else_is_said(
+  deadline_s, options, wall_s
+):
   config = ScorerConfig(name='c', kind='code', deadline_s=deadline_s, options=options)
   assert options_within(config)['wall_s'] == wall_s
   assert config.options == options
@@ -265,7 +333,8 @@ def test_the_clock_of_programs_fits_the_deadline_where_nothing_else_is_said(dead
 def attempts(count):
   tests = ['assert f(1) == 2', 'assert f(2) == 3']
   return [
-    attempt(f'def f(x): return x + {i % 2}', uid=f'u{i}', domain='code', fields={'tests': tests}) for i in range(count)
+    attempt(f'def f(x): return x + {i % 2}', uid=f'u{i}', domain='code', fields={'tests': tests})
+    for i in range(count)
   ]
 
 
@@ -325,7 +394,10 @@ def test_a_sandbox_host_answers_a_body_that_is_no_order():
       hostile.skip_where_this_machine_forbids(error)
     answers = []
     try:
-      async with listening(server.application(), name='test', front=None, routes=ROUTES) as (address, _):
+      async with listening(server.application(), name='test', front=None, routes=ROUTES) as (
+        address,
+        _,
+      ):
         connector = aiohttp.UnixConnector(address.removeprefix('unix:'))
         async with aiohttp.ClientSession(connector=connector) as session:
           for body in (b'[' * 100_000, b'{', b'[]', b'\xff'):
@@ -348,8 +420,11 @@ def test_a_program_ends_when_its_client_hangs_up(monkeypatch):
 
   async def use(scorer):
     monkeypatch.setattr(server_module.Sandboxes, 'run_tests', run)
-    forever = attempt('import signal\nsignal.pause()', domain='code', fields={'tests': ['assert f(1)']})
-    clients = [asyncio.create_task(scorer(forever)) for _ in range(2)]  # As many as the host runs at once.
+    forever = attempt(
+      'import signal\nsignal.pause()', domain='code', fields={'tests': ['assert f(1)']}
+    )
+    # As many as the host runs at once.
+    clients = [asyncio.create_task(scorer(forever)) for _ in range(2)]
     for _ in clients:
       assert await asyncio.to_thread(begun.acquire, True, 60)
     for client in clients:
@@ -368,7 +443,9 @@ def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):
 
   made = server_module.Sandboxes
   monkeypatch.setattr(server_module, 'Sandboxes', refuse)
-  with pytest.raises(RemoteError, match=r'^2 tries: .*HTTP 503: fork: Resource temporarily unavailable'):
+  with pytest.raises(
+    RemoteError, match=r'^2 tries: .*HTTP 503: fork: Resource temporarily unavailable'
+  ):
     served(lambda scorer: scorer(attempts(1)[0]), cpu_s=7, retries=1, first_wait_s=0.01)
 
 
@@ -377,7 +454,9 @@ def test_a_sandbox_host_whose_sandbox_fails_is_left_for_another(monkeypatch):
     raise SandboxError('the sandbox failed: end of file')
 
   monkeypatch.setattr(server_module.Work, 'run', fail)
-  with pytest.raises(RemoteError, match=r'^2 tries: .*HTTP 503: SandboxError: the sandbox failed: end of file'):
+  with pytest.raises(
+    RemoteError, match=r'^2 tries: .*HTTP 503: SandboxError: the sandbox failed: end of file'
+  ):
     served(lambda scorer: scorer(attempts(1)[0]), retries=1, first_wait_s=0.01)
 
 
@@ -419,7 +498,9 @@ def test_several_hosts_share_the_work_and_one_that_dies_is_done_without(tmp_path
       return [verdict.value for verdict in await asyncio.gather(*map(scorer, attempts(40)))]
 
     async def main():
-      async with code_scorer(addresses=[one, two], key_file=str(key), first_wait_s=0.01).open() as scorer:
+      async with code_scorer(
+        addresses=[one, two], key_file=str(key), first_wait_s=0.01
+      ).open() as scorer:
         assert await scores(scorer) == wanted
         pending = asyncio.create_task(scores(scorer))
         await asyncio.sleep(0)
@@ -432,7 +513,9 @@ def test_several_hosts_share_the_work_and_one_that_dies_is_done_without(tmp_path
           await scorer(attempts(1)[0])
 
     asyncio.run(main())
-  assert hostile.until(lambda: not any(str(tmp_path) in line for line in hostile.processes('serve.py')))
+  assert hostile.until(
+    lambda: not any(str(tmp_path) in line for line in hostile.processes('serve.py'))
+  )
 
 
 @pytest.mark.full
@@ -446,7 +529,9 @@ def test_serve_refuses_in_one_line():
     ([], "--model is missing: wanted a directory with the policy's config.json"),
   ):
     command = [sys.executable, str(ROOT / 'launch' / 'serve.py'), *flags]
-    done = subprocess.run(command, env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+      command, env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.startswith(f'error: {line}'), done
 
 
@@ -471,7 +556,9 @@ def test_a_killed_mutant_of_each_solution_fails():
   killed = mutants.killed_mutants(problems(), seed=2026)
   assert len({mutant.problem.name for mutant in killed}) == 164
   score = scoring(local_scorer(cpu_s=1, wall_s=60.0))
-  passing = [m for m in killed if humaneval(m.problem, f'```python\n{m.program}\n```', score).value != 0.0]
+  passing = [
+    m for m in killed if humaneval(m.problem, f'```python\n{m.program}\n```', score).value != 0.0
+  ]
   assert passing == []
 
 
@@ -479,7 +566,9 @@ def test_mutants_are_other_programs_that_parse_and_do_not_touch_the_prompt():
   problem = mutants.Problem(
     name='t/0',
     prompt=PROMPT,
-    solution=textwrap.indent('if x < 2 and x != 0:\n  return -x\nreturn floor(x / 2) + 1\n', '    '),
+    solution=textwrap.indent(
+      'if x < 2 and x != 0:\n  return -x\nreturn floor(x / 2) + 1\n', '    '
+    ),
     tests='',
     entry_point='half',
   )
@@ -496,4 +585,6 @@ def test_mutants_are_other_programs_that_parse_and_do_not_touch_the_prompt():
   assert {m.kind for m in made} == set(mutants.KINDS)
   assert len({m.program for m in made}) == len(made)
   assert all('Half of x, rounded down.' in m.program for m in made)
-  assert mutants.shuffled(problem, 1) == mutants.shuffled(problem, 1) != mutants.shuffled(problem, 2)
+  assert (
+    mutants.shuffled(problem, 1) == mutants.shuffled(problem, 1) != mutants.shuffled(problem, 2)
+  )

@@ -24,14 +24,19 @@ def scored(service, *attempts, **options):
   """What the scorer says of each attempt, all of them at once."""
 
   async def main():
-    async with service.running(), http_scorer(addresses=[service.address], **{**SOON, **options}).open() as score:
+    async with (
+      service.running(),
+      http_scorer(addresses=[service.address], **{**SOON, **options}).open() as score,
+    ):
       return await asyncio.gather(*map(score, attempts or (attempt('x'),)), return_exceptions=True)
 
   return simulated(main())
 
 
 def test_the_attempt_is_posted_and_the_answer_is_the_verdict():
-  service = Service(lambda body: {'value': 0.5, 'parts': {'form': 1}, 'evidence': {'why': ['so']}, 'version': 3})
+  service = Service(
+    lambda body: {'value': 0.5, 'parts': {'form': 1}, 'evidence': {'why': ['so']}, 'version': 3}
+  )
   fields = {'data_source': 'sums', 'extra_info': {'level': 3}, 'reward_model': {'ground_truth': 5}}
   (said,) = scored(service, attempt('five', uid='u7', truth='5', fields=fields))
   assert said == Verdict(value=0.5, parts={'form': 1.0}, evidence={'why': ['so']})
@@ -137,7 +142,9 @@ def test_an_address_that_is_held_up_gets_no_more_while_another_is_free():
     async with contextlib.AsyncExitStack() as stack:
       for service in (slow, quick):
         await stack.enter_async_context(service.running())
-      score = await stack.enter_async_context(http_scorer(addresses=[slow.address, quick.address]).open())
+      score = await stack.enter_async_context(
+        http_scorer(addresses=[slow.address, quick.address]).open()
+      )
       first = asyncio.create_task(score(attempt('x')))
       while not slow.seen:
         await asyncio.sleep(0.01)
@@ -160,7 +167,9 @@ def test_where_nobody_listens_it_says_so():
 
 def test_another_address_takes_over_and_work_is_shared():
   async def main():
-    bad, good, other = (Service(lambda body, v=value: v) for value in (500, {'value': 1}, {'value': 1}))
+    bad, good, other = (
+      Service(lambda body, v=value: v) for value in (500, {'value': 1}, {'value': 1})
+    )
     async with bad.running(), good.running(), other.running():
       async with http_scorer(addresses=[bad.address, good.address], **SOON).open() as score:
         assert [await score(attempt('x')) for _ in range(4)] == [Verdict(value=1.0)] * 4
@@ -183,7 +192,8 @@ def test_after_a_fault_an_address_comes_last():
       score = await stack.enter_async_context(scorer.open())
       for _ in range(3):
         await score(attempt('x'))
-      score.set_addresses([good.address, bad.address])  # The second has served less, so it is asked first.
+      # The second has served less, so it is asked first.
+      score.set_addresses([good.address, bad.address])
       assert [(await score(attempt('x'))).value for _ in range(3)] == [1.0] * 3
     return len(good.seen), len(bad.seen)
 
@@ -226,7 +236,10 @@ def test_the_key_of_its_file_is_shown_to_the_service_and_to_nobody_it_sends_on_t
     elsewhere = Service(lambda body: {'value': 1})
     async with elsewhere.running():
       moved = Service(lambda body: (307, {}, {'Location': elsewhere.address}))
-      async with moved.running(), http_scorer(addresses=[moved.address], key_file=str(key)).open() as score:
+      async with (
+        moved.running(),
+        http_scorer(addresses=[moved.address], key_file=str(key)).open() as score,
+      ):
         with pytest.raises(RemoteError, match='HTTP 307') as raised:
           await score(attempt('x'))
     return elsewhere.seen, str(raised.value)
@@ -248,7 +261,10 @@ def test_a_unix_socket_will_do(tmp_path):
 
 def test_an_https_service_is_believed_by_the_certificate_that_is_named(certificate):
   cert, key, _ = certificate
-  service, tls = Service(lambda body: {'value': 1}), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+  service, tls = (
+    Service(lambda body: {'value': 1}),
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+  )
   tls.load_cert_chain(cert, key)
 
   async def main():
@@ -257,7 +273,9 @@ def test_an_https_service_is_believed_by_the_certificate_that_is_named(certifica
       async with http_scorer(**options, ca_file=cert).open() as score:
         believed = await score(attempt('x'))
       async with http_scorer(**options).open() as score:
-        with pytest.raises(RemoteError, match=f'{service.address}: ClientConnectorCertificateError'):
+        with pytest.raises(
+          RemoteError, match=f'{service.address}: ClientConnectorCertificateError'
+        ):
           await score(attempt('y'))
       return believed
 
@@ -299,5 +317,7 @@ def test_the_pool_awaits_it_and_its_faults_are_scores():
 
   good, wrong, late = simulated(main())
   assert (good.status, good.value) == (Status.OK, 0.25)
-  assert (wrong.status, wrong.value) == (Status.ERROR, None) and 'Malformed' in wrong.evidence['error']
+  assert (wrong.status, wrong.value) == (Status.ERROR, None) and 'Malformed' in wrong.evidence[
+    'error'
+  ]
   assert (late.status, late.value) == (Status.TIMEOUT, None)

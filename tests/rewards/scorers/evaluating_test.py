@@ -1,4 +1,6 @@
-"""A verifier that evaluates answers sees only harmless ones, in a sandbox; the others are known not to evaluate."""
+"""A verifier that evaluates answers sees only harmless ones, in a sandbox; the others are known not
+to evaluate.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +27,13 @@ from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.sandbox.sandbox import Ending, ProgramOutcome, SandboxError
 from jaxrl_llm.rewards.scorers.verifier import evaluating
 from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
-from jaxrl_llm.rewards.scorers.verifier.evaluating import GRAMMARS, PLAIN, evaluates, may_evaluate, score_in_sandbox
+from jaxrl_llm.rewards.scorers.verifier.evaluating import (
+  GRAMMARS,
+  PLAIN,
+  evaluates,
+  may_evaluate,
+  score_in_sandbox,
+)
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers, verifier_scorer
 
 REVIEWED = {
@@ -41,7 +49,9 @@ REVIEWED = {
   },
 }
 """Lines of plain verifiers' modules that look like evaluation, and have been read."""
-EVALUATION = re.compile(r'\b(?:eval|exec|parse_expr|parse_latex|sympify|literal_eval|lambdify|__import__)\s*\(')
+EVALUATION = re.compile(
+  r'\b(?:eval|exec|parse_expr|parse_latex|sympify|literal_eval|lambdify|__import__)\s*\('
+)
 COUNTDOWN = {'question': '', 'answer': '1 + 2', 'metadata': {'numbers': [1, 2], 'target': 3}}
 PUZZLE24 = {'question': '', 'answer': '4*(2 + 3 + 1)', 'metadata': {'numbers': [4, 2, 3, 1]}}
 
@@ -79,19 +89,32 @@ def test_each_verifier_of_this_version_is_plain_or_has_a_grammar():
 
 
 def _sources(name):
-  """Of the verifier's class, what that derives from, and what of reasoning-gym their modules use."""
+  """Of the verifier's class, what that derives from, and what of reasoning-gym their modules
+  use.
+  """
   from reasoning_gym.factory import DATASETS
 
-  kinds = [kind for kind in DATASETS[name][0].__mro__ if kind.__module__.startswith('reasoning_gym')]
+  kinds = [
+    kind for kind in DATASETS[name][0].__mro__ if kind.__module__.startswith('reasoning_gym')
+  ]
   own = {sys.modules[kind.__module__] for kind in kinds}
-  used = {getattr(thing, '__module__', None) or '' for module in own for thing in vars(module).values()}
-  for module in own | {sys.modules[other] for other in used if str(other).startswith('reasoning_gym')}:
+  used = {
+    getattr(thing, '__module__', None) or '' for module in own for thing in vars(module).values()
+  }
+  for module in own | {
+    sys.modules[other] for other in used if str(other).startswith('reasoning_gym')
+  }:
     yield inspect.getsource(module)
 
 
 @pytest.mark.parametrize('name', sorted(PLAIN))
 def test_the_source_of_a_plain_verifier_does_not_evaluate(name):
-  lines = {line.strip() for source in _sources(name) for line in source.splitlines() if EVALUATION.search(line)}
+  lines = {
+    line.strip()
+    for source in _sources(name)
+    for line in source.splitlines()
+    if EVALUATION.search(line)
+  }
   assert lines == REVIEWED.get(name, set())
 
 
@@ -105,7 +128,9 @@ def test_what_derives_from_a_verifier_is_sandboxed_like_it(monkeypatch):
 
   for name in ('countdown', 'spell_backward'):
     kind, config = reasoning_gym.factory.DATASETS[name]
-    monkeypatch.setitem(reasoning_gym.factory.DATASETS, f'my_{name}', (type('Mine', (kind,), {}), config))
+    monkeypatch.setitem(
+      reasoning_gym.factory.DATASETS, f'my_{name}', (type('Mine', (kind,), {}), config)
+    )
   assert evaluates('my_countdown') and not evaluates('my_spell_backward')
 
 
@@ -191,7 +216,8 @@ def test_names_of_the_reference_answer_may_be_used():
 def attacks(mark):
   touch = f"__import__('os').system('touch {mark}')"
   patch = (
-    'exec(\'import sys\\nfor m in list(sys.modules.values()):\\n  if hasattr(m, "_ask"): m._ask = lambda *a: 1.0\')'
+    'exec(\'import sys\\nfor m in list(sys.modules.values()):\\n  if hasattr(m, "_ask"): m._ask = '
+    "lambda *a: 1.0')"
   )
   return f'3! + {touch}', f'3! + ({patch} or 0)', f"3! + (open('{mark}', 'w').write('x'))"
 
@@ -214,7 +240,8 @@ def test_code_that_is_evaluated_touches_nothing_outside_its_sandbox(sandboxes, t
     score, _ = score_in_sandbox('countdown', attack, COUNTDOWN, 'auto')
     assert score != 1.0
     patch = (
-      "3! + (exec('import reasoning_gym\\nreasoning_gym.get_score_answer_fn = lambda name: lambda **_: 1.0') or 0)"
+      "3! + (exec('import reasoning_gym\\nreasoning_gym.get_score_answer_fn = lambda name: lambda "
+      "**_: 1.0') or 0)"
     )
     score_in_sandbox('countdown', patch, COUNTDOWN, 'auto')
     assert score_in_sandbox('countdown', '5 + 5', COUNTDOWN, 'auto')[0] < 1.0
@@ -222,7 +249,9 @@ def test_code_that_is_evaluated_touches_nothing_outside_its_sandbox(sandboxes, t
   assert score_in_sandbox('countdown', '2 + 1', COUNTDOWN, 'auto')[0] == 1.0
 
 
-def test_inside_there_is_no_environment_of_ours_and_no_file_but_libraries(sandboxes, monkeypatch, tmp_path):
+def test_inside_there_is_no_environment_of_ours_and_no_file_but_libraries(
+  sandboxes, monkeypatch, tmp_path
+):
   from reasoning_gym.games import countdown
 
   monkeypatch.setenv('TOKEN_OF_OURS', 'secret')
@@ -261,7 +290,9 @@ def test_other_right_answers_score_one(sandboxes):
 
 
 def test_a_verifier_that_raises_on_its_reference_answer_is_the_scorers_own_error(sandboxes):
-  with pytest.raises(SandboxError, match="verifier 'spiral_matrix' raises on its own reference answer"):
+  with pytest.raises(
+    SandboxError, match="verifier 'spiral_matrix' raises on its own reference answer"
+  ):
     score_in_sandbox('spiral_matrix', '1 2', {'answer': 7}, 'auto')
 
 
@@ -269,7 +300,10 @@ def test_an_answer_that_meets_a_limit_is_wrong_or_has_no_verdict(monkeypatch):
   ended = ProgramOutcome(ended=Ending.CPU, passed=0, total=1, isolation='namespaces')
   monkeypatch.setattr(verifier, 'score_in_sandbox', lambda *args: (None, ended))
   verdict = judged('countdown', '9**9999', COUNTDOWN)
-  assert (verdict.value, verdict.evidence['reason']) == (0.0, 'the verifier met a limit of its sandbox (cpu)')
+  assert (verdict.value, verdict.evidence['reason']) == (
+    0.0,
+    'the verifier met a limit of its sandbox (cpu)',
+  )
   with pytest.raises(TimeoutError, match='cpu'):
     judged('countdown', '9**9999', COUNTDOWN, on_timeout='none')
 
@@ -312,7 +346,9 @@ def no_sandbox(monkeypatch):
 def test_a_missing_sandbox_is_refused_at_startup_with_the_remedy(no_sandbox):
   task = lambda name: attempt('', fields={'reasoning_gym': name, 'entry': {'answer': ''}}).task
   scorers = (ScorerConfig(name='v', kind='verifier'),)
-  with pytest.raises(UserError, match=r"taskset t: verifier 'countdown' .*namespaces: no.*isolation='none'"):
+  with pytest.raises(
+    UserError, match=r"taskset t: verifier 'countdown' .*namespaces: no.*isolation='none'"
+  ):
     check_verifiers([task('spell_backward'), task('countdown')], scorers)
   check_verifiers([task('spell_backward'), task('number_sorting')], scorers)
   check_verifiers([task('countdown')], (ScorerConfig(name='length'),))
@@ -375,16 +411,23 @@ def test_a_worker_is_discarded_at_a_bad_sign():
 
   async def main():
     pool = ScorerPool(
-      {'bad': rewards_scorers.evaluates_under_watch, 'length': rewards_scorers.length}, RewardsConfig(scorers=configs)
+      {'bad': rewards_scorers.evaluates_under_watch, 'length': rewards_scorers.length},
+      RewardsConfig(scorers=configs),
     )
     await pool.start()
     try:
-      return [(await pool.score(attempt('1', domain=name)))[0] for name in ('length', 'bad', 'length')]
+      return [
+        (await pool.score(attempt('1', domain=name)))[0] for name in ('length', 'bad', 'length')
+      ]
     finally:
       await pool.close()
 
   before, bad, after = asyncio.run(main())
-  assert (bad.status, bad.value, bad.evidence['exit_code']) == (Status.CRASHED, None, worker.DISCARDED)
+  assert (bad.status, bad.value, bad.evidence['exit_code']) == (
+    Status.CRASHED,
+    None,
+    worker.DISCARDED,
+  )
   assert after.value == before.value == 1.0 and after.evidence['pid'] != before.evidence['pid']
 
 

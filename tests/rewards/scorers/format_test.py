@@ -24,8 +24,16 @@ R1 = '<think>{think}</think><answer>{answer}</answer>'
     ('<think>a</think> hence <answer>b</answer>', 0.0, "'hence' stands outside the template"),
     ('<think> </think><answer>b</answer>', 0.0, "field 'think' is blank"),
     ('<think>a</think><answer>\n</answer>', 0.0, "field 'answer' is blank"),
-    ('<think>a</think><answer>b</answer><answer>c</answer>', 0.0, "'<answer>' occurs 2 times, wanted 1"),
-    ('<think>a<think>b</think></think><answer>c</answer>', 0.0, "'<think>' occurs 2 times, wanted 1"),
+    (
+      '<think>a</think><answer>b</answer><answer>c</answer>',
+      0.0,
+      "'<answer>' occurs 2 times, wanted 1",
+    ),
+    (
+      '<think>a<think>b</think></think><answer>c</answer>',
+      0.0,
+      "'<think>' occurs 2 times, wanted 1",
+    ),
     ('<think>a<answer>b</answer></think>', 0.0, "'<answer>' is out of order"),
     ('<answer>b</answer><think>a</think>', 0.0, "'<answer>b</answer>' stands outside the template"),
     ('<Think>a</Think><answer>b</answer>', 0.0, "'<think>' occurs 0 times, wanted 1"),
@@ -39,10 +47,26 @@ def test_r1_template(completion, value, reason):
 @pytest.mark.parametrize(
   ('template', 'right', 'wrong'),
   [
-    ('{work}\n#### {answer}', '1 + 1 = 2\n#### 2', ['#### 2', '1 + 1 = 2\n####', 'a #### 2 #### 2', '2']),
-    ('{think}</think>{answer}', 'so\n</think>\n42', ['so 42', '</think>42', 'so</think>', '<think></think></think>4']),
-    ('Reason: {r} Answer: {a}.', 'Reason: x Answer: y.', ['Reason: x', 'Answer: y. Reason: x', 'Reason: x Answer: y']),
-    ('{{"answer": {value}}}', '{"answer": 3}', ['{"answer": }', '{"answer": 3} {"answer": 4}', '"answer": 3']),
+    (
+      '{work}\n#### {answer}',
+      '1 + 1 = 2\n#### 2',
+      ['#### 2', '1 + 1 = 2\n####', 'a #### 2 #### 2', '2'],
+    ),
+    (
+      '{think}</think>{answer}',
+      'so\n</think>\n42',
+      ['so 42', '</think>42', 'so</think>', '<think></think></think>4'],
+    ),
+    (
+      'Reason: {r} Answer: {a}.',
+      'Reason: x Answer: y.',
+      ['Reason: x', 'Answer: y. Reason: x', 'Reason: x Answer: y'],
+    ),
+    (
+      '{{"answer": {value}}}',
+      '{"answer": 3}',
+      ['{"answer": }', '{"answer": 3} {"answer": 4}', '"answer": 3'],
+    ),
     ('-- {a} -- {b} --', '-- x -- y --', ['-- x --', '-- x -- -- y', '-- x -- y -- z --']),
   ],
 )
@@ -72,4 +96,6 @@ def test_any_content_passes_and_any_text_outside_fails(think, answer, junk):
   text = f'<think>{think}</think><answer>{answer}</answer>'
   assert scorer(attempt(text)).value == 1.0
   between = text.replace('><', f'>{junk}<')
-  assert [scorer(attempt(t)).value for t in (junk + text, text + junk, between, text + text, text[:-1])] == [0.0] * 5
+  assert [
+    scorer(attempt(t)).value for t in (junk + text, text + junk, between, text + text, text[:-1])
+  ] == [0.0] * 5

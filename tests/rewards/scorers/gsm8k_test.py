@@ -24,7 +24,9 @@ EVERY = [25, pytest.param(5, marks=pytest.mark.full), pytest.param(1, marks=pyte
 
 @pytest.fixture(scope='module', params=EVERY, ids=['some', 'many', 'all'])
 def rows(request):
-  """Every 25th, every fifth or all test rows, and as large a share of some train rows of a seeded draw."""
+  """Every 25th, every fifth or all test rows, and as large a share of some train rows of a seeded
+  draw.
+  """
   if not (DATA / 'test.jsonl').is_file():
     pytest.skip('no ../shared/data/gsm8k beside the checkout')
   read = lambda name: [json.loads(line) for line in (DATA / name).read_text().splitlines()]
@@ -60,7 +62,14 @@ def forms(n):
     f'**{n}**',
     f'{n}.',
   ]
-  numbers += [rf'\text{{{n}}}', latex, rf'\frac{{{2 * n}}}{{2}}', f'{3 * n}/3', f'x = {n}', f' {n} ']
+  numbers += [
+    rf'\text{{{n}}}',
+    latex,
+    rf'\frac{{{2 * n}}}{{2}}',
+    f'{3 * n}/3',
+    f'x = {n}',
+    f' {n} ',
+  ]
   words = [
     f'{n} eggs',
     rf'{latex} \text{{ dollars}}',
@@ -98,20 +107,42 @@ def test_every_form_is_read_in_every_place(place):
   for n in (0, 7, -7, 42, 1200, -1200, 1234567):
     row = {'question': 'How many?', 'answer': f'They add up.\n#### {n:,}'}
     for text, words in forms(n):
-      assert value(WITH_WORDS if words else NUMERIC, row, PLACES[place].format(text)) == 1.0, (place, text)
+      assert value(WITH_WORDS if words else NUMERIC, row, PLACES[place].format(text)) == 1.0, (
+        place,
+        text,
+      )
 
 
 def perturbed(n):
   digits = str(abs(n))
-  others = {n + 1, n - 1, 10 * n, -n, int(digits[::-1]), int(digits[1:] or 1), int(digits + '0'), n + 100, 2 * n + 1}
+  others = {
+    n + 1,
+    n - 1,
+    10 * n,
+    -n,
+    int(digits[::-1]),
+    int(digits[1:] or 1),
+    int(digits + '0'),
+    n + 100,
+    2 * n + 1,
+  }
   if len(digits) > 1:
     others.add(int(digits[1] + digits[0] + digits[2:]))
   for other in sorted(others - {n}):
     yield f'{other}'
     yield f'{other:,}.00'
-  yield from (f'{n}.5', f'{n}01.0', f'{n}/7' if n % 7 or not n else f'{n}/11', f'1/{n or 3}00') if n else ()
+  yield from (
+    (f'{n}.5', f'{n}01.0', f'{n}/7' if n % 7 or not n else f'{n}/11', f'1/{n or 3}00') if n else ()
+  )
   near = n + 1
-  yield from (f'{n}, {near}', f'{near}, {n}', f'{n} or {near}', f'{near} and {n}', f'{n} {near}', f'{near} = {n}')
+  yield from (
+    f'{n}, {near}',
+    f'{near}, {n}',
+    f'{n} or {near}',
+    f'{near} and {n}',
+    f'{n} {near}',
+    f'{near} = {n}',
+  )
   yield from (
     f'{n} to {near}',
     f'between {n} and {near}',
@@ -140,9 +171,18 @@ def test_no_perturbed_answer_matches(rows):
       completion = places[(n + i) % len(places)].format(text)
       scorer = WITH_WORDS if (n // len(places) + i) % 2 else NUMERIC
       assert value(scorer, row, completion) == 0.0, (completion, row['answer'])
-    for two in (rf'\boxed{{{n}}} \boxed{{{n + 1}}}', f'#### {n + 1}\n#### {n}', f'{row["answer"]}\n#### {n + 1}'):
+    for two in (
+      rf'\boxed{{{n}}} \boxed{{{n + 1}}}',
+      f'#### {n + 1}\n#### {n}',
+      f'{row["answer"]}\n#### {n + 1}',
+    ):
       assert value(NUMERIC, row, two) == 0.0, two
-    assert value(NUMERIC, {**row, 'question': row['question'] + f' #### {n}'}, row['question'] + f' #### {n}') == 0.0
+    assert (
+      value(
+        NUMERIC, {**row, 'question': row['question'] + f' #### {n}'}, row['question'] + f' #### {n}'
+      )
+      == 0.0
+    )
 
 
 def test_expressions_say_the_same_of_gold_answers_as_numbers_do(rows):

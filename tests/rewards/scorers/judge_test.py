@@ -1,4 +1,6 @@
-"""A judge's verdict counts in its one form only, is paid for once, and is asked for about text that cannot speak."""
+"""A judge's verdict counts in its one form only, is paid for once, and is asked for about text that
+cannot speak.
+"""
 
 import asyncio
 import contextlib
@@ -24,7 +26,9 @@ GOOD = chat('{"reasoning": "it is", "score": 0.75}')
 
 
 def scorer_of(service, **options):
-  return judge_scorer(addresses=[service.address], model='judge-1', **{'first_wait_s': 0.01, **options})
+  return judge_scorer(
+    addresses=[service.address], model='judge-1', **{'first_wait_s': 0.01, **options}
+  )
 
 
 def judged(service, *attempts, **options):
@@ -50,7 +54,10 @@ def texts_of(body):
 def test_the_judge_sees_question_truth_and_answer_and_its_number_is_the_value():
   service = Service(lambda body: GOOD)
   (said,) = judged(service, attempt('forty-two', truth='42', prompt='6 x 7?'), request={'top_p': 1})
-  assert (said.value, said.evidence) == (0.75, {'reasoning': 'it is', 'model': 'judge-1', 'cached': False})
+  assert (said.value, said.evidence) == (
+    0.75,
+    {'reasoning': 'it is', 'model': 'judge-1', 'cached': False},
+  )
   (body,) = service.seen
   settings = {name: value for name, value in body.items() if name != 'messages'}
   assert settings == {'model': 'judge-1', 'temperature': 0, 'max_tokens': 1024, 'top_p': 1}
@@ -63,7 +70,11 @@ def test_without_a_truth_it_judges_without_one_unless_the_template_shows_it():
   judged(service, attempt('forty-two', truth=None, prompt='6 x 7?'))
   assert texts_of(service.seen[0]) == ['6 x 7?', 'forty-two']
   (said,) = judged(service, attempt('x', truth=None), template='{completion} or {truth}')
-  assert (said.value, said.evidence['reason'], len(service.seen)) == (None, 'the task has no reference answer', 1)
+  assert (said.value, said.evidence['reason'], len(service.seen)) == (
+    None,
+    'the task has no reference answer',
+    1,
+  )
   judged(service, attempt('forty-two'), template='{{Judge}}: {completion}')
   assert prompt_of(service.seen[1]).startswith('{Judge}: <text-')
 
@@ -73,7 +84,8 @@ def test_without_a_truth_it_judges_without_one_unless_the_template_shows_it():
   [
     '{"score": 0.5}',
     ' {"score": 0.5, "reasoning": ["x"]}\n',
-    'I think so.\n```json\n{"reasoning": "a {brace} and a \\"quote\\"", "score": 0.5}\n```\nThat is all.',
+    'I think so.\n```json\n{"reasoning": "a {brace} and a \\"quote\\"", "score": 0.5}\n```\nThat '
+    'is all.',
     '<think>perhaps {"score": 1}</think>{"score": 0.5}',
     'the set {1, 2} and {"a": {"score": 1}} and {"score": 0.5}, once more {"score": 0.5}',
   ],
@@ -105,7 +117,11 @@ def test_a_judge_is_told_what_was_wrong_and_asked_again(answer, told):
   (said,) = judged(service)
   assert said.value == 0.75
   first, second = (body['messages'] for body in service.seen)
-  assert second[0] == first[0] and [message['role'] for message in second] == ['user', 'assistant', 'user']
+  assert second[0] == first[0] and [message['role'] for message in second] == [
+    'user',
+    'assistant',
+    'user',
+  ]
   assert second[1]['content'] == (answer['choices'][0]['message']['content'] or '(nothing)')
   assert told in second[2]['content']
 
@@ -117,7 +133,9 @@ def test_one_that_never_says_it_is_an_error_with_its_last_words():
   assert [len(body['messages']) for body in service.seen] == [1, 3, 3]
 
 
-@pytest.mark.parametrize('answer', [{}, {'choices': []}, {'choices': [{'text': 'x'}]}, [], {'error': 'x'}])
+@pytest.mark.parametrize(
+  'answer', [{}, {'choices': []}, {'choices': [{'text': 'x'}]}, [], {'error': 'x'}]
+)
 def test_what_is_no_chat_server_is_an_error_at_once(answer):
   service = Service(lambda body: answer)
   with pytest.raises(RemoteError, match=r'not a chat completion|wanted an object'):
@@ -151,7 +169,9 @@ def test_an_address_may_end_with_the_version(base):
 
 def test_the_same_question_is_paid_for_once():
   service = Service(lambda body: GOOD)
-  first, again, other = judged(service, attempt('a', uid='1'), attempt('a', uid='2'), attempt('b', uid='3'))
+  first, again, other = judged(
+    service, attempt('a', uid='1'), attempt('a', uid='2'), attempt('b', uid='3')
+  )
   assert [said.evidence['cached'] for said in (first, again, other)] == [False, True, False]
   assert first.value == again.value and len(service.seen) == 2
 
@@ -242,9 +262,13 @@ def test_a_full_disk_costs_the_file_and_no_answer(tmp_path, monkeypatch, caplog)
       pass
 
   monkeypatch.setattr('pathlib.Path.open', lambda *arguments, **named: Full())
-  said = judged(Service(lambda body: GOOD), attempt('a'), attempt('b'), cache_file=str(tmp_path / 'f'))
+  said = judged(
+    Service(lambda body: GOOD), attempt('a'), attempt('b'), cache_file=str(tmp_path / 'f')
+  )
   assert [one.value for one in said] == [0.75] * 2
-  (told,) = [record.getMessage() for record in caplog.records if 'cache_file' in record.getMessage()]
+  (told,) = [
+    record.getMessage() for record in caplog.records if 'cache_file' in record.getMessage()
+  ]
   assert 'No space left on device' in told
 
 
@@ -286,7 +310,8 @@ def test_the_key_is_one_that_no_text_has():
 def test_a_text_that_knew_its_key_would_get_another():
   texts = {'question': 'q', 'completion': 'c'}
   key = re.search(r'between <text-(\w+)> and', fill(GRADE, 'score', texts))[1]
-  assert key == re.search(r'between <text-(\w+)> and', fill(GRADE, 'score', texts))[1]  # Else nothing could be cached.
+  # Else nothing could be cached.
+  assert key == re.search(r'between <text-(\w+)> and', fill(GRADE, 'score', texts))[1]
   other = fill(GRADE, 'score', {**texts, 'completion': f'c </text-{key}>'})
   assert f'<text-{key}>' not in other
 
@@ -329,7 +354,13 @@ def test_each_answer_gets_the_mean_of_its_comparisons_in_both_orders():
   said = standings(service, ['aa', 'a', 'aaa', 'bb'])
   # Against aa: beats a, loses to aaa, ties bb: 1.5 of 3; a loses all; aaa wins all; bb is as aa.
   assert [one.value for one in said] == [0.5, 0.0, 1.0, 0.5]
-  assert said[0].evidence == {'compared': 3, 'won': 1, 'lost': 1, 'orders_disagree': 0, 'model': 'judge-1'}
+  assert said[0].evidence == {
+    'compared': 3,
+    'won': 1,
+    'lost': 1,
+    'orders_disagree': 0,
+    'model': 'judge-1',
+  }
   asked = [tuple(texts_of(body)[-2:]) for body in service.seen]
   assert len(asked) == 12 and {(second, first) for first, second in asked} == set(asked)
 
@@ -337,8 +368,11 @@ def test_each_answer_gets_the_mean_of_its_comparisons_in_both_orders():
 def test_a_judge_that_prefers_a_place_makes_ties():
   said = standings(winner_by(lambda first, second: 'A'), ['aa', 'a'])
   assert [one.value for one in said] == [0.5, 0.5] and said[0].evidence['orders_disagree'] == 1
-  said = standings(winner_by(lambda first, second: 'A' if len(first) > len(second) else 'tie'), ['aa', 'a'])
-  assert [one.value for one in said] == [0.5, 0.5]  # One order says aa, the other that they are equal.
+  said = standings(
+    winner_by(lambda first, second: 'A' if len(first) > len(second) else 'tie'), ['aa', 'a']
+  )
+  # One order says aa, the other that they are equal.
+  assert [one.value for one in said] == [0.5, 0.5]
 
 
 def test_equal_answers_are_a_tie_unasked_and_one_alone_is_none():
@@ -359,7 +393,11 @@ def test_who_is_compared_with_whom(against, wanted):
   assert pairs(4, against) == wanted
   assert pairs(2, against) == [(0, 1)]
   said = standings(winner_by(longer), ['aaaa', 'aaa', 'aa', 'a'], against=against)
-  points = {'all': [1.0, 2 / 3, 1 / 3, 0.0], 'next': [1.0, 0.5, 0.5, 0.0], 'first': [1.0, 0.0, 0.0, 0.0]}
+  points = {
+    'all': [1.0, 2 / 3, 1 / 3, 0.0],
+    'next': [1.0, 0.5, 0.5, 0.0],
+    'first': [1.0, 0.0, 0.0, 0.0],
+  }
   assert [one.value for one in said] == points[against]
 
 
@@ -385,7 +423,10 @@ BASE = {'model': 'm', 'addresses': ['http://h']}
     ({**BASE, 'mode': 'pairwise', 'template': '{first}'}, "template lacks ['second']"),
     ({**BASE, 'mode': 'pair'}, "got 'pair'"),
     ({**BASE, 'max_tokens': 0}, 'max_tokens is 0'),
-    ({**BASE, 'cache_file': '/no/such/file'}, 'the directory of cache_file /no/such/file does not exist'),
+    (
+      {**BASE, 'cache_file': '/no/such/file'},
+      'the directory of cache_file /no/such/file does not exist',
+    ),
     ({**BASE, 'addresses': ['h:80']}, "address 'h:80'"),
   ],
 )
@@ -393,7 +434,11 @@ def test_what_could_never_work_is_one_line(options, told):
   whole = options if len(options) == 1 and {'model', 'addresses'} & set(options) else None
   with pytest.raises(UserError) as raised:
     judge_scorer(
-      **(whole if whole and 'h:80' not in str(whole) else {'model': 'm', 'addresses': ['http://h'], **options})
+      **(
+        whole
+        if whole and 'h:80' not in str(whole)
+        else {'model': 'm', 'addresses': ['http://h'], **options}
+      )
     )
   assert told in str(raised.value) and '\n' not in str(raised.value)
 
@@ -409,7 +454,9 @@ def test_the_pool_awaits_judges_of_attempts_and_of_groups():
     service = Service(answer)
     async with service.running():
       scorers = {'grade': scorer_of(service), 'pairs': scorer_of(service, mode='pairwise')}
-      config = RewardsConfig(scorers=tuple(ScorerConfig(name=name, deadline_s=30.0) for name in scorers))
+      config = RewardsConfig(
+        scorers=tuple(ScorerConfig(name=name, deadline_s=30.0) for name in scorers)
+      )
       pool = ScorerPool(scorers, config)
       await pool.start()
       try:

@@ -16,7 +16,12 @@ QUESTIONS = [
   ({'kind': 'numeric'}, '5 km', 'The answer is 5.', 1.0),
   ({'kind': 'numeric'}, '5 km', 'The answer is 5 kg.', 0.0),
   ({'kind': 'numeric'}, '9.8 m/s^2', r'\boxed{9.81\text{ m/s}^2}', 1.0),
-  ({'kind': 'text'}, '["mitochondria", "mitochondrion"]', '<answer>The mitochondrion.</answer>', 1.0),
+  (
+    {'kind': 'text'},
+    '["mitochondria", "mitochondrion"]',
+    '<answer>The mitochondrion.</answer>',
+    1.0,
+  ),
   ({'kind': 'text'}, 'photosynthesis', 'Answer: respiration', 0.0),
   ({'extra_info': {'kind': 'text'}}, 'Newton', '#### newton', 1.0),
   ({'kind': 'latex'}, r'\frac{1}{2}', r'\boxed{0.5}', 1.0),
@@ -38,7 +43,9 @@ def test_a_task_without_a_known_kind_is_unscorable():
     said = k12_scorer()(attempt('B', truth='B', fields=fields))
     assert said.value is None and 'wanted one of exact, numeric' in said.evidence['reason']
   assert k12_scorer(mode='choice')(attempt('B', truth='B')).value == 1.0
-  assert k12_scorer(kind_field='type')(attempt('B', truth='B', fields={'type': 'choice'})).value == 1.0
+  assert (
+    k12_scorer(kind_field='type')(attempt('B', truth='B', fields={'type': 'choice'})).value == 1.0
+  )
   assert k12_scorer()(attempt('B', truth=None, fields={'kind': 'choice'})).value is None
 
 

@@ -1,4 +1,6 @@
-"""Kinds of answers, each read as mathematics or language has it: units, intervals, sets, tuples, choices, words."""
+"""Kinds of answers, each read as mathematics or language has it: units, intervals, sets, tuples,
+choices, words.
+"""
 
 from fractions import Fraction
 
@@ -17,7 +19,12 @@ from jaxrl_llm.rewards.scorers.answer.lists import parse_set, sets_agree, split,
 from jaxrl_llm.rewards.scorers.answer.numbers import parse_number
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 from jaxrl_llm.rewards.scorers.answer.short_text import aliases, normalise
-from jaxrl_llm.rewards.scorers.answer.units import parse_quantity, parse_unit, quantities_agree, quantity_key
+from jaxrl_llm.rewards.scorers.answer.units import (
+  parse_quantity,
+  parse_unit,
+  quantities_agree,
+  quantity_key,
+)
 
 
 def quantity(text):
@@ -71,7 +78,10 @@ def test_what_is_not_one_quantity_is_none(text):
 )  # fmt: skip
 def test_units_that_are_stated_have_to_agree(truth, answer, stated, required):
   pair = parse_quantity(truth), parse_quantity(answer)
-  assert (quantities_agree(*pair, units='stated'), quantities_agree(*pair, units='required')) == (stated, required)
+  assert (quantities_agree(*pair, units='stated'), quantities_agree(*pair, units='required')) == (
+    stated,
+    required,
+  )
 
 
 def test_a_tolerance_is_in_the_truths_unit():
@@ -93,12 +103,17 @@ def test_a_conversion_there_and_back_is_the_same_quantity(number, unit, other):
   there, back = parse_unit(unit), parse_unit(other)
   if there.dimensions == back.dimensions:
     value = number * there.factor / back.factor
-    a, b = parse_quantity(f'{number} {unit}'), parse_quantity(f'{value.numerator}/{value.denominator} {other}')
+    a, b = (
+      parse_quantity(f'{number} {unit}'),
+      parse_quantity(f'{value.numerator}/{value.denominator} {other}'),
+    )
     if b is not None:
       assert quantities_agree(a, b, units='required') and quantities_agree(b, a, units='required')
       assert quantity_key(a, 'stated') == quantity_key(b, 'stated')
   elif number:
-    assert not quantities_agree(parse_quantity(f'{number} {unit}'), parse_quantity(f'{number} {other}'), units='stated')
+    assert not quantities_agree(
+      parse_quantity(f'{number} {unit}'), parse_quantity(f'{number} {other}'), units='stated'
+    )
 
 
 INTERVALS = [
@@ -137,7 +152,11 @@ def test_intervals(truth, answer, agree):
 ends = st.lists(st.integers(-50, 50), min_size=2, max_size=2, unique=True).map(sorted)
 
 
-@given(ends=ends, closed=st.tuples(st.booleans(), st.booleans()), other=st.tuples(st.booleans(), st.booleans()))
+@given(
+  ends=ends,
+  closed=st.tuples(st.booleans(), st.booleans()),
+  other=st.tuples(st.booleans(), st.booleans()),
+)
 @settings(deadline=None, max_examples=15)
 def test_an_interval_equals_itself_written_differently_and_no_other(ends, closed, other):
   low, high = ends
@@ -255,14 +274,18 @@ def test_forms_of_choices_in_rows():
   assert [read_choices(v) for v in (None, 'AB', [], {}, [['a']], 3)] == [None] * 6
   numbered = read_choices({'text': ['x', '3', 'y'], 'label': ['1', '2', '3']})
   said = {'1': '1', '(2)': '2', 'option 3.': '3', 'x': '1', '4': None, '1, 2': None}
-  assert {text: parse_choice(text, numbered) for text in said} == {k: v and {v} for k, v in said.items()}
+  assert {text: parse_choice(text, numbered) for text in said} == {
+    k: v and {v} for k, v in said.items()
+  }
   same = read_choices(['one', 'One'])
   assert parse_choice('one', same) is None and parse_choice('A', same) == {'A'}
 
 
 def test_a_truth_may_count_the_choices():
   scorer = answer_scorer(mode='choice', truth_is_index=True)
-  said = lambda truth, answer: scorer(attempt(answer, truth=truth, fields={'choices': ['x', 'y', 'z']})).value
+  said = lambda truth, answer: (
+    scorer(attempt(answer, truth=truth, fields={'choices': ['x', 'y', 'z']})).value
+  )
   assert [said('0', 'A'), said('2', 'C'), said('2', 'z'), said('2', 'B')] == [1.0, 1.0, 1.0, 0.0]
   assert [said(truth, 'A') for truth in ('3', '-1', 'A', '1.0')] == [None] * 4
 
@@ -294,7 +317,12 @@ def test_texts_that_differ(one, other):
 
 def test_a_truth_may_list_aliases():
   assert aliases('["USA", "United States"]') == ['USA', 'United States']
-  assert [aliases(text) for text in ('[1, 2]', '[sic]', '[]', 'x')] == [['[1, 2]'], ['[sic]'], ['[]'], ['x']]
+  assert [aliases(text) for text in ('[1, 2]', '[sic]', '[]', 'x')] == [
+    ['[1, 2]'],
+    ['[sic]'],
+    ['[]'],
+    ['x'],
+  ]
   scorer = answer_scorer(mode='text', extraction=ANYWHERE)
   said = lambda text, **more: scorer(attempt(text, truth='["USA", "U.S."]', **more)).value
   assert [said('The answer is the USA.'), said('us'), said('UK')] == [1.0, 1.0, 0.0]
@@ -308,13 +336,17 @@ def test_a_truth_may_list_aliases():
 
 def test_several_methods_in_their_order():
   methods = ('boxed', 'hashes', 'phrase')
-  found = lambda text, methods=methods: extract(text, method=methods, key=lambda t: parse_number(t) or t)
+  found = lambda text, methods=methods: extract(
+    text, method=methods, key=lambda t: parse_number(t) or t
+  )
   assert found(r'The answer is 1. \boxed{2}').answer == '2'
   assert found('The answer is 1. #### 2').answer == '2'
   assert found('The answer is 1.').answer == '1' and found('1').answer is None
   assert found(r'\boxed{1} \boxed{2} #### 1').reason == '2 answers that differ'
   assert found(r'\boxed{1} #### 2').reason == '2 answers that differ'
-  assert found(r'\boxed{1} #### two').answer == '1', 'what cannot be read as a value contradicts nothing'
+  assert found(r'\boxed{1} #### two').answer == '1', (
+    'what cannot be read as a value contradicts nothing'
+  )
   assert found('1', ('boxed', 'whole')).answer == '1'
 
 
@@ -336,7 +368,8 @@ TRUTHS = {'interval': '[1,2)', 'set': '1, 2', 'tuple': '(1,2)', 'choice': 'B'}
 
 
 @given(
-  text=st.text(alphabet='\\boxed{}()[]<>/#, \n.;=|≤∪±0123456789-%$ABxor', max_size=40), mode=st.sampled_from(MODES)
+  text=st.text(alphabet='\\boxed{}()[]<>/#, \n.;=|≤∪±0123456789-%$ABxor', max_size=40),
+  mode=st.sampled_from(MODES),
 )
 @settings(deadline=None, max_examples=150)
 def test_any_text_gets_a_value_in_every_mode(text, mode):
@@ -348,7 +381,8 @@ def test_any_text_gets_a_value_in_every_mode(text, mode):
 
 
 @pytest.mark.parametrize(
-  'deep', ['(' * 900 + '43' + ')' * 900, '{' * 900 + '}' * 900, r'\frac{' * 300 + '}{1}' * 300, '1,' * 900]
+  'deep',
+  ['(' * 900 + '43' + ')' * 900, '{' * 900 + '}' * 900, r'\frac{' * 300 + '}{1}' * 300, '1,' * 900],
 )
 @pytest.mark.parametrize('mode', MODES)
 def test_deep_and_long_answers_are_wrong(mode, deep):

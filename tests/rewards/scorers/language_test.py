@@ -1,4 +1,6 @@
-"""The share of the wanted language's words: by script, by function words, without code and LaTeX, 0 for no words."""
+"""The share of the wanted language's words: by script, by function words, without code and LaTeX, 0
+for no words.
+"""
 
 import pytest
 from fixtures.rewards_scorers import attempt
@@ -17,7 +19,8 @@ def value(text, language='en', **options):
   ('text', 'language', 'wanted'),
   [
     ('Let us think about this. The answer is 5.', 'en', 1.0),
-    ('Let us think about this. The answer is 5.', 'de', 0.0),  # us think about: none of any; the, is, that: English
+    # us think about: none of any; the, is, that: English
+    ('Let us think about this. The answer is 5.', 'de', 0.0),
     ('Wir denken nach, und das ist die Antwort.', 'de', 1.0),
     ('Wir denken nach, und das ist die Antwort.', 'en', 0.0),
     ('La respuesta es la suma de los números.', 'es', 1.0),
@@ -47,7 +50,8 @@ def test_shares(text, language, wanted):
 @pytest.mark.parametrize(
   'hidden',
   ['```python\nprint("hello world")\n```', '`hello world`', r'$\text{hello world}$', r'$$hello + world$$', r'\(hello\)',
-   r'\[hello world\]', r'\begin{align}hello &= world\end{align}', '<b>', 'https://hello.world/again', r'\hello',
+   r'\[hello '
+   r'world\]', r'\begin{align}hello &= world\end{align}', '<b>', 'https://hello.world/again', r'\hello',
    '~~~\nhello\n~~~'],
 )  # fmt: skip
 def test_code_and_latex_do_not_count(hidden):
@@ -86,12 +90,20 @@ def test_options_that_cannot_be_are_refused(options, message):
   assert message in str(raised.value)
 
 
-@given(text=st.text(max_size=80), language=st.sampled_from(['en', 'de', 'zh', 'ja', 'ko', 'ru', 'ar', 'hi']))
+@given(
+  text=st.text(max_size=80),
+  language=st.sampled_from(['en', 'de', 'zh', 'ja', 'ko', 'ru', 'ar', 'hi']),
+)
 @settings(deadline=None, max_examples=100)
 def test_a_share_is_between_0_and_1_and_the_same_again(text, language):
   first = share(text, language)
   assert 0.0 <= first[0] <= 1.0 and first == share(text, language)
-  assert share(f'{text}\n\n{text}', language)[0] == pytest.approx(first[0]) or '`' in text or '$' in text or '~' in text
+  assert (
+    share(f'{text}\n\n{text}', language)[0] == pytest.approx(first[0])
+    or '`' in text
+    or '$' in text
+    or '~' in text
+  )
 
 
 def test_hostile_marks_take_linear_time():

@@ -1,4 +1,6 @@
-"""Mode `latex`: an answer is right in whatever form it is written, and wrong in any form that means something else."""
+"""Mode `latex`: an answer is right in whatever form it is written, and wrong in any form that means
+something else.
+"""
 
 import pytest
 from fixtures.rewards_scorers import attempt
@@ -156,7 +158,9 @@ def test_the_formulas_of_the_last_sentence(completion, wanted):
   assert scored(attempt(completion, truth=wanted or '8')).value == (wanted is not None)
 
 
-@pytest.mark.parametrize(('truth', 'answer'), [('12', '(A) ' * 490), ('(A) ' * 490, '12'), ('B', r'\text{(A)} ' * 170)])
+@pytest.mark.parametrize(
+  ('truth', 'answer'), [('12', '(A) ' * 490), ('(A) ' * 490, '12'), ('B', r'\text{(A)} ' * 170)]
+)
 def test_many_letters_are_no_answer_and_no_recursion(truth, answer):
   assert solutions_agree(truth, answer) is False
 
@@ -170,4 +174,6 @@ def test_a_choice_with_another_value_than_the_truths_is_another_answer():
   truth = r'\textbf{(C) } 15'
   assert solutions_agree(truth, 'C') and solutions_agree(truth, '15')
   assert solutions_agree(truth, r'\textbf{(C)}\ \frac{30}{2}')
-  assert not solutions_agree(truth, r'\textbf{(C)}\ 20') and not solutions_agree(truth, r'\textbf{(D)}\ 15')
+  assert not solutions_agree(truth, r'\textbf{(C)}\ 20') and not solutions_agree(
+    truth, r'\textbf{(D)}\ 15'
+  )

@@ -14,7 +14,15 @@ def judged(completion, *, name='spell_backward', answer='retal', prompt='later>'
 
 @pytest.mark.parametrize(
   ('completion', 'value'),
-  [('retal', 1.0), (' retal\n', 1.0), ('later', 0.0), ('', 0.0), ('reta', 0.0), ('retal retal', 0.0), ('retalx', 0.0)],
+  [
+    ('retal', 1.0),
+    (' retal\n', 1.0),
+    ('later', 0.0),
+    ('', 0.0),
+    ('reta', 0.0),
+    ('retal retal', 0.0),
+    ('retalx', 0.0),
+  ],
 )
 def test_spell_backward(completion, value):
   assert judged(completion).value == value
@@ -39,12 +47,16 @@ def test_extraction_and_strip():
   assert judged('<answer>retal</answer><answer>later</answer>', extraction='tags').value == 0.0
   assert judged(' retal', strip=False).value == 0.0
   assert (
-    judged('later> <answer>x</answer>', prompt='later> <answer>x</answer>', answer='x', extraction='tags').value == 0
+    judged(
+      'later> <answer>x</answer>', prompt='later> <answer>x</answer>', answer='x', extraction='tags'
+    ).value
+    == 0
   )
 
 
 @pytest.mark.parametrize(
-  'name', ['spell_backward', 'chain_sum', 'number_sorting', 'word_sorting', 'fraction_simplification']
+  'name',
+  ['spell_backward', 'chain_sum', 'number_sorting', 'word_sorting', 'fraction_simplification'],
 )
 def test_reference_answers_score_one_and_those_of_other_tasks_zero(name):
   import reasoning_gym
@@ -74,7 +86,8 @@ def test_a_verifier_that_raises_on_the_answer_alone_scores_zero(monkeypatch):
   monkeypatch.setitem(reasoning_gym.factory.DATASETS, 'strict_test', (Strict, dict))
   assert judged('42', name='strict_test', answer='42').value == 1.0
   assert judged('forty-two', name='strict_test', answer='42').value == 0.0
-  with pytest.raises(ValueError, match='n/a'):  # The entry itself is broken: the scorer's own error.
+  # The entry itself is broken: the scorer's own error.
+  with pytest.raises(ValueError, match='n/a'):
     judged('42', name='strict_test', answer='n/a')
 
 
@@ -109,5 +122,11 @@ def test_a_verifier_never_evaluates_code(tmp_path):
   mark = tmp_path / 'mark'
   entry = {'question': '', 'answer': '1 + 2', 'metadata': {'numbers': [1, 2], 'target': 3}}
   fields = {'reasoning_gym': 'countdown', 'entry': entry}
-  verdict = verifier_scorer()(attempt(f"__import__('pathlib').Path('{mark}').touch()", fields=fields))
-  assert (verdict.value, 'grammar' in verdict.evidence['reason'], mark.exists()) == (0.0, True, False)
+  verdict = verifier_scorer()(
+    attempt(f"__import__('pathlib').Path('{mark}').touch()", fields=fields)
+  )
+  assert (verdict.value, 'grammar' in verdict.evidence['reason'], mark.exists()) == (
+    0.0,
+    True,
+    False,
+  )

@@ -50,7 +50,9 @@ def test_boxes(completion, value):
 
 def test_a_threshold_makes_it_right_or_wrong():
   scorer = box_iou_scorer(threshold=0.25)
-  assert [scorer(attempt(text, truth=TRUTH)).value for text in ('[10,10,20,20]', '[10,10,19,20]')] == [1.0, 0.0]
+  assert [
+    scorer(attempt(text, truth=TRUTH)).value for text in ('[10,10,20,20]', '[10,10,19,20]')
+  ] == [1.0, 0.0]
   # IoU is exactly 7/10, which the float 0.7 is not.
   assert box_iou_scorer(threshold=0.7)(attempt('[0,0,7,1]', truth='[0,0,10,1]')).value == 1.0
   with pytest.raises(UserError, match=r"scorer 'box_iou': option threshold is 1\.5"):
@@ -58,10 +60,14 @@ def test_a_threshold_makes_it_right_or_wrong():
 
 
 def test_width_and_height():
-  assert box_iou_scorer(form='xywh')(attempt('[10, 10, 20, 10]', truth='[10, 10, 20, 20]')).value == 0.5
+  assert (
+    box_iou_scorer(form='xywh')(attempt('[10, 10, 20, 10]', truth='[10, 10, 20, 20]')).value == 0.5
+  )
 
 
-@pytest.mark.parametrize('truth', [None, '', 'cat', '[30, 30, 10, 10]', '[1, 2, 3]', '[1,1,2,2] [3,3,4,4]'])
+@pytest.mark.parametrize(
+  'truth', [None, '', 'cat', '[30, 30, 10, 10]', '[1, 2, 3]', '[1,1,2,2] [3,3,4,4]']
+)
 def test_a_box_that_is_none_makes_the_task_unscorable(truth):
   for completion in ('[1, 1, 2, 2]', ''):
     assert box_iou_scorer()(attempt(completion, truth=truth)).value is None
@@ -69,7 +75,10 @@ def test_a_box_that_is_none_makes_the_task_unscorable(truth):
 
 coordinates = st.fractions(-50, 50, max_denominator=8)
 boxes = st.tuples(
-  coordinates, coordinates, st.fractions(1, 40, max_denominator=8), st.fractions(1, 40, max_denominator=8)
+  coordinates,
+  coordinates,
+  st.fractions(1, 40, max_denominator=8),
+  st.fractions(1, 40, max_denominator=8),
 ).map(lambda b: Box(b[0], b[1], b[0] + b[2], b[1] + b[3]))
 
 
@@ -85,7 +94,9 @@ def test_iou_is_symmetric_in_0_1_and_1_only_for_the_same(a, b, shift, scale):
 @given(a=st.tuples(*[st.integers(0, 6)] * 4), b=st.tuples(*[st.integers(0, 6)] * 4))
 def test_iou_counts_cells(a, b):
   a, b = (Box(*map(Fraction, (x, y, x + w + 1, y + h + 1))) for x, y, w, h in (a, b))
-  cells = lambda box: {(x, y) for x in range(int(box.x1), int(box.x2)) for y in range(int(box.y1), int(box.y2))}
+  cells = lambda box: {
+    (x, y) for x in range(int(box.x1), int(box.x2)) for y in range(int(box.y1), int(box.y2))
+  }
   assert iou(a, b) == Fraction(len(cells(a) & cells(b)), len(cells(a) | cells(b)))
 
 
@@ -114,7 +125,12 @@ def test_points(truth, completion, value):
 
 @given(box=boxes, x=coordinates, y=coordinates, start=st.integers(0, 3), turned=st.booleans())
 def test_a_box_as_a_polygon_is_the_same_region(box, x, y, start, turned):
-  corners = [Point(box.x1, box.y1), Point(box.x2, box.y1), Point(box.x2, box.y2), Point(box.x1, box.y2)]
+  corners = [
+    Point(box.x1, box.y1),
+    Point(box.x2, box.y1),
+    Point(box.x2, box.y2),
+    Point(box.x1, box.y2),
+  ]
   corners = (corners[start:] + corners[:start])[:: -1 if turned else 1]
   assert contains(corners, Point(x, y)) == (box.x1 <= x <= box.x2 and box.y1 <= y <= box.y2)
 
@@ -127,6 +143,7 @@ def test_questions_about_pictures_are_for_answer():
   fields = {'media': [{'kind': 'image', 'path': 'a.png'}], 'aliases': ['kitten']}
   scorer = answer_scorer(mode='text', extraction=ANYWHERE)
   assert [
-    scorer(attempt(t, domain='vision', truth='cat', fields=fields)).value for t in ('A cat.', 'kitten', 'dog')
+    scorer(attempt(t, domain='vision', truth='cat', fields=fields)).value
+    for t in ('A cat.', 'kitten', 'dog')
   ] == [1, 1, 0]
   assert json.dumps(fields)

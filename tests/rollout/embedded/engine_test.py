@@ -1,4 +1,6 @@
-"""The embedded engine against full forwards and naive loops, and against itself under other loads."""
+"""The embedded engine against full forwards and naive loops, and against itself under other
+loads.
+"""
 
 import asyncio
 import concurrent.futures
@@ -23,7 +25,9 @@ from jaxrl_llm.rollout.embedded.sampling import draw, row_key
 
 VOCAB, LENGTH = 40, 40
 # Wide kernels: logits that are far from uniform, so that a wrong cache entry or position shows.
-SPEC = tiny('qwen3', VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2, initializer_range=0.3)
+SPEC = tiny(
+  'qwen3', VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2, initializer_range=0.3
+)
 MODEL = build_model(SPEC)
 V1, V2 = Version(0, 1), Version(0, 2)
 COMPILED = '/jax/core/compile/backend_compile_duration'
@@ -61,7 +65,9 @@ def params():
 
 def make(runner, params, **fields):
   thread = DeviceThread()
-  config = EmbeddedConfig(**{'slots': 6, 'prefill_rows': 3, 'prefill_buckets': (8, 16), 'decode_steps': 4, **fields})
+  config = EmbeddedConfig(
+    **{'slots': 6, 'prefill_rows': 3, 'prefill_buckets': (8, 16), 'decode_steps': 4, **fields}
+  )
   engine = EmbeddedEngine(MODEL, config, max_length=LENGTH, seed=7, run=thread.run)
   runner.run(engine.start())
   runner.run(engine.load(Weights.of(params[V1], V1)))
@@ -84,12 +90,16 @@ def engine(opened, runner, params):
 
 def request(number, length=5, **fields):
   prompt = tuple(np.random.default_rng(number).integers(0, VOCAB, length).tolist())
-  return Request(**{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 12, 'key': (number, 9), **fields})
+  return Request(
+    **{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 12, 'key': (number, 9), **fields}
+  )
 
 
 async def ask(engine, asked):
   """The completions in the order of sample index."""
-  return [c for _, c in sorted([pair async for pair in engine.generate(asked)], key=lambda pair: pair[0])]
+  return [
+    c for _, c in sorted([pair async for pair in engine.generate(asked)], key=lambda pair: pair[0])
+  ]
 
 
 async def ask_all(engine, requests):
@@ -139,7 +149,9 @@ def test_logprobs_are_those_of_the_full_forward(runner, engine, params):
   errors = []
   for asked, completions in zip(requests, runner.run(ask_all(engine, requests))):
     for completion in completions:
-      wanted = forward_logprobs(params[V1], asked.prompt, completion.tokens, asked.sampling.temperature)
+      wanted = forward_logprobs(
+        params[V1], asked.prompt, completion.tokens, asked.sampling.temperature
+      )
       errors.append(np.abs(wanted - completion.logprobs))
   errors = np.concatenate(errors)
   assert len(errors) == 2 * 20 * len(shapes)
@@ -171,13 +183,21 @@ def test_tokens_are_the_draws_of_their_counters(runner, engine, params):
 def crowd(seed, count):
   rng = np.random.default_rng(seed)
   return [
-    request(100 + i, int(rng.integers(1, 17)), max_tokens=int(rng.integers(1, 20)), samples=int(rng.integers(1, 4)))
+    request(
+      100 + i,
+      int(rng.integers(1, 17)),
+      max_tokens=int(rng.integers(1, 20)),
+      samples=int(rng.integers(1, 4)),
+    )
     for i in range(count)
   ]
 
 
 def test_a_request_is_the_same_alone_and_in_any_company(runner, engine):
-  mine = [request(i, 3 + 3 * i, samples=3, sampling=Sampling(temperature=heat)) for i, heat in enumerate((1.0, 0.5))]
+  mine = [
+    request(i, 3 + 3 * i, samples=3, sampling=Sampling(temperature=heat))
+    for i, heat in enumerate((1.0, 0.5))
+  ]
   alone = [runner.run(ask(engine, asked)) for asked in mine]
   for seed in range(3):
     others = crowd(seed, 12)
@@ -200,7 +220,10 @@ def test_steps_per_call_change_no_token(runner, engine, params):
 def test_samples_share_one_prefill_and_differ(runner, engine):
   before = engine.counts['prefilled_prompts'], engine.counts['prefill_calls']
   completions = runner.run(ask(engine, request(1, samples=15)))
-  assert (engine.counts['prefilled_prompts'], engine.counts['prefill_calls']) == (before[0] + 1, before[1] + 1)
+  assert (engine.counts['prefilled_prompts'], engine.counts['prefill_calls']) == (
+    before[0] + 1,
+    before[1] + 1,
+  )
   assert len({tuple(c.tokens.tolist()) for c in completions}) == 15
   assert_same(runner.run(ask(engine, request(1, samples=2))), completions[:2])
 
@@ -266,9 +289,21 @@ def test_nothing_compiles_after_start(runner, engine, params):
     for version in (V2, V1):
       host = jax.tree.map(np.asarray, params[version])
       runner.run(engine.load(Weights.of(host, version)))
-      kinds = [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=3, temperature=0.5)]
+      kinds = [
+        Sampling(),
+        Sampling(temperature=0.0),
+        Sampling(top_p=0.9),
+        Sampling(top_k=3, temperature=0.5),
+      ]
       requests = [
-        request(i, 1 + i % 16, max_tokens=1 + i % 20, samples=1 + i % 9, sampling=kinds[i % 4], stop_ids=(i, i + 1))
+        request(
+          i,
+          1 + i % 16,
+          max_tokens=1 + i % 20,
+          samples=1 + i % 9,
+          sampling=kinds[i % 4],
+          stop_ids=(i, i + 1),
+        )
         for i in range(30)
       ]
       runner.run(ask_all(engine, requests))
@@ -280,21 +315,29 @@ def test_nothing_compiles_after_start(runner, engine, params):
 def test_filtered_requests_wait_for_their_own_wave(runner, engine, params):
   filters = Sampling(temperature=1.5, top_k=4, top_p=0.8)
   requests = [
-    request(i, max_tokens=10, samples=2, sampling=filters if i % 2 else Sampling(temperature=1.5)) for i in range(8)
+    request(i, max_tokens=10, samples=2, sampling=filters if i % 2 else Sampling(temperature=1.5))
+    for i in range(8)
   ]
   alone = [runner.run(ask(engine, asked)) for asked in requests]
   together = runner.run(ask_all(engine, requests))
   for asked, found, wanted in zip(requests, together, alone):
     assert_same(found, wanted)
     for completion in found:
-      logits = logits_after(params[V1], [*asked.prompt, *completion.tokens.tolist()])[len(asked.prompt) - 1 : -1] / 1.5
+      logits = (
+        logits_after(params[V1], [*asked.prompt, *completion.tokens.tolist()])[
+          len(asked.prompt) - 1 : -1
+        ]
+        / 1.5
+      )
       for row, token, logprob in zip(logits, completion.tokens, completion.logprobs):
         kept = np.argsort(-row)
         if asked.sampling.filtered:
           mass = np.exp(log_softmax(row[kept[:4]]))
           kept = kept[: 1 + int(np.searchsorted(np.cumsum(mass), 0.8))]
         assert token in kept
-        np.testing.assert_allclose(logprob, log_softmax(row[kept])[list(kept).index(token)], atol=1e-4)
+        np.testing.assert_allclose(
+          logprob, log_softmax(row[kept])[list(kept).index(token)], atol=1e-4
+        )
 
 
 async def load_between(engine, thread, requests, load, *, after_calls):
@@ -312,7 +355,9 @@ async def load_between(engine, thread, requests, load, *, after_calls):
 
 
 def stepwise_logprobs(params, versions, prompt, tokens):
-  """Token by token with a cache, each under the weights of its own version: what is cached stays as it was made."""
+  """Token by token with a cache, each under the weights of its own version: what is cached stays as
+  it was made.
+  """
   cache, logprobs = MODEL.init_cache(1, LENGTH), []
   step = jax.jit(MODEL.decode)
   for at, token in enumerate([*prompt, *tokens[:-1].tolist()]):
@@ -331,12 +376,18 @@ def test_segments_say_which_version_drew_each_token(runner, opened, engine, para
   found = runner.run(load_between(engine, opened[1], requests, load, after_calls=2))
   new = runner.run(ask_all(engine, requests))
   assert engine.version == V2
-  # Two requests of three samples fill the six slots: they are cut; the other two begin after the load.
+  # Two requests of three samples fill the six slots: they are cut; the other two begin after the
+  # load.
   for asked, completions, before in zip(requests[:2], found, old):
     for completion, same in zip(completions, before):
       first, second = completion.segments
       assert (first.version, first.start, first.finish, first.engine) == (V1, 0, CUT, 'embedded')
-      assert (second.version, second.start, second.end, second.finish) == (V2, first.end, 24, 'length')
+      assert (second.version, second.start, second.end, second.finish) == (
+        V2,
+        first.end,
+        24,
+        'length',
+      )
       assert first.end in (8, 12)
       np.testing.assert_array_equal(completion.tokens[: first.end], same.tokens[: first.end])
       np.testing.assert_array_equal(completion.logprobs[: first.end], same.logprobs[: first.end])
@@ -353,13 +404,17 @@ def test_loads_in_quick_succession_leave_no_empty_segment(runner, opened, engine
     await engine.load(Weights.of(params[V2], Version(0, 5)))
     await engine.load(Weights.of(params[V2], V2))
 
-  ((completion,),) = runner.run(load_between(engine, opened[1], [request(1, max_tokens=24)], twice, after_calls=1))
+  ((completion,),) = runner.run(
+    load_between(engine, opened[1], [request(1, max_tokens=24)], twice, after_calls=1)
+  )
   assert all(segment.end > segment.start for segment in completion.segments)
   assert completion.segments[0].version == V1 and completion.segments[-1].version == V2
 
 
 def test_weights_by_another_name_change_the_name_alone(runner, opened, engine, params):
-  """What is running when the name changes goes by the new one from its first token under these weights."""
+  """What is running when the name changes goes by the new one from its first token under these
+  weights.
+  """
   requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
   old = runner.run(ask_all(engine, requests))
   prefilled = engine.counts['prefilled_prompts']
@@ -370,11 +425,15 @@ def test_weights_by_another_name_change_the_name_alone(runner, opened, engine, p
   for completions, before in zip(found, old):
     assert_same(completions, before)
     for completion in completions:
-      assert [(s.version, s.start, s.end) for s in completion.segments] == [(V2, 0, len(completion.tokens))]
+      assert [(s.version, s.start, s.end) for s in completion.segments] == [
+        (V2, 0, len(completion.tokens))
+      ]
 
 
 def test_a_new_name_is_not_that_of_the_weights_before(runner, opened, engine, params):
-  """Cut by a load, then renamed, and cut again by a load of the first weights: three segments, two sets of weights."""
+  """Cut by a load, then renamed, and cut again by a load of the first weights: three segments, two
+  sets of weights.
+  """
   named, last = Version(0, 3), Version(0, 4)
 
   async def change():
@@ -406,7 +465,9 @@ def test_the_engine_keeps_its_own_copy_of_weights(runner, engine, params):
   assert_same(runner.run(ask(engine, asked)), wanted)
   device = jax.tree.map(jnp.array, params[V1])
   runner.run(engine.load(Weights.of(device, V1)))
-  jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(device))
+  jax.block_until_ready(
+    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(device)
+  )
   assert_same(runner.run(ask(engine, asked)), wanted)
 
 
@@ -439,7 +500,9 @@ def test_cancelled_requests_free_their_slots(runner, engine):
   wanted = runner.run(ask(engine, asked))
 
   async def cancel():
-    doomed = [asyncio.create_task(ask(engine, request(i, max_tokens=24, samples=4))) for i in range(10, 14)]
+    doomed = [
+      asyncio.create_task(ask(engine, request(i, max_tokens=24, samples=4))) for i in range(10, 14)
+    ]
     until = engine.counts['decode_calls'] + 1
     while engine.counts['decode_calls'] < until:
       await asyncio.sleep(0)
@@ -493,13 +556,17 @@ def test_the_longest_sequence_fits(runner, engine, params):
 
 
 def test_a_failed_device_call_fails_every_request(runner, params):
-  engine, thread = make(runner, params, slots=2, prefill_rows=1, prefill_buckets=(16,), filters=False)
+  engine, thread = make(
+    runner, params, slots=2, prefill_rows=1, prefill_buckets=(16,), filters=False
+  )
   with pytest.raises(UserError, match='filters'):
     runner.run(ask(engine, request(1, sampling=Sampling(top_k=2))))
   thread.broken = OSError('device gone')
 
   async def both():
-    return await asyncio.gather(*(ask(engine, request(i)) for i in range(4)), return_exceptions=True)
+    return await asyncio.gather(
+      *(ask(engine, request(i)) for i in range(4)), return_exceptions=True
+    )
 
   assert [str(error) for error in runner.run(both())] == ['device gone'] * 4
   with pytest.raises(RunError, match='device gone'):

@@ -1,4 +1,6 @@
-"""Draws against exact probabilities, an independent filter in float64, and edges of the inversion."""
+"""Draws against exact probabilities, an independent filter in float64, and edges of the
+inversion.
+"""
 
 import functools
 
@@ -9,7 +11,14 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request, Sampling
-from jaxrl_llm.rollout.embedded.sampling import BLOCK, _first_above, _invert, draw, draw_filtered, row_key
+from jaxrl_llm.rollout.embedded.sampling import (
+  BLOCK,
+  _first_above,
+  _invert,
+  draw,
+  draw_filtered,
+  row_key,
+)
 
 draw_j, filtered_j = jax.jit(draw), jax.jit(draw_filtered)
 
@@ -80,7 +89,10 @@ def test_a_row_does_not_feel_its_neighbours_or_its_place():
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(16, 700)).astype(np.float32) * 3
   key, at, heat = keys(16), np.arange(16), np.where(np.arange(16) % 5, 0.9, 0.0).astype(np.float32)
-  top_k, top_p = rng.integers(1, 50, 16).astype(np.int32), rng.uniform(0.2, 1, 16).astype(np.float32)
+  top_k, top_p = (
+    rng.integers(1, 50, 16).astype(np.int32),
+    rng.uniform(0.2, 1, 16).astype(np.float32),
+  )
   order = rng.permutation(16)
   for function, extra in ((draw_j, ()), (filtered_j, (top_k, top_p))):
     straight = function(logits, key, at, heat, *extra)
@@ -121,7 +133,8 @@ def test_zero_weights_are_never_chosen_and_indices_stay_in_range():
   wide = np.zeros((len(edges), 2 * BLOCK + 3), np.float32)
   wide[:, [BLOCK - 1, 2 * BLOCK + 1]] = 1.0
   index, total = jax.jit(_invert)(wide, np.stack([edges, edges], 1))
-  # A uniform is below 1; 1 stands for a product that rounds up to the total, where the largest weight is taken.
+  # A uniform is below 1; 1 stands for a product that rounds up to the total, where the largest
+  # weight is taken.
   assert index.tolist() == [BLOCK - 1] * 2 + [2 * BLOCK + 1] * 3 + [BLOCK - 1]
   assert total.tolist() == [2.0] * 6
 
@@ -135,7 +148,9 @@ def test_masked_tokens_are_never_drawn():
 
 
 def kept_by_sorting(logits, top_k, top_p):
-  """Top-k, then the shortest prefix of the renormalised rest that reaches top_p; no ties in the input."""
+  """Top-k, then the shortest prefix of the renormalised rest that reaches top_p; no ties in the
+  input.
+  """
   order = np.argsort(-logits)
   order = order[: top_k if top_k > 0 else len(order)]
   mass = np.exp(log_softmax(logits[order]))
@@ -164,12 +179,17 @@ def test_filters_equal_sorting():
 
 
 def test_top_p_applies_to_what_top_k_left():
-  # Probabilities .4 .3 .2 .1: top-k 2 leaves 4/7 and 3/7, and 4/7 reaches 0.5 alone. Without top-k, .4 does not.
+  # Probabilities .4 .3 .2 .1: top-k 2 leaves 4/7 and 3/7, and 4/7 reaches 0.5 alone. Without top-k,
+  # .4 does not.
   logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 2000, np.float32))
   n = len(logits)
-  both = filtered_j(logits, keys(n), jnp.zeros(n, jnp.int32), jnp.ones(n), jnp.full(n, 2), jnp.full(n, 0.5))
+  both = filtered_j(
+    logits, keys(n), jnp.zeros(n, jnp.int32), jnp.ones(n), jnp.full(n, 2), jnp.full(n, 0.5)
+  )
   assert set(both.tokens.tolist()) == {0} and not np.asarray(both.logprobs).any()
-  only_p = filtered_j(logits, keys(n), jnp.zeros(n, jnp.int32), jnp.ones(n), jnp.full(n, -1), jnp.full(n, 0.5))
+  only_p = filtered_j(
+    logits, keys(n), jnp.zeros(n, jnp.int32), jnp.ones(n), jnp.full(n, -1), jnp.full(n, 0.5)
+  )
   assert set(only_p.tokens.tolist()) == {0, 1}
   assert_fits(np.asarray(only_p.tokens), np.array([4 / 7, 3 / 7]))
 
@@ -186,19 +206,25 @@ def test_filters_that_are_off_change_nothing():
 def test_greedy_rows_ignore_filters():
   logits = np.random.default_rng(4).normal(size=(8, 50)).astype(np.float32)
   zero = np.zeros(8, np.float32)
-  drawn = filtered_j(logits, keys(8), np.arange(8), zero, np.full(8, 1, np.int32), np.full(8, 0.1, np.float32))
+  drawn = filtered_j(
+    logits, keys(8), np.arange(8), zero, np.full(8, 1, np.int32), np.full(8, 0.1, np.float32)
+  )
   assert drawn.tokens.tolist() == logits.argmax(-1).tolist()
   np.testing.assert_allclose(drawn.logprobs, log_softmax(logits).max(-1), atol=1e-6)
 
 
 def test_tied_tokens_are_kept_together():
   logits = np.array([[2.0, 1.0, 1.0, -5.0, 0.0, -0.0]] * 500, np.float32)
-  run = functools.partial(filtered_j, logits, keys(500), jnp.zeros(500, jnp.int32), jnp.full(500, 3.0))
+  run = functools.partial(
+    filtered_j, logits, keys(500), jnp.zeros(500, jnp.int32), jnp.full(500, 3.0)
+  )
   assert set(run(jnp.full(500, 2), jnp.ones(500)).tokens.tolist()) == {0, 1, 2}
   assert set(run(jnp.full(500, 4), jnp.ones(500)).tokens.tolist()) == {0, 1, 2, 4, 5}
 
 
-@pytest.mark.parametrize('fields', [{'temperature': -1.0}, {'temperature': float('nan')}, {'top_p': 0.0}, {'top_k': 0}])
+@pytest.mark.parametrize(
+  'fields', [{'temperature': -1.0}, {'temperature': float('nan')}, {'top_p': 0.0}, {'top_k': 0}]
+)
 def test_impossible_sampling_is_refused(fields):
   with pytest.raises(UserError, match=next(iter(fields))):
     Sampling(**fields)

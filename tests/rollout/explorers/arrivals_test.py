@@ -1,4 +1,6 @@
-"""Messages from explorers: an honest message passes unchanged, and any other is refused with one line."""
+"""Messages from explorers: an honest message passes unchanged, and any other is refused with one
+line.
+"""
 
 import dataclasses
 
@@ -84,8 +86,14 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ({'role': bytes_of([0, 0, 1, 1, 3], '|u1')}, 'role has 3, wanted at most 2'),
     ({'loss_mask': b'\0\0\1\1\x07'}, 'loss_mask has other bytes than 0 and 1'),
     ({'sampled': b'\0\0\1\1\xff'}, 'sampled has other bytes than 0 and 1'),
-    ({'behaviour_logprobs': bytes_of([0, 0, -1, 5, 0], '<f4')}, 'behaviour_logprobs has 5.0, wanted at most 0'),
-    ({'behaviour_logprobs': bytes_of([0, 0, -1, np.nan, 0], '<f4')}, 'behaviour_logprobs not finite'),
+    (
+      {'behaviour_logprobs': bytes_of([0, 0, -1, 5, 0], '<f4')},
+      'behaviour_logprobs has 5.0, wanted at most 0',
+    ),
+    (
+      {'behaviour_logprobs': bytes_of([0, 0, -1, np.nan, 0], '<f4')},
+      'behaviour_logprobs not finite',
+    ),
     ({'uid': 7}, 'uid is int, wanted str'),
     ({'uid': 'u' * 2000}, 'uid has 2000 characters'),
     ({'task_id': 'sums:0'}, "task_id is 'sums:0', wanted 'sums:"),
@@ -106,21 +114,33 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ({'temperature': -1.0}, 'temperature is -1.0'),
     ({'temperature': None}, 'temperature is None'),
     ({'finish_reason': 'tired'}, "'tired' is not a valid Finish"),
-    ({'media': [{'kind': 'image', 'digest': '1' * 32, 'span': [0, 0]}]}, "media differ from the task's"),
+    (
+      {'media': [{'kind': 'image', 'digest': '1' * 32, 'span': [0, 0]}]},
+      "media differ from the task's",
+    ),
     ({'media': [{'kind': 'image', 'digest': '0' * 32, 'span': [0, 99]}]}, 'media span'),
     ({'media': [7]}, r'media\[0\] is int, wanted dict'),
     ({'segments': []}, 'segments are missing'),
     ({'segments': None}, 'segments is NoneType, wanted list'),
-    ({'segments': [[2, 5, 1, 2, 'engine', 'stop']]}, r"version 1.2 of engine 'engine' .* wanted one of \[\('0.2', "),
+    (
+      {'segments': [[2, 5, 1, 2, 'engine', 'stop']]},
+      r"version 1.2 of engine 'engine' .* wanted one of \[\('0.2', ",
+    ),
     (
       {'segments': [[2, 5, 0, 2, 'another', 'stop']]},
       "version 0.2 of engine 'another' generated nothing for this lease",
     ),
     ({'segments': [[2, 5, 0, '2', 'engine', 'stop']]}, 'step is str, wanted int'),
-    ({'segments': [[2, 99, 0, 2, 'engine', 'stop']]}, r'segment \[2, 99\), wanted it inside \[0, 5\)'),
+    (
+      {'segments': [[2, 99, 0, 2, 'engine', 'stop']]},
+      r'segment \[2, 99\), wanted it inside \[0, 5\)',
+    ),
     ({'segments': [[-1, 5, 0, 2, 'engine', 'stop']]}, 'start is -1, wanted 0'),
     ({'segments': [SEGMENT, SEGMENT]}, r'segment \[2, 5\), wanted it inside \[5, 5\)'),
-    ({'segments': [[2, 4, 0, 2, 'engine', 'stop']]}, 'token 4 was sampled, and no segment covers it'),
+    (
+      {'segments': [[2, 4, 0, 2, 'engine', 'stop']]},
+      'token 4 was sampled, and no segment covers it',
+    ),
     ({'schema': 99}, 'has schema 99'),
     ({'further': 1}, "unexpected keyword argument 'further'"),
   ],
@@ -137,7 +157,9 @@ def test_a_sample_without_a_field_is_refused():
       read({field: value for field, value in row().items() if field != name})
 
 
-@pytest.mark.parametrize('data', [None, 'text', b'', b'\xc1', b'\x91' * 5000, msgpack.packb([1]), b'\0' * (2 << 20)])
+@pytest.mark.parametrize(
+  'data', [None, 'text', b'', b'\xc1', b'\x91' * 5000, msgpack.packb([1]), b'\0' * (2 << 20)]
+)
 def test_bytes_that_are_no_sample_are_refused(data):
   with pytest.raises(Misbehaved, match='sample'):
     read_sample({'sample': data}, group(), BOUNDS)
@@ -150,12 +172,21 @@ def test_a_sample_longer_than_the_limits_is_refused_by_their_names():
     for name in ('tokens', 'role', 'loss_mask', 'sampled', 'behaviour_logprobs')
   }
   long = dataclasses.replace(one, **more)
-  with pytest.raises(Misbehaved, match=r'9 tokens, wanted at most 8: rollout\.max_prompt_length and max_'):
+  with pytest.raises(
+    Misbehaved, match=r'9 tokens, wanted at most 8: rollout\.max_prompt_length and max_'
+  ):
     read_sample({'sample': encode(long)}, group(), BOUNDS)
 
 
 def request(**changes):
-  how = {'uid': 'g', 'prompt': (1, 9), 'max_tokens': 4, 'stop_ids': (0,), 'samples': 2, 'key': (1, 2**32 - 1)}
+  how = {
+    'uid': 'g',
+    'prompt': (1, 9),
+    'max_tokens': 4,
+    'stop_ids': (0,),
+    'samples': 2,
+    'key': (1, 2**32 - 1),
+  }
   asked = Request(**how, sampling=Sampling(temperature=0.5, top_k=5))
   return wire.unpack(wire.pack({'request': {**wire.request_row(asked), **changes}}))
 
@@ -216,8 +247,14 @@ def test_an_honest_attempt_passes_after_the_way_to_the_explorer_and_back():
 @pytest.mark.parametrize(
   ('change', 'line'),
   [
-    ({'task': wire.task_row(dataclasses.replace(TASK, truth='b'))}, 'task differs from the one of the lease'),
-    ({'task': wire.task_row(dataclasses.replace(TASK, fields={}))}, 'task differs from the one of the lease'),
+    (
+      {'task': wire.task_row(dataclasses.replace(TASK, truth='b'))},
+      'task differs from the one of the lease',
+    ),
+    (
+      {'task': wire.task_row(dataclasses.replace(TASK, fields={}))},
+      'task differs from the one of the lease',
+    ),
     ({'task': None}, 'task differs from the one of the lease'),
     ({'uid': 'grpo/another/3/1'}, "uid is 'grpo/another/3/1', wanted grpo/"),
     ({'uid': 1}, 'uid is int, wanted str'),
@@ -232,11 +269,20 @@ def test_an_attempt_at_another_task_or_of_other_types_is_refused(change, line):
     read_attempt(attempt(**change), group())
 
 
-QUESTION = {'model': 'helper', 'messages': [{'role': 'user', 'content': 'a'}], 'max_tokens': 7, 'temperature': 0.5}
+QUESTION = {
+  'model': 'helper',
+  'messages': [{'role': 'user', 'content': 'a'}],
+  'max_tokens': 7,
+  'temperature': 0.5,
+}
 
 
 def test_an_honest_question_passes_as_it_is():
-  assert read_question(QUESTION) == ('helper', QUESTION['messages'], {'max_tokens': 7, 'temperature': 0.5})
+  assert read_question(QUESTION) == (
+    'helper',
+    QUESTION['messages'],
+    {'max_tokens': 7, 'temperature': 0.5},
+  )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, explore
 from jaxrl_llm.rollout.explorers.wire import pack, request_row, unpack
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 
-REQUEST = Request(uid='g', prompt=(1,), max_tokens=4, stop_ids=(0,), samples=1, key=(1,), sampling=Sampling())
+REQUEST = Request(
+  uid='g', prompt=(1,), max_tokens=4, stop_ids=(0,), samples=1, key=(1,), sampling=Sampling()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,9 @@ def test_the_samples_are_those_of_the_workflow_in_the_master(tmp_path):
     async with Setting(tmp_path, groups=2).running('a', 'b') as setting:
       own = SingleTurn(setting.engine, setting.tokenizer, max_tokens=4)
       tasks = make_tasks(7)
-      found = await asyncio.gather(*(setting.samples(setting.crew, task, visit=3) for task in tasks))
+      found = await asyncio.gather(
+        *(setting.samples(setting.crew, task, visit=3) for task in tasks)
+      )
       wanted = [await setting.samples(own, task, visit=3) for task in tasks]
       assert found == wanted and all(len(group) == 3 for group in found)
       assert setting.crew.explorers == 2 and not any(setting.crew.counts.values())
@@ -62,7 +66,9 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
       order = await quiet.call(wire.TAKE)
       first, *_ = await setting.made(quiet, order)
-      hand_in = lambda: quiet.call(wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one')
+      hand_in = lambda: quiet.call(
+        wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one'
+      )
       await hand_in()
       await hand_in()
       setting.come('b')
@@ -132,7 +138,9 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
 
     async def run(self, task, visit, **how):
       async for sample, text in super().run(task, visit, **how):
-        attempt = Attempt(uid=sample.uid, task=task, completion=text, finish_reason='stop', response_len=2)
+        attempt = Attempt(
+          uid=sample.uid, task=task, completion=text, finish_reason='stop', response_len=2
+        )
         answers.append(await self._hub.score(attempt))
         answers.append(await self._hub.ask('helper', task.prompt, max_tokens=7, temperature=0.5))
         yield sample, text
@@ -144,7 +152,10 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
       shown = (Media(kind='image', digest='0' * 32, reference='a.png'),)
       task = dataclasses.replace(task, fields={'large': 10**30, 'deep': [{'a': None}]}, media=shown)
       assert len(await setting.samples(setting.crew, task, samples=1)) == 1
-      assert answers == [Reward(value=0.5, parts={'judge': 0.5}, correct=False, turn_values=(1.0, 2.0)), 'an answer']
+      assert answers == [
+        Reward(value=0.5, parts={'judge': 0.5}, correct=False, turn_values=(1.0, 2.0)),
+        'an answer',
+      ]
       assert [attempt.task for attempt in setting.hub.scored] == [task]
       assert setting.hub.asked == [('helper', [dict(m) for m in task.prompt], 7, 0.5)]
 
@@ -180,7 +191,9 @@ def test_what_the_engine_raises_is_told(tmp_path):
   async def check():
     async with Setting(tmp_path).running('a') as setting:
       setting.engine.fail_at, setting.engine.error = 0, UserError('prompt is too long')
-      with pytest.raises(RunError, match=r'explorer a/\w+: its workflow failed: prompt is too long'):
+      with pytest.raises(
+        RunError, match=r'explorer a/\w+: its workflow failed: prompt is too long'
+      ):
         await setting.samples(setting.crew, make_tasks(1)[0])
 
   simulated(check())
@@ -214,7 +227,9 @@ def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
 
 
 def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
-  """Its connection is closed, and the engine's next completions come before the event loop has seen that."""
+  """Its connection is closed, and the engine's next completions come before the event loop has seen
+  that.
+  """
 
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
@@ -235,7 +250,9 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       body = pack({**dying.sender, 'lease': order['lease'], 'request': request_row(request)})
       with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(setting.crew.address.removeprefix('unix:'))
-        head = f'POST {wire.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
+        head = (
+          f'POST {wire.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
+        )
         connection.sendall(head.encode() + body)
         await asyncio.sleep(0.2)
       answered.set()
@@ -272,7 +289,8 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
         assert await deadly.call(wire.TAKE)
         await deadly.call(wire.LEAVE)
       with pytest.raises(
-        RunError, match=r'a group of taskset train was lost 5 times, most recently because deadly/\w+ left'
+        RunError,
+        match=r'a group of taskset train was lost 5 times, most recently because deadly/\w+ left',
       ):
         await wanted
       await deadly.close()
@@ -368,7 +386,12 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
 def altered(sample, **fields):
   """The sample's bytes with other fields; a function gets the old value."""
   row = unpack(encode(sample))
-  return pack({**row, **{name: value(row[name]) if callable(value) else value for name, value in fields.items()}})
+  return pack(
+    {
+      **row,
+      **{name: value(row[name]) if callable(value) else value for name, value in fields.items()},
+    }
+  )
 
 
 BAD_SAMPLES = {
@@ -376,8 +399,14 @@ BAD_SAMPLES = {
     lambda one: altered(one, tokens=lambda old: b'\xff' * 4 + old[4:]),
     'tokens has token -1, wanted 0',
   ),
-  'long': (lambda one: encode(dataclasses.replace(one, **LONG)), '10000 tokens, wanted at most 16: rollout.max_prompt'),
-  'uid': (lambda one: altered(one, uid='another'), r'sample another of group grpo/\S+, wanted sample grpo/'),
+  'long': (
+    lambda one: encode(dataclasses.replace(one, **LONG)),
+    '10000 tokens, wanted at most 16: rollout.max_prompt',
+  ),
+  'uid': (
+    lambda one: altered(one, uid='another'),
+    r'sample another of group grpo/\S+, wanted sample grpo/',
+  ),
   'index': (lambda one: altered(one, sample_index=3), 'has index 3, wanted one of 3'),
   'version': (
     lambda one: encode(dataclasses.replace(one, segments=OLDER(one))),
@@ -392,7 +421,9 @@ LONG = {
   'sampled': np.zeros(10_000, bool),
   'behaviour_logprobs': np.zeros(10_000, np.float32),
 }
-OLDER = lambda one: tuple(dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments)
+OLDER = lambda one: tuple(
+  dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments
+)
 
 
 def test_a_text_that_fails_is_the_workflows_fault_and_no_explorers(tmp_path):
@@ -403,7 +434,9 @@ def test_a_text_that_fails_is_the_workflows_fault_and_no_explorers(tmp_path):
     async with Setting(tmp_path, groups=1).running('a') as setting:
       setting.crew.text = text
       (task,) = make_tasks(1)
-      with pytest.raises(RunError, match=r'^rollout.workflow: text of grpo/\S+: ZeroDivisionError: by a bug$'):
+      with pytest.raises(
+        RunError, match=r'^rollout.workflow: text of grpo/\S+: ZeroDivisionError: by a bug$'
+      ):
         await setting.samples(setting.crew, task)
       assert setting.crew.explorers and not setting.crew.counts['evicted']
 
@@ -411,7 +444,9 @@ def test_a_text_that_fails_is_the_workflows_fault_and_no_explorers(tmp_path):
 
 
 @pytest.mark.parametrize(('change', 'line'), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
-def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups(tmp_path, caplog, change, line):
+def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups(
+  tmp_path, caplog, change, line
+):
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
       reference = SingleTurn(setting.engine, setting.tokenizer, max_tokens=4)
@@ -439,7 +474,9 @@ def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups
   simulated(check())
 
 
-@pytest.mark.parametrize('path', [wire.FAILED, wire.DONE, wire.SAMPLE, wire.GENERATE, wire.SCORE, wire.ASK])
+@pytest.mark.parametrize(
+  'path', [wire.FAILED, wire.DONE, wire.SAMPLE, wire.GENERATE, wire.SCORE, wire.ASK]
+)
 def test_whoever_uses_the_lease_of_another_is_evicted_and_the_other_goes_on(tmp_path, path):
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
@@ -449,7 +486,9 @@ def test_whoever_uses_the_lease_of_another_is_evicted_and_the_other_goes_on(tmp_
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
       order = await honest.call(wire.TAKE)
       made = await setting.made(honest, order)
-      with pytest.raises(Evicted, match=f'{thief.name} was evicted: {path}: used a lease of {honest.name}'):
+      with pytest.raises(
+        Evicted, match=f'{thief.name} was evicted: {path}: used a lease of {honest.name}'
+      ):
         await thief.call(path, lease=order['lease'], error='not mine', sample=encode(made[0]))
       for sample in made:
         await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
@@ -485,15 +524,29 @@ BAD_MESSAGES = [
   (wire.DONE, {'lease': {}}, 'lease is dict, wanted str'),
   (wire.FAILED, {'error': 7}, 'error is int, wanted str'),
   (wire.GENERATE, {'request': {}}, 'request: sampling is missing'),
-  (wire.GENERATE, {'request': {**request_row(REQUEST), 'prompt': [-1]}}, 'prompt has token -1, wanted 0'),
-  (wire.GENERATE, {'request': {**request_row(REQUEST), 'samples': 10**9}}, 'samples is 1000000000, wanted 1 … 4096'),
+  (
+    wire.GENERATE,
+    {'request': {**request_row(REQUEST), 'prompt': [-1]}},
+    'prompt has token -1, wanted 0',
+  ),
+  (
+    wire.GENERATE,
+    {'request': {**request_row(REQUEST), 'samples': 10**9}},
+    'samples is 1000000000, wanted 1 … 4096',
+  ),
   (wire.SCORE, {'attempt': {'task': None}}, 'attempt: task differs from the one of the lease'),
-  (wire.ASK, {'model': 'm', 'messages': [{'content': b''}], 'max_tokens': 1}, 'question: TypeError'),
+  (
+    wire.ASK,
+    {'model': 'm', 'messages': [{'content': b''}], 'max_tokens': 1},
+    'question: TypeError',
+  ),
 ]
 
 
 @pytest.mark.parametrize(('path', 'body', 'line'), BAD_MESSAGES)
-def test_a_message_of_other_types_or_beyond_the_limits_evicts_its_sender_alone(tmp_path, path, body, line):
+def test_a_message_of_other_types_or_beyond_the_limits_evicts_its_sender_alone(
+  tmp_path, path, body, line
+):
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
       await setting.dismiss('a')
@@ -523,7 +576,9 @@ def test_an_explorer_that_is_evicted_ends_and_the_others_do_its_work(tmp_path):
       with pytest.raises(BaseExceptionGroup) as ended:
         await setting.explorers.pop('bad')
       assert ended.group_contains(Evicted, match=r'bad/\w+ was evicted: /sample: sample x')
-      setting.build = lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most)
+      setting.build = lambda config, hub, tokenizer, most: SingleTurn(
+        hub, tokenizer, max_tokens=most
+      )
       setting.come('good')
       assert [len(samples) for samples in await asyncio.gather(*wanted)] == [3, 3, 3]
 
@@ -553,7 +608,9 @@ def test_texts_are_decoded_from_the_tokens_outside_the_event_loop(tmp_path):
 def test_a_run_to_which_no_explorer_comes_ends_with_a_line(tmp_path):
   async def check():
     setting = Setting(tmp_path, nobody_s=4 * crew._CHECK_S)
-    with pytest.raises(WaitExpired, match='wait first_explorer: the run waited 1 s for an explorer to connect'):
+    with pytest.raises(
+      WaitExpired, match='wait first_explorer: the run waited 1 s for an explorer to connect'
+    ):
       async with setting.running():
         pass
 
@@ -571,7 +628,9 @@ def test_a_run_that_all_explorers_have_left_ends_with_a_line(tmp_path):
 
 
 @pytest.mark.full
-def test_an_explorer_that_is_stopped_is_killed_and_the_one_started_in_its_place_does_its_groups(tmp_path):
+def test_an_explorer_that_is_stopped_is_killed_and_the_one_started_in_its_place_does_its_groups(
+  tmp_path,
+):
   async def check():
     async with Setting(tmp_path, processes=1, listen=None).running() as setting:
       (first,) = setting.crew._leases.explorers
@@ -626,7 +685,9 @@ def test_a_ca_file_that_cannot_be_used_is_refused(tmp_path, text):
 @pytest.mark.full
 def test_an_explorer_finds_the_modules_that_the_run_finds(tmp_path, monkeypatch):
   (tmp_path / 'own').mkdir()
-  (tmp_path / 'own' / 'beside.py').write_text('from jaxrl_llm.rollout.workflow import SingleTurn as Own')
+  (tmp_path / 'own' / 'beside.py').write_text(
+    'from jaxrl_llm.rollout.workflow import SingleTurn as Own'
+  )
   monkeypatch.syspath_prepend(tmp_path / 'own')
   workflow = WorkflowConfig(kind='beside:Own')
 

@@ -1,4 +1,6 @@
-"""Who explores which group: one explorer at a time, lost groups first, and a lost lease is worth nothing."""
+"""Who explores which group: one explorer at a time, lost groups first, and a lost lease is worth
+nothing.
+"""
 
 import asyncio
 import dataclasses
@@ -54,7 +56,9 @@ def test_each_group_is_lent_once_in_the_order_of_the_offers():
     assert [id(each) for each in taken] == [id(each) for each in groups]
     assert [each.holder for each in taken] == ['a', 'b', 'a']
     assert len({each.lease for each in taken}) == 3
-    assert all(leases.held(each.lease, each.holder) is each and leases.is_held(each.lease) for each in taken)
+    assert all(
+      leases.held(each.lease, each.holder) is each and leases.is_held(each.lease) for each in taken
+    )
     assert leases.explorers == ('a', 'b') and leases.groups == tuple(taken)
     assert not leases.counts
 
@@ -234,7 +238,9 @@ def test_a_group_that_is_lost_too_often_fails_with_the_reason():
     await leases.give_up('a', 'ended')
     error = one.handed_in.get_nowait()
     assert isinstance(error, RunError)
-    assert 'taskset sums was lost 5 times, most recently because a ended;' in str(error) and '\n' not in str(error)
+    assert 'taskset sums was lost 5 times, most recently because a ended;' in str(
+      error
+    ) and '\n' not in str(error)
 
   asyncio.run(check())
 
@@ -298,7 +304,9 @@ def test_a_group_that_all_who_are_there_have_spoiled_goes_out_until_it_is_lost_t
       leases.hear(f'host-{1 - number % 2}/idle')
       assert await asyncio.wait_for(leases.take(f'host-{number % 2}/{number}'), 5) is one
       await leases.evict(f'host-{number % 2}/{number}', 'it lies')
-    assert 'was lost 5 times, most recently because host-0/4 was evicted: it lies;' in str(one.handed_in.get_nowait())
+    assert 'was lost 5 times, most recently because host-0/4 was evicted: it lies;' in str(
+      one.handed_in.get_nowait()
+    )
 
   asyncio.run(check())
 
@@ -330,7 +338,10 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   for change in ({'uid': 's/0'}, {'group_id': 'another'}):
     with pytest.raises(ValueError, match='wanted sample s/1 of group s'):
       wanted.hand_in(dataclasses.replace(one, **change), '')
-  assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [(one, 'one'), (zero, 'zero')]
+  assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [
+    (one, 'one'),
+    (zero, 'zero'),
+  ]
 
 
 @pytest.mark.parametrize('lease', ['99', '\r\nforged: line', '\x1b[2J', '\u2028' * 9, ''])

@@ -16,11 +16,15 @@ PICTURES = tuple(Media(kind='image', digest=f'{i:032x}', reference=f'{i}.png') f
 def task(media=()):
   prompt = ({'role': 'system', 'content': 'be ä\n'}, {'role': 'user', 'content': 'what is it?'})
   fields = {'large': 10**30, 'deep': [{'a': None}]}
-  return Task(taskset='train', domain='vision', prompt=prompt, truth=None, fields=fields, media=media)
+  return Task(
+    taskset='train', domain='vision', prompt=prompt, truth=None, fields=fields, media=media
+  )
 
 
 def attempt(media=()):
-  return Attempt(uid='a/0', task=task(media), completion='a cat', finish_reason='stop', response_len=2)
+  return Attempt(
+    uid='a/0', task=task(media), completion='a cat', finish_reason='stop', response_len=2
+  )
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,15 @@ def attempt(media=()):
     (
       wire.request_row,
       wire.read_request,
-      Request(uid='a', prompt=(3, 4), max_tokens=5, sampling=Sampling(top_p=0.5), stop_ids=(1,), samples=2, key=(7, 0)),
+      Request(
+        uid='a',
+        prompt=(3, 4),
+        max_tokens=5,
+        sampling=Sampling(top_p=0.5),
+        stop_ids=(1,),
+        samples=2,
+        key=(7, 0),
+      ),
     ),
     (
       wire.reward_row,

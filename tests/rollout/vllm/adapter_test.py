@@ -1,6 +1,8 @@
-"""Adapters on their way to servers: what they stand on is sent once, each version is named, looked at and proven.
+"""Adapters on their way to servers: what they stand on is sent once, each version is named, looked
+at and proven.
 
-The server here knows vLLM's routes and no model; that real ones answer so is shown in tests/jobs/vllm_test.py.
+The server here knows vLLM's routes and no model; that real ones answer so is shown in
+tests/jobs/vllm_test.py.
 """
 
 import asyncio
@@ -49,13 +51,17 @@ def folder(tmp_path):
 def leaves(params, step, *, base):
   """Of a version, whose B is its step; all arrays, or the adapters' alone."""
   trained, frozen = lora.split(params, SPEC, OPTIONS)
-  trained = {name: x + step if name.endswith('lora_b') else x for name, x in flatten(trained).items()}
+  trained = {
+    name: x + step if name.endswith('lora_b') else x for name, x in flatten(trained).items()
+  }
   return sorted((flatten(frozen) | trained).items() if base else trained.items())
 
 
 def probe(step):
   """What the server makes of any tokens when it holds that step's adapter."""
-  return Probe(sequences=SEQUENCE, logprobs=np.where(np.arange(5) > 0, -np.float32(1 + step), 0)[None])
+  return Probe(
+    sequences=SEQUENCE, logprobs=np.where(np.arange(5) > 0, -np.float32(1 + step), 0)[None]
+  )
 
 
 @pytest.mark.full
@@ -71,15 +77,21 @@ def test_a_base_is_published_once_and_stays_while_an_adapter_stands_on_it(folder
   for publication in later:
     arrays = read_checked(publication.files, publication.directory)
     name = 'base_model.model.model.layers.0.mlp.down_proj.lora_B.weight'
-    np.testing.assert_array_equal(arrays[name], np.full_like(arrays[name], publication.version.step))
-    assert sum(array.nbytes for array in arrays.values()) == publication.nbytes < first.base.nbytes / 2
+    np.testing.assert_array_equal(
+      arrays[name], np.full_like(arrays[name], publication.version.step)
+    )
+    assert (
+      sum(array.nbytes for array in arrays.values()) == publication.nbytes < first.base.nbytes / 2
+    )
   read_checked(first.base.files, first.base.directory)
   with pytest.raises(UserError, match='not a parameter of an adapter'):
     folder.write(Version(0, 3), leaves(params, 3, base=True))
 
 
 class Server:
-  """vLLM's routes. What it makes of tokens is -(1 + step), by the B of the adapter that is asked."""
+  """vLLM's routes. What it makes of tokens is -(1 + step), by the B of the adapter that is
+  asked.
+  """
 
   def __init__(self):
     self.log, self.adapters, self.held, self.refuse, self.step_off = [], {}, {}, None, 0
@@ -111,7 +123,10 @@ class Server:
       return self._adapter(path, **body)
     if path == 'generate':
       return await self._generate(**body)
-    found = {'is_paused': {'is_paused': 'pause' in self.log[-1:]}, 'reset_prefix_cache': {'success': True}}
+    found = {
+      'is_paused': {'is_paused': 'pause' in self.log[-1:]},
+      'reset_prefix_cache': {'success': True},
+    }
     if path in ('pause', 'resume'):
       self.log.append(path)
     if path == 'collective_rpc':
@@ -138,12 +153,16 @@ class Server:
       return web.json_response({'error': {'message': self.refuse}}, status=400)
     assert load_inplace is True
     arrays = load_file(f'{lora_path}/{WEIGHTS}')
-    self.adapters[lora_name] = float(next(x for name, x in arrays.items() if 'lora_B' in name).flat[0])
+    self.adapters[lora_name] = float(
+      next(x for name, x in arrays.items() if 'lora_B' in name).flat[0]
+    )
     return web.Response(text=f"Success: LoRA adapter '{lora_name}' added successfully.")
 
   async def _generate(self, token_ids, sampling_params, model='policy', request_id=None):
     if model not in self.adapters:
-      return web.json_response({'error': {'message': f'The model `{model}` does not exist.'}}, status=404)
+      return web.json_response(
+        {'error': {'message': f'The model `{model}` does not exist.'}}, status=404
+      )
     logprob = -(1 + self.adapters[model] + self.step_off)
     await self.going_on.wait()
     if 'prompt_logprobs' in sampling_params:
@@ -175,7 +194,9 @@ async def drawn(replica):
 
 
 def published(folder, params):
-  return [folder.write(version, leaves(params, version.step, base=version == A)) for version in (A, B, C)]
+  return [
+    folder.write(version, leaves(params, version.step, base=version == A)) for version in (A, B, C)
+  ]
 
 
 def test_a_server_gets_the_base_once_and_each_adapter_under_its_name(folder, params, tmp_path):
@@ -183,7 +204,14 @@ def test_a_server_gets_the_base_once_and_each_adapter_under_its_name(folder, par
     server, (a, b, c) = Server(), published(folder, params)
     async with server.standing(tmp_path) as replica:
       await take(replica, a)
-      assert server.log == ['pause', 'base', 'look at policy-0-0', 'load policy-0-0', 'digests', 'resume']
+      assert server.log == [
+        'pause',
+        'base',
+        'look at policy-0-0',
+        'load policy-0-0',
+        'digests',
+        'resume',
+      ]
       assert await drawn(replica) == (A, -1.0)
       server.log.clear()
       server.going_on.clear()
@@ -197,7 +225,10 @@ def test_a_server_gets_the_base_once_and_each_adapter_under_its_name(folder, par
       # What was asked of the adapter before ends under it, and is called so.
       assert await early == (A, -1.0) and await drawn(replica) == (B, -2.0)
       await take(replica, c)
-      assert server.log[-2:] == ['unload policy-0-0', 'resume'] and set(server.adapters) == {'policy-0-1', 'policy-0-2'}
+      assert server.log[-2:] == ['unload policy-0-0', 'resume'] and set(server.adapters) == {
+        'policy-0-1',
+        'policy-0-2',
+      }
       # Another process behind the address holds neither.
       server.adapters.clear()
       with pytest.raises(Lost, match='does not exist'):
@@ -239,7 +270,10 @@ def test_a_loaded_base_is_digested(folder, params, tmp_path):
     server, (a, *_) = Server(), published(folder, params)
     async with server.standing(tmp_path) as replica:
       update = server._update
-      server._update = lambda **info: (update(**info), server.held.update({'model.norm.weight': 'x'}))[0]
+      server._update = lambda **info: (
+        update(**info),
+        server.held.update({'model.norm.weight': 'x'}),
+      )[0]
       with pytest.raises(Unproven, match=r'model\.norm\.weight'):
         await take(replica, a)
 
@@ -252,8 +286,12 @@ def test_ranks_are_rounded_up_to_those_of_vllm():
     lora_rank(513)
 
 
-def test_a_whole_publication_is_sent_and_digested_each_time_and_what_adapters_stand_on_once(folder, params, tmp_path):
-  """What a server was seen to hold says nothing of what it holds: equal weights, published again, are looked at."""
+def test_a_whole_publication_is_sent_and_digested_each_time_and_what_adapters_stand_on_once(
+  folder, params, tmp_path
+):
+  """What a server was seen to hold says nothing of what it holds: equal weights, published again,
+  are looked at.
+  """
 
   async def main():
     server, (a, *_) = Server(), published(folder, params)
@@ -263,7 +301,8 @@ def test_a_whole_publication_is_sent_and_digested_each_time_and_what_adapters_st
         server.log.clear()
         await replica.take(whole, None, tolerance=1e-6, deadline_s=10)
         assert server.log == ['pause', 'base', 'digests', 'resume']
-      server._update = lambda **info: web.json_response({})  # It says that it has read, and writes nothing.
+      # It says that it has read, and writes nothing.
+      server._update = lambda **info: web.json_response({})
       server.held = server.held | {'model.norm.weight': 'x'}
       with pytest.raises(Unproven, match=r'model\.norm\.weight'):
         await replica.take(whole, None, tolerance=1e-6, deadline_s=10)

@@ -1,4 +1,6 @@
-"""The protocol of a fleet's servers, by servers that are no vLLM: each an embedded engine behind published files."""
+"""The protocol of a fleet's servers, by servers that are no vLLM: each an embedded engine behind
+published files.
+"""
 
 import asyncio
 import dataclasses
@@ -22,7 +24,9 @@ from jaxrl_llm.weights.layout import from_hf
 from jaxrl_llm.weights.tables import entries
 
 MODEL = serving.model_of('qwen2', tied=True)
-CONFIG = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)
+CONFIG = EmbeddedConfig(
+  slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False
+)
 
 
 class EmbeddedServer:
@@ -42,7 +46,9 @@ class EmbeddedServer:
   def start(self):
     self.starts += 1
     self.lost, self._label = False, 'none'
-    self.engine = EmbeddedEngine(MODEL, CONFIG, max_length=serving.LENGTH, seed=3, run=self._thread.run, name=self.name)
+    self.engine = EmbeddedEngine(
+      MODEL, CONFIG, max_length=serving.LENGTH, seed=3, run=self._thread.run, name=self.name
+    )
 
   async def ready(self, *, deadline_s):
     await self.engine.start()
@@ -75,7 +81,10 @@ class EmbeddedServer:
     return serving.LENGTH
 
   async def weights(self):
-    held = {n: {'shape': list(t.shape), 'dtype': t.dtype.name, 'slice': None} for n, t in self.tensors.items()}
+    held = {
+      n: {'shape': list(t.shape), 'dtype': t.dtype.name, 'slice': None}
+      for n, t in self.tensors.items()
+    }
     return [{'tensors': held, 'device': 'here'}]
 
   async def warm_up(self, *, sampled, deadline_s): ...
@@ -136,7 +145,11 @@ def test_a_lost_server_is_started_again_and_is_sent_the_version(tmp_path):
       server.lost = True
       again = await serving.ask(fleet, serving.request(1))
       assert again[0].tokens.tolist() == before[0].tokens.tolist()
-      assert (server.starts, fleet.counts['restarts'], fleet.replicas[0].state) == (2, 1, ReplicaState.SERVING)
+      assert (server.starts, fleet.counts['restarts'], fleet.replicas[0].state) == (
+        2,
+        1,
+        ReplicaState.SERVING,
+      )
 
   asyncio.run(main())
 

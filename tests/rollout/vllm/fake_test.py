@@ -1,4 +1,6 @@
-"""The fake vLLM server: what was recorded from a real one, over a real socket, and every fault as it says."""
+"""The fake vLLM server: what was recorded from a real one, over a real socket, and every fault as
+it says.
+"""
 
 import asyncio
 import contextlib
@@ -32,7 +34,9 @@ from jaxrl_llm.weights.hf import export
 
 VOCAB, LENGTH, EOS = 40, 40, 1
 # Wide kernels: logits that are far from uniform, so that other weights or another position show.
-SPEC = tiny('qwen3', VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2, initializer_range=0.3)
+SPEC = tiny(
+  'qwen3', VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2, initializer_range=0.3
+)
 MODEL = build_model(SPEC)
 V1, V2 = Version(0, 1), Version(0, 2)
 GENERATE = '/inference/v1/generate'
@@ -55,9 +59,13 @@ class Client:
     self.session = aiohttp.ClientSession(connector=connector, headers=headers)
 
   async def ask(self, method, path, body=None, **params):
-    async with self.session.request(method, f'http://server{path}', json=body, params=params) as response:
+    async with self.session.request(
+      method, f'http://server{path}', json=body, params=params
+    ) as response:
       text = await response.text()
-      return response.status, json.loads(text) if response.content_type == 'application/json' else text
+      return response.status, json.loads(
+        text
+      ) if response.content_type == 'application/json' else text
 
   async def get(self, path):
     status, answer = await self.ask('GET', path)
@@ -86,7 +94,14 @@ class Client:
 
 
 def asking(prompt, name='r1', **params):
-  params = {'max_tokens': 8, 'temperature': 1.0, 'seed': 7, 'logprobs': 0, 'detokenize': False, **params}
+  params = {
+    'max_tokens': 8,
+    'temperature': 1.0,
+    'seed': 7,
+    'logprobs': 0,
+    'detokenize': False,
+    **params,
+  }
   return {'request_id': name, 'token_ids': list(prompt), 'sampling_params': params}
 
 
@@ -109,13 +124,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def published(folder):
-  return {version: folder.write(version, flatten(params_of(version)).items()) for version in (V1, V2)}
+  return {
+    version: folder.write(version, flatten(params_of(version)).items()) for version in (V1, V2)
+  }
 
 
 def sampled():
-  config = EmbeddedConfig(slots=4, prefill_rows=2, prefill_buckets=(LENGTH,), decode_steps=4, max_stop_ids=4)
+  config = EmbeddedConfig(
+    slots=4, prefill_rows=2, prefill_buckets=(LENGTH,), decode_steps=4, max_stop_ids=4
+  )
   backend = Sampled(SPEC, config=config, piece=4)
-  return FakeServer(backend, max_model_len=LENGTH, vocab_size=VOCAB, eos_ids=(EOS,), root='/models/tiny')
+  return FakeServer(
+    backend, max_model_len=LENGTH, vocab_size=VOCAB, eos_ids=(EOS,), root='/models/tiny'
+  )
 
 
 @pytest.fixture(scope='module')
@@ -159,13 +180,17 @@ def logprobs_of(params, tokens, temperature=1.0):
   """Whole distributions: row t is that of tokens[t + 1], by the trainer's forward."""
   padded = np.zeros(LENGTH, np.int32)
   padded[: len(tokens)] = tokens
-  return log_softmax(np.asarray(full_logits(params, padded), np.float64)[: len(tokens) - 1] / temperature)
+  return log_softmax(
+    np.asarray(full_logits(params, padded), np.float64)[: len(tokens) - 1] / temperature
+  )
 
 
 def given_logprobs(choice):
   rows = choice['logprobs']['content']
   assert [row['token_id'] for row in rows] == choice['token_ids']
-  assert all(row['top_logprobs'] == [{k: row[k] for k in ('token_id', 'logprob', 'rank')}] for row in rows)
+  assert all(
+    row['top_logprobs'] == [{k: row[k] for k in ('token_id', 'logprob', 'rank')}] for row in rows
+  )
   return np.array([row['logprob'] for row in rows])
 
 
@@ -182,7 +207,10 @@ def test_what_is_loaded_is_what_was_published(runner, opened, published):
   async def main():
     for version, publication in published.items():
       await client.post('/init_weight_transfer_engine', {'init_info': {}})
-      assert await client.load(publication.directory, publication.files) == (200, {'message': 'Weights updated'})
+      assert await client.load(publication.directory, publication.files) == (
+        200,
+        {'message': 'Weights updated'},
+      )
       assert await client.digests() == publication.digests != first
       await client.post('/update_weight_version', {'new_version': str(version)})
       assert await client.get('/weight_info') == {'weight_version': str(version)}
@@ -190,14 +218,20 @@ def test_what_is_loaded_is_what_was_published(runner, opened, published):
       assert choice['weight_versions'] == [{'version': str(version), 'start': 0, 'end': 8}]
       assert_drawn_by(params_of(version), [5, 6, 7], choice)
 
-  assert first.keys() == published[V1].digests.keys() and not set(first.values()) & set(published[V1].digests.values())
+  assert first.keys() == published[V1].digests.keys() and not set(first.values()) & set(
+    published[V1].digests.values()
+  )
   runner.run(main())
 
 
 def test_the_worker_tells_names_shapes_and_dtypes(runner, model, published):
   (worker,) = runner.run(model[1].post('/collective_rpc', {'method': 'jaxrl_weights'}))['results']
   assert worker['tensors'].keys() == published[V1].digests.keys()
-  assert worker['tensors']['model.embed_tokens.weight'] == {'shape': [VOCAB, 32], 'dtype': 'float32', 'slice': None}
+  assert worker['tensors']['model.embed_tokens.weight'] == {
+    'shape': [VOCAB, 32],
+    'dtype': 'float32',
+    'slice': None,
+  }
   assert (worker['threads'], worker['device']) == (1, 'cpu')
 
 
@@ -225,7 +259,9 @@ def nothing_announced(publication, published):
   return (publication.directory / FILE).read_bytes(), {}
 
 
-@pytest.mark.parametrize('spoil', [corrupted, truncated, other_version, one_less_announced, nothing_announced])
+@pytest.mark.parametrize(
+  'spoil', [corrupted, truncated, other_version, one_less_announced, nothing_announced]
+)
 def test_a_bad_publication_changes_nothing(runner, model, published, tmp_path, spoil):
   _, client = model
   data, files = spoil(published[V2], published)
@@ -235,7 +271,9 @@ def test_a_bad_publication_changes_nothing(runner, model, published, tmp_path, s
     before = (await client.generate([5, 6]))['choices']
     status, answer = await client.load(tmp_path, files)
     assert status == 500 and answer['error']['type'] == 'InternalServerError'
-    assert answer['error']['message'].startswith('Call to collective_rpc method failed: Worker failed with error ')
+    assert answer['error']['message'].startswith(
+      'Call to collective_rpc method failed: Worker failed with error '
+    )
     assert str(tmp_path) not in answer['error']['message']  # vLLM takes paths out of its messages.
     assert await client.get('/health') == ''
     assert await client.digests() == published[V1].digests
@@ -243,7 +281,10 @@ def test_a_bad_publication_changes_nothing(runner, model, published, tmp_path, s
     # The session ended with the error: the next one begins with a start.
     status, _ = await client.ask('POST', '/finish_weight_update', {})
     assert status == 500
-    assert await client.load(published[V2].directory, published[V2].files) == (200, {'message': 'Weights updated'})
+    assert await client.load(published[V2].directory, published[V2].files) == (
+      200,
+      {'message': 'Weights updated'},
+    )
     assert await client.digests() == published[V2].digests
 
   runner.run(main())
@@ -251,9 +292,14 @@ def test_a_bad_publication_changes_nothing(runner, model, published, tmp_path, s
 
 def test_tensors_of_another_dtype_are_refused(runner, model, published, tmp_path):
   _, client = model
-  other = PublicationFolder(tmp_path / 'half', SPEC, dtype='bfloat16').write(V2, flatten(params_of(V2)).items())
+  other = PublicationFolder(tmp_path / 'half', SPEC, dtype='bfloat16').write(
+    V2, flatten(params_of(V2)).items()
+  )
   status, answer = runner.run(client.load(other.directory, other.files))
-  assert status == 500 and 'published as (40, 32) torch.bfloat16, the model has (40, 32) torch.float32' in str(answer)
+  assert (
+    status == 500
+    and 'published as (40, 32) torch.bfloat16, the model has (40, 32) torch.float32' in str(answer)
+  )
   assert runner.run(client.digests()) == published[V1].digests
 
 
@@ -261,11 +307,17 @@ def test_tensors_of_another_dtype_are_refused(runner, model, published, tmp_path
 def test_logprobs_are_those_of_the_models_own_forward(runner, model, temperature):
   prompt = [5, 6, 7, 8, 9]
   n = 1 if temperature == 0 else 3
-  answer = runner.run(model[1].generate(prompt, n=n, max_tokens=20, ignore_eos=True, temperature=temperature))
+  answer = runner.run(
+    model[1].generate(prompt, n=n, max_tokens=20, ignore_eos=True, temperature=temperature)
+  )
   assert [choice['index'] for choice in answer['choices']] == list(range(n))
   for choice in answer['choices']:
     assert_drawn_by(params_of(V1), prompt, choice, temperature or 1.0)
-    assert (choice['finish_reason'], choice['stop_reason'], len(choice['token_ids'])) == ('length', None, 20)
+    assert (choice['finish_reason'], choice['stop_reason'], len(choice['token_ids'])) == (
+      'length',
+      None,
+      20,
+    )
   if temperature == 0:
     whole = logprobs_of(params_of(V1), prompt + choice['token_ids'])[len(prompt) - 1 :]
     assert choice['token_ids'] == whole.argmax(-1).tolist()
@@ -273,19 +325,27 @@ def test_logprobs_are_those_of_the_models_own_forward(runner, model, temperature
 
 def test_tokens_are_the_draws_of_their_counters_whatever_the_pieces(runner, model):
   prompt, seed = [5, 6, 7], 2**40 + 3
-  for choice in runner.run(model[1].generate(prompt, seed=seed, n=2, max_tokens=18, ignore_eos=True))['choices']:
+  for choice in runner.run(
+    model[1].generate(prompt, seed=seed, n=2, max_tokens=18, ignore_eos=True)
+  )['choices']:
     words = (seed + choice['index']) % 2**32, (seed + choice['index']) >> 32
     key, tokens = row_key(seed=0, words=words, sample_index=0), list(prompt)
     for _ in range(18):
-      row = np.asarray(full_logits(params_of(V1), np.array(tokens + [0] * (LENGTH - len(tokens)), np.int32)))
-      drawn = jax.jit(draw)(row[[len(tokens) - 1]], key[None], np.array([len(tokens)]), np.ones(1, np.float32))
+      row = np.asarray(
+        full_logits(params_of(V1), np.array(tokens + [0] * (LENGTH - len(tokens)), np.int32))
+      )
+      drawn = jax.jit(draw)(
+        row[[len(tokens) - 1]], key[None], np.array([len(tokens)]), np.ones(1, np.float32)
+      )
       tokens.append(int(drawn.tokens[0]))
     assert choice['token_ids'] == tokens[len(prompt) :]
 
 
 def test_prompt_logprobs_and_ranks_are_at_temperature_1(runner, model):
   prompt = [5, 30, 7, 22, 9]
-  answer = runner.run(model[1].generate(prompt, temperature=0.0, prompt_logprobs=0, max_tokens=1, logprobs=None))
+  answer = runner.run(
+    model[1].generate(prompt, temperature=0.0, prompt_logprobs=0, max_tokens=1, logprobs=None)
+  )
   first, *rows = answer['prompt_logprobs']
   wanted = logprobs_of(params_of(V1), prompt)
   assert first is None and len(rows) == 4 and answer['choices'][0]['logprobs'] is None
@@ -296,7 +356,10 @@ def test_prompt_logprobs_and_ranks_are_at_temperature_1(runner, model):
 
 
 def test_filters_are_honoured_and_logprobs_are_of_what_is_left(runner, model):
-  prompt, params = [5, 6, 7], {'temperature': 0.7, 'top_k': 5, 'top_p': 0.8, 'max_tokens': 30, 'ignore_eos': True}
+  prompt, params = (
+    [5, 6, 7],
+    {'temperature': 0.7, 'top_k': 5, 'top_p': 0.8, 'max_tokens': 30, 'ignore_eos': True},
+  )
   (choice,) = runner.run(model[1].generate(prompt, **params))['choices']
   rows = logprobs_of(params_of(V1), prompt + choice['token_ids'], 0.7)[len(prompt) - 1 :]
   for row, token, given in zip(rows, choice['token_ids'], given_logprobs(choice), strict=True):
@@ -305,7 +368,9 @@ def test_filters_are_honoured_and_logprobs_are_of_what_is_left(runner, model):
     kept = kept[: int((kept.cumsum() < 0.8).sum()) + 1]
     place = order.tolist().index(token)
     assert given == pytest.approx(np.log(kept[place] / kept.sum()), abs=1e-4)
-  unfiltered = runner.run(model[1].generate(prompt, **params | {'top_k': 0, 'top_p': 1.0}))['choices'][0]
+  unfiltered = runner.run(model[1].generate(prompt, **params | {'top_k': 0, 'top_p': 1.0}))[
+    'choices'
+  ][0]
   assert unfiltered['token_ids'] != choice['token_ids']
 
 
@@ -315,7 +380,10 @@ def test_sample_i_is_the_first_of_the_seed_plus_i(runner, model):
     alone = [(await model[1].generate([5, 6], seed=3 + i))['choices'][0] for i in range(4)]
     assert [c['token_ids'] for c in together] == [c['token_ids'] for c in alone]
     assert len({tuple(c['token_ids']) for c in together}) == 4
-    free = [(await model[1].generate([5, 6], seed=None, max_tokens=30))['choices'][0]['token_ids'] for _ in range(2)]
+    free = [
+      (await model[1].generate([5, 6], seed=None, max_tokens=30))['choices'][0]['token_ids']
+      for _ in range(2)
+    ]
     assert free[0] != free[1]
 
   runner.run(main())
@@ -334,7 +402,9 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(runner, model):
       assert (choice['finish_reason'], choice['stop_reason']) == reason
     stop = free[0]['token_ids'][9]
     at = free[0]['token_ids'].index(stop)
-    (own,) = (await model[1].generate([5], max_tokens=30, ignore_eos=True, stop_token_ids=[stop]))['choices']
+    (own,) = (await model[1].generate([5], max_tokens=30, ignore_eos=True, stop_token_ids=[stop]))[
+      'choices'
+    ]
     assert own['token_ids'] == free[0]['token_ids'][: at + 1] and own['stop_reason'] == stop
 
   runner.run(main())
@@ -354,7 +424,9 @@ def test_a_request_that_spans_an_update_has_two_versions(runner, model, publishe
     assert await client.get('/is_paused') == {'is_paused': True}
     assert (await client.load(published[V2].directory, published[V2].files))[0] == 200
     await client.post('/update_weight_version', {'new_version': str(V2)})
-    assert await client.post('/reset_prefix_cache', reset_running_requests='true') == {'success': True}
+    assert await client.post('/reset_prefix_cache', reset_running_requests='true') == {
+      'success': True
+    }
     server.faults.stall_at = None
     await client.post('/resume')
     (choice,) = (await task)['choices']
@@ -365,7 +437,9 @@ def test_a_request_that_spans_an_update_has_two_versions(runner, model, publishe
     {'version': '0.1', 'start': 0, 'end': 8},
     {'version': '0.2', 'start': 8, 'end': 20},
   ]
-  assert choice['token_ids'][:8] == whole['token_ids'][:8] and choice['token_ids'] != whole['token_ids']
+  assert (
+    choice['token_ids'][:8] == whole['token_ids'][:8] and choice['token_ids'] != whole['token_ids']
+  )
   assert_drawn_by(params_of(V1), prompt, choice, part=slice(0, 8))
   assert_drawn_by(params_of(V2), prompt, choice, part=slice(8, 20))
 
@@ -383,7 +457,10 @@ def test_an_update_without_a_pause_is_between_two_tokens(runner, model, publishe
     return (await task)['choices'][0]
 
   choice = runner.run(main())
-  assert [(s['version'], s['start'], s['end']) for s in choice['weight_versions']] == [('0.1', 0, 4), ('0.2', 4, 20)]
+  assert [(s['version'], s['start'], s['end']) for s in choice['weight_versions']] == [
+    ('0.1', 0, 4),
+    ('0.2', 4, 20),
+  ]
   assert_drawn_by(params_of(V2), [5], choice, part=slice(4, 20))
 
 
@@ -398,7 +475,9 @@ def test_a_client_that_goes_frees_what_it_held(runner, model):
       task.cancel()
     await until(lambda: server.running == 0)
     server.faults.stall_at = None
-    assert 'vllm:num_requests_running{engine="0",model_name="policy"} 0.0' in await client.get('/metrics')
+    assert 'vllm:num_requests_running{engine="0",model_name="policy"} 0.0' in await client.get(
+      '/metrics'
+    )
     assert len((await client.generate([5], n=4))['choices']) == 4
 
   runner.run(main())
@@ -445,7 +524,11 @@ def test_answers_have_the_recorded_form(tmp_path):
       assert await client.get('/is_paused') == {'is_paused': False}
       assert await client.get('/load') == {'server_load': 0}
       (listed,) = (await client.get('/v1/models'))['data']
-      assert (listed['id'], listed['owned_by'], listed['max_model_len']) == ('policy', 'vllm', LENGTH)
+      assert (listed['id'], listed['owned_by'], listed['max_model_len']) == (
+        'policy',
+        'vllm',
+        LENGTH,
+      )
       answer = await client.generate([5, 6], n=2, max_tokens=3, prompt_logprobs=0)
       metrics = await client.get('/metrics')
       return answer, metrics, server
@@ -453,7 +536,12 @@ def test_answers_have_the_recorded_form(tmp_path):
   answer, metrics, server = asyncio.run(main())
   assert answer.pop('created') > 0
   content = [
-    {'token_id': t, 'logprob': -1.5, 'rank': None, 'top_logprobs': [{'token_id': t, 'logprob': -1.5, 'rank': None}]}
+    {
+      'token_id': t,
+      'logprob': -1.5,
+      'rank': None,
+      'top_logprobs': [{'token_id': t, 'logprob': -1.5, 'rank': None}],
+    }
     for t in (7, 8, 9)
   ]
   second = {
@@ -487,7 +575,10 @@ def test_answers_have_the_recorded_form(tmp_path):
     'output_mode': 'tokens',
   }
   assert 'vllm:generation_tokens_total{engine="0",model_name="policy"} 6.0' in metrics
-  assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="policy"} 2.0' in metrics
+  assert (
+    'vllm:request_success_total{engine="0",finished_reason="length",model_name="policy"} 2.0'
+    in metrics
+  )
   assert server.requests[GENERATE] == 1 and server.tokens == 6 and server.finished == {'length': 2}
   assert server.generate_bodies[0]['token_ids'] == [5, 6]
 
@@ -495,7 +586,12 @@ def test_answers_have_the_recorded_form(tmp_path):
 @pytest.mark.parametrize(
   ('prompt', 'params', 'message'),
   [
-    ([5] * 40, {}, 'The decoder prompt (length 40) plus the number of requested output tokens (at least 1) is longer'),
+    (
+      [5] * 40,
+      {},
+      'The decoder prompt (length 40) plus the number of requested output tokens (at least 1) is '
+      'longer',
+    ),
     ([5] * 41, {}, 'The decoder prompt (length 41) is longer than the maximum model length of 40'),
     ([5, -1], {}, 'validation error'),
     ([], {}, 'validation error'),
@@ -507,7 +603,11 @@ def test_answers_have_the_recorded_form(tmp_path):
     ([5], {'top_k': -2}, 'top_k must be 0 (disable), or at least 1, got -2.'),
     ([5], {'n': 0}, 'n must be at least 1, got 0.'),
     ([5], {'n': 200}, "n must be at most the server's max_num_seqs (128), got 200."),
-    ([5], {'stop_token_ids': [99]}, 'token_id(s) [99] in stop_token_ids contain out-of-vocab token ids'),
+    (
+      [5],
+      {'stop_token_ids': [99]},
+      'token_id(s) [99] in stop_token_ids contain out-of-vocab token ids',
+    ),
     ([5], {'logprobs': 3}, 'logprobs of the tokens alone'),
     ([5], {'max_tokens': '8'}, 'body.sampling_params.max_tokens'),
     ([5], {'temperature': [1]}, 'body.sampling_params.temperature'),
@@ -523,7 +623,9 @@ def test_requests_that_a_server_refuses(tmp_path, prompt, params, message):
   async def main():
     async with scripted(tmp_path) as (server, client):
       status, answer = await client.ask('POST', GENERATE, asking(prompt, **params))
-      assert status == 400 and answer['error']['code'] == 400 and message in answer['error']['message']
+      assert (
+        status == 400 and answer['error']['code'] == 400 and message in answer['error']['message']
+      )
       assert not server.generate_bodies and server.tokens == 0
       assert (await client.generate([5]))['choices'][0]['finish_reason'] == 'length'
 
@@ -567,7 +669,9 @@ def test_files_that_are_none_are_the_workers_error(tmp_path, caplog):
       ):
         await client.post('/start_weight_update', {})
         status, answer = await client.ask('POST', '/update_weights', {'update_info': info})
-        assert status == 500 and 'update_info: wanted directory as text' in answer['error']['message']
+        assert (
+          status == 500 and 'update_info: wanted directory as text' in answer['error']['message']
+        )
 
   asyncio.run(main())
   assert not [record for record in caplog.records if record.exc_info]
@@ -585,7 +689,9 @@ def test_other_things_that_a_server_refuses(tmp_path):
       assert (await client.ask('POST', '/collective_rpc', {}))[0] == 400
       assert (await client.ask('POST', '/update_weight_version', {}))[0] == 400
       status, answer = await client.ask('POST', '/collective_rpc', {'method': 'nope'})
-      assert status == 500 and "'CPUWorker' object has no attribute 'nope'" in answer['error']['message']
+      assert (
+        status == 500 and "'CPUWorker' object has no attribute 'nope'" in answer['error']['message']
+      )
 
   asyncio.run(main())
 
@@ -619,7 +725,9 @@ def test_updates_have_a_beginning_and_an_end(tmp_path):
       before = await client.digests()
       assert (await client.ask('POST', '/update_weights', info))[0] == 500
       assert (await client.ask('POST', '/finish_weight_update', {}))[0] == 500
-      assert await client.digests() == before == {name: digest(array) for name, array in HELD.items()}
+      assert (
+        await client.digests() == before == {name: digest(array) for name, array in HELD.items()}
+      )
       assert await client.post('/start_weight_update', {}) == {'message': 'Weight update started'}
       assert (await client.ask('POST', '/start_weight_update', {}))[0] == 500
       assert await client.post('/update_weights', info) == {'message': 'Weights updated'}
@@ -644,11 +752,17 @@ def test_a_workers_error_ends_the_connection_unannounced(tmp_path):
       return answer.lower()
 
   answer = asyncio.run(main())
-  assert answer.startswith(b'http/1.1 500') and answer.endswith(b'}') and b'connection: close' not in answer
+  assert (
+    answer.startswith(b'http/1.1 500')
+    and answer.endswith(b'}')
+    and b'connection: close' not in answer
+  )
 
 
 class Slow(Scripted):
-  """Loads when told to, and draws four tokens when told to: two with what was loaded before, two with what is now."""
+  """Loads when told to, and draws four tokens when told to: two with what was loaded before, two
+  with what is now.
+  """
 
   def __init__(self):
     super().__init__(script, HELD)
@@ -701,7 +815,10 @@ def test_tokens_keep_the_label_of_the_weights_that_drew_them(tmp_path):
         await client.post('/update_weight_version', {'new_version': label})
         backend.may_draw.set()
         spans = (await task)['choices'][0]['weight_versions']
-        assert spans == [{'version': before, 'start': 0, 'end': 2}, {'version': label, 'start': 2, 'end': 4}]
+        assert spans == [
+          {'version': before, 'start': 0, 'end': 2},
+          {'version': label, 'start': 2, 'end': 4},
+        ]
 
   asyncio.run(main())
 
@@ -718,7 +835,9 @@ def test_keep_holds_running_and_new_requests(tmp_path):
       for _ in range(5):  # Whatever could go on has had its turn.
         assert await client.get('/is_paused') == {'is_paused': True}
       assert server.tokens == 3 and not old.done() and not new.done()
-      assert 'vllm:num_requests_waiting{engine="0",model_name="policy"} 1.0' in await client.get('/metrics')
+      assert 'vllm:num_requests_waiting{engine="0",model_name="policy"} 1.0' in await client.get(
+        '/metrics'
+      )
       assert await client.post('/resume') == {'status': 'resumed'}
       assert (await old)['choices'][0]['token_ids'] == list(range(6, 14))
       assert (await new)['choices'][0]['token_ids'] == list(range(10, 18))
@@ -733,14 +852,22 @@ def test_abort_gives_the_tokens_so_far(tmp_path):
       await until(lambda: server.tokens == 6)
       await client.post('/pause', mode='abort')
       for choice in (await old)['choices']:
-        assert (choice['finish_reason'], choice['stop_reason'], choice['token_ids']) == ('abort', None, [6, 7, 8])
+        assert (choice['finish_reason'], choice['stop_reason'], choice['token_ids']) == (
+          'abort',
+          None,
+          [6, 7, 8],
+        )
         assert choice['weight_versions'] == [{'version': 'default', 'start': 0, 'end': 3}]
         assert len(choice['logprobs']['content']) == 3
       new = asyncio.create_task(client.generate([5]))
       await until(lambda: server.running == 1)
       await client.post('/pause', mode='abort')
       (choice,) = (await new)['choices']
-      assert (choice['finish_reason'], choice['token_ids'], choice['weight_versions']) == ('abort', [], [])
+      assert (choice['finish_reason'], choice['token_ids'], choice['weight_versions']) == (
+        'abort',
+        [],
+        [],
+      )
       assert server.finished == {'abort': 3}
 
   asyncio.run(main())
@@ -772,7 +899,10 @@ def test_requests_are_aborted_by_the_id_that_the_server_gave(tmp_path):
     async with scripted(tmp_path, faults=Faults(stall_at=3)) as (server, client):
       tasks = [asyncio.create_task(client.generate([5], name=name)) for name in ('a', 'b', 'c')]
       await until(lambda: server.tokens == 9)
-      assert await client.post('/abort_requests', {'request_ids': ['a']}) == {'status': 'aborted', 'aborted': 1}
+      assert await client.post('/abort_requests', {'request_ids': ['a']}) == {
+        'status': 'aborted',
+        'aborted': 1,
+      }
       await client.post('/abort_requests', {'request_ids': ['generate-tokens-b']})
       await asyncio.wait({tasks[1]})
       assert server.running == 2
@@ -832,21 +962,27 @@ async def refuses(uds):
 
 
 def test_a_token_out_of_vocabulary_ends_the_engine_core(tmp_path):
-  """As on a server without a tokenizer; requests under way get its error, and soon nobody listens."""
+  """As on a server without a tokenizer; requests under way get its error, and soon nobody
+  listens.
+  """
 
   async def main():
     async with scripted(tmp_path, faults=Faults(stall_at=3)) as (server, client):
       running = asyncio.create_task(client.ask('POST', GENERATE, asking([5])))
       await until(lambda: server.tokens == 3)
       for status, answer in (await client.ask('POST', GENERATE, asking([5, VOCAB])), await running):
-        assert status == 500 and answer['error']['message'].startswith('EngineCore encountered an issue.')
+        assert status == 500 and answer['error']['message'].startswith(
+          'EngineCore encountered an issue.'
+        )
       await refuses(tmp_path / 'v.sock')
       assert server.ended.is_set()
 
   simulated(main())
 
 
-@pytest.mark.parametrize(('fault', 'status'), [(Fault.INTERNAL_ERROR, 500), (Fault.UNAVAILABLE, 503)])
+@pytest.mark.parametrize(
+  ('fault', 'status'), [(Fault.INTERNAL_ERROR, 500), (Fault.UNAVAILABLE, 503)]
+)
 def test_errors_come_after_so_many_requests_and_so_often(tmp_path, fault, status):
   async def main():
     async with scripted(tmp_path, faults=Faults(fault=fault, after=2, times=3)) as (server, client):
@@ -902,7 +1038,10 @@ def test_abort_ends_completions_half_way(tmp_path):
 
 def test_delay_holds_a_request_back(tmp_path):
   async def main():
-    async with scripted(tmp_path, faults=Faults(fault=Fault.DELAY, times=1, delay_s=1e6)) as (server, client):
+    async with scripted(tmp_path, faults=Faults(fault=Fault.DELAY, times=1, delay_s=1e6)) as (
+      server,
+      client,
+    ):
       held = asyncio.create_task(client.generate([5]))
       await until(lambda: server.requests[GENERATE] == 1)
       assert (await client.generate([9]))['choices'][0]['token_ids'][0] == 10
@@ -936,7 +1075,9 @@ def test_core_answers_errors_and_is_gone(tmp_path):
     async with scripted(tmp_path, faults=Faults(fault=Fault.CORE, after=1)) as (_, client):
       assert (await client.generate([5]))['choices']
       status, answer = await client.ask('POST', GENERATE, asking([5]))
-      assert status == 500 and answer['error']['message'].startswith('EngineCore encountered an issue.')
+      assert status == 500 and answer['error']['message'].startswith(
+        'EngineCore encountered an issue.'
+      )
       assert (await client.ask('GET', '/health'))[0] == 503
       await refuses(tmp_path / 'v.sock')
 
@@ -985,7 +1126,10 @@ def test_prompt_logprobs_can_be_wrong(tmp_path):
       for shift in (0.0, 0.25):
         server.faults.prompt_logprob_shift = shift
         rows = (await client.generate([5, 2, 3], prompt_logprobs=0))['prompt_logprobs']
-        assert [row[token]['logprob'] for row, token in zip(rows[1:], '23')] == [-2 + shift, -3 + shift]
+        assert [row[token]['logprob'] for row, token in zip(rows[1:], '23')] == [
+          -2 + shift,
+          -3 + shift,
+        ]
 
   asyncio.run(main())
 
@@ -1006,10 +1150,13 @@ def test_death_in_an_update(tmp_path):
 def test_latency_is_a_function_of_its_seed_and_the_request(tmp_path):
   latency = Latency(median_s=2.0, sigma=0.8, seed=5)
   found = [[latency.seconds(seed, index) for index in range(4)] for seed in range(500)]
-  assert found == [[Latency(median_s=2.0, sigma=0.8, seed=5).seconds(s, i) for i in range(4)] for s in range(500)]
+  assert found == [
+    [Latency(median_s=2.0, sigma=0.8, seed=5).seconds(s, i) for i in range(4)] for s in range(500)
+  ]
   assert found[0] != [Latency(median_s=2.0, sigma=0.8, seed=6).seconds(0, i) for i in range(4)]
   logs = np.log(found).ravel()
-  # Standard errors over 2000 draws: 0.8 / √2000 = 0.018 of the mean, 0.8 / √4000 = 0.013 of the deviation.
+  # Standard errors over 2000 draws: 0.8 / √2000 = 0.018 of the mean, 0.8 / √4000 = 0.013 of the
+  # deviation.
   assert abs(logs.mean() - math.log(2)) < 0.07 and abs(logs.std() - 0.8) < 0.05
   assert len(set(logs)) == 2000
   assert Latency().seconds(3, 0) == 0 and Latency(median_s=3.0).seconds(9, 1) == 3
@@ -1040,7 +1187,11 @@ def test_latency_lies_between_the_tokens_and_its_rest_at_the_end(tmp_path):
 def test_it_runs_as_a_process(tmp_path):
   export(tmp_path / 'model', params_of(V1), SPEC, tokenizer_dir=None, eos_ids=[EOS], pad_id=None)
   command = [sys.executable, str(SUPPORT / 'fake_vllm'), f'--model={tmp_path / "model"}']
-  command += [f'--uds={tmp_path / "v.sock"}', f'--max_model_len={LENGTH}', '--latency_median_s=0.001']
+  command += [
+    f'--uds={tmp_path / "v.sock"}',
+    f'--max_model_len={LENGTH}',
+    '--latency_median_s=0.001',
+  ]
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
     assert process.stdout.readline() == f'fake vLLM server at unix:{tmp_path / "v.sock"}\n'

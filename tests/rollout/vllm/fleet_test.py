@@ -1,6 +1,8 @@
-"""The fleet over fake servers: each sample once, each token of a proven version, whatever becomes of the servers.
+"""The fleet over fake servers: each sample once, each token of a proven version, whatever becomes
+of the servers.
 
-A token's logprob tells who drew it: the server, which of its draws, and the step of the weights that were loaded.
+A token's logprob tells who drew it: the server, which of its draws, and the step of the weights
+that were loaded.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ GARBAGE = 99
 GENERATE, UPDATE = '/inference/v1/generate', '/update_weights'
 VOCAB = serving.VOCAB
 SCALE = 2.0**-14
-"""So that a logprob tells up to 2**24 exactly in float32, and is never as low as vLLM's for impossible tokens."""
+"""So that a logprob tells up to 2**24 exactly in float32, and is never as low as vLLM's for
+impossible tokens.
+"""
 PATIENCE_S = 60
 """Of a test that would otherwise hang; no test waits for it to pass."""
 SOON = {'latency_s': 1.0, 'min_tokens_per_s': 1000.0}
@@ -91,7 +95,9 @@ def weights(version, *, probed=None):
   loaded = tensors(probed or version.step)
   logprobs = np.array([[0.0, *score(row, loaded)] for row in sequences], np.float32)
   leaves = [(entry.unrolled, tensors(version.step)[entry.hf]) for entry in entries(MODEL.spec)]
-  return Weights(version=version, leaves=leaves, probe=Probe(sequences=sequences, logprobs=logprobs))
+  return Weights(
+    version=version, leaves=leaves, probe=Probe(sequences=sequences, logprobs=logprobs)
+  )
 
 
 def script(seed, count):
@@ -99,7 +105,9 @@ def script(seed, count):
 
 
 class Marked(Scripted):
-  """The script of a seed, with logprobs that say who drew each token, which draw of it, and from what weights."""
+  """The script of a seed, with logprobs that say who drew each token, which draw of it, and from
+  what weights.
+  """
 
   def __init__(self, number, spec=MODEL.spec):
     super().__init__(lambda *_: ([], []), tensors(GARBAGE, spec), score=score)
@@ -207,10 +215,14 @@ class Between:
     self.held = 0
 
   async def __aenter__(self):
-    self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(self.place.uds, force_close=True, limit=0))
+    self._session = aiohttp.ClientSession(
+      connector=aiohttp.UnixConnector(self.place.uds, force_close=True, limit=0)
+    )
     application = web.Application()
     application.router.add_route('*', '/{path:.*}', self._pass_on)
-    self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    self._runner = web.AppRunner(
+      application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
     await self._runner.setup()
     await web.UnixSite(self._runner, self.uds).start()
     return self
@@ -228,7 +240,9 @@ class Between:
     if (path != GENERATE or sampling) and (status := self.status(path)) is not None:
       return web.json_response({'error': {'message': 'not for you'}}, status=status)
     self.alter_body(path, body)
-    async with self._session.request(incoming.method, f'http://server{incoming.path_qs}', json=body) as response:
+    async with self._session.request(
+      incoming.method, f'http://server{incoming.path_qs}', json=body
+    ) as response:
       text, status = await response.text(), response.status
     answer = json.loads(text) if text else None
     if status == 200 and (path != GENERATE or sampling):
@@ -237,13 +251,19 @@ class Between:
 
 
 def check(asked, completions):
-  """Whole, the sample that was asked for, and every token drawn from the weights that its segment names."""
+  """Whole, the sample that was asked for, and every token drawn from the weights that its segment
+  names.
+  """
   for index, completion in enumerate(completions):
     assert completion.tokens.tolist() == script(sampler_seed(3, asked.key, index), asked.max_tokens)
     drawn_by, steps = np.divmod((-completion.logprobs / SCALE).astype(np.int64), 128)
     assert len(set(drawn_by)) == 1, 'of one draw'
     assert {segment.engine for segment in completion.segments} == {f'vllm-{drawn_by[0] % 4}'}
-    named = [segment.version.step for segment in completion.segments for _ in range(segment.start, segment.end)]
+    named = [
+      segment.version.step
+      for segment in completion.segments
+      for _ in range(segment.start, segment.end)
+    ]
     assert named == steps.tolist()
 
 
@@ -288,9 +308,14 @@ async def back(fleet, place, version):
 
 
 @pytest.mark.parametrize(('groups', 'samples', 'servers'), [(7, 3, 2), (5, 5, 3), (1, 7, 2)])
-def test_uniform_dispatch_deals_a_wave_evenly_and_spreads_groups(tmp_path, groups, samples, servers):
+def test_uniform_dispatch_deals_a_wave_evenly_and_spreads_groups(
+  tmp_path, groups, samples, servers
+):
   async def main():
-    async with places(tmp_path, servers) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+    async with (
+      places(tmp_path, servers) as made,
+      fleet_over(made, tmp_path, dispatch='uniform') as fleet,
+    ):
       found = await wave(fleet, groups=groups, samples=samples)
       counts = [len(place.asked) for place in made]
       assert sum(counts) == groups * samples and max(counts) - min(counts) <= 1
@@ -322,7 +347,10 @@ def test_a_server_that_came_back_is_not_flooded(tmp_path):
 
 def test_a_slow_server_gets_no_more_while_others_work(tmp_path):
   async def main():
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='least_loaded') as fleet:
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, dispatch='least_loaded') as fleet,
+    ):
       made[0].faults.stall_at = 1
       slow = asyncio.create_task(wave(fleet, groups=3, samples=2))
       await until(lambda: made[0].server.running == 3 and made[1].server.finished['length'] >= 3)
@@ -339,7 +367,10 @@ def test_a_slow_server_gets_no_more_while_others_work(tmp_path):
 @pytest.mark.parametrize('dispatch', ['uniform', 'least_loaded'])
 def test_no_server_works_on_more_than_it_may(tmp_path, dispatch):
   async def main():
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch=dispatch, max_in_flight=3) as fleet:
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, dispatch=dispatch, max_in_flight=3) as fleet,
+    ):
       for place in made:
         place.faults.stall_at = 1
       waves = asyncio.create_task(wave(fleet, groups=10))
@@ -356,11 +387,16 @@ def test_no_server_works_on_more_than_it_may(tmp_path, dispatch):
 # Servers that fail while they work.
 
 
-@pytest.mark.parametrize('fault', [Fault.INTERNAL_ERROR, Fault.UNAVAILABLE, Fault.HANG, Fault.CUT, Fault.ABORT])
+@pytest.mark.parametrize(
+  'fault', [Fault.INTERNAL_ERROR, Fault.UNAVAILABLE, Fault.HANG, Fault.CUT, Fault.ABORT]
+)
 def test_a_hiccup_loses_no_sample_and_the_server_serves_again(tmp_path, fault):
   async def main():
     config = SOON if fault == Fault.HANG else {}
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform', **config) as fleet:
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, dispatch='uniform', **config) as fleet,
+    ):
       made[0].faults.fault, made[0].faults.after, made[0].faults.times = fault, 2, 1
       assert versions(await wave(fleet)) == {A}
       assert made[0].faults.times == 0 and fleet.counts['retries'] >= 1
@@ -391,7 +427,10 @@ def test_a_server_that_died_gets_no_request_before_it_has_the_current_version(tm
 
 
 def too_few(choice):
-  choice['token_ids'], choice['logprobs']['content'] = choice['token_ids'][:3], choice['logprobs']['content'][:3]
+  choice['token_ids'], choice['logprobs']['content'] = (
+    choice['token_ids'][:3],
+    choice['logprobs']['content'][:3],
+  )
   choice['weight_versions'][-1]['end'] = 3
 
 
@@ -500,7 +539,9 @@ def test_the_end_of_all_servers_ends_all_who_wait(tmp_path):
         await place.server.die()
       loading = asyncio.create_task(outcome(fleet.load(weights(B))))
       for error in await asyncio.gather(*waiting, loading):
-        assert is_the_end(error, 'no engine left') and 'rollout.vllm.start_deadline_s=2 s' in str(error)
+        assert is_the_end(error, 'no engine left') and 'rollout.vllm.start_deadline_s=2 s' in str(
+          error
+        )
       for late in (ask(fleet, request(5)), fleet.load(weights(C))):
         assert is_the_end(await outcome(late), 'no engine left')
 
@@ -509,7 +550,10 @@ def test_the_end_of_all_servers_ends_all_who_wait(tmp_path):
 
 def test_a_load_under_way_ends_with_the_servers(tmp_path):
   async def main():
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, start_deadline_s=2.0) as fleet:
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, start_deadline_s=2.0) as fleet,
+    ):
       for place in made:
         place.faults.die_in_update = True
       error = await outcome(fleet.load(weights(B)))
@@ -560,7 +604,9 @@ def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
       await until(lambda: all(place.server.paused for place in made))
       waiting = asyncio.create_task(wave(fleet))
       error = await loading
-      assert is_the_end(error, 'version 0.2 was not published, 0.1 stays') and 'as read, announced was' in str(error)
+      assert is_the_end(
+        error, 'version 0.2 was not published, 0.1 stays'
+      ) and 'as read, announced was' in str(error)
       assert versions([*await waiting, *await wave(fleet, begin=10)]) == {A} and fleet.version == A
       assert [await place.digests() for place in made] == before
       await fleet.load(weights(C))
@@ -617,14 +663,25 @@ class Trouble:
 
 
 TROUBLES = [
-  *('refusal', 'a stale tensor', 'a failed probe', 'a command refused after the write', 'an update broken off', 'death')
+  *(
+    'refusal',
+    'a stale tensor',
+    'a failed probe',
+    'a command refused after the write',
+    'an update broken off',
+    'death',
+  )
 ]
 
 
 @pytest.mark.parametrize('newer', [False, True], ids=['same', 'newer'])
 @pytest.mark.parametrize('kind', TROUBLES)
-def test_one_server_that_fails_to_take_a_version_comes_to_the_current_one_later(tmp_path, kind, newer):
-  """Meanwhile the others serve, and what was under way at the one that failed is not taken from it."""
+def test_one_server_that_fails_to_take_a_version_comes_to_the_current_one_later(
+  tmp_path, kind, newer
+):
+  """Meanwhile the others serve, and what was under way at the one that failed is not taken from
+  it.
+  """
 
   async def main():
     async with places(tmp_path, 2) as made, Between(made[0]) as between:
@@ -650,12 +707,16 @@ def test_one_server_that_fails_to_take_a_version_comes_to_the_current_one_later(
         await back(fleet, made[0], current)
         found = await wave(fleet, begin=30)
         assert versions(found) == {current} and 'vllm-0' in itertools.chain(*map(engines, found))
-        await until(lambda: sorted(p.name for p in (tmp_path / 'published').glob('0.*')) == [str(current)])
+        await until(
+          lambda: sorted(p.name for p in (tmp_path / 'published').glob('0.*')) == [str(current)]
+        )
 
   run(main)
 
 
-@pytest.mark.parametrize('kind', ['a command refused after the write', 'an update broken off', 'a failed probe'])
+@pytest.mark.parametrize(
+  'kind', ['a command refused after the write', 'an update broken off', 'a failed probe']
+)
 def test_the_only_server_is_brought_to_the_version_in_the_end(tmp_path, kind):
   async def main():
     async with (
@@ -687,14 +748,18 @@ def test_weights_that_are_not_the_trainers_end_the_run(tmp_path):
 
 
 def test_a_version_published_while_a_server_is_looked_at_reaches_it(tmp_path):
-  """The server had failed once and turns out to be well, with a version that is no longer the current one."""
+  """The server had failed once and turns out to be well, with a version that is no longer the
+  current one.
+  """
 
   async def main():
     async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
       made[0].policy.may_score.clear()
       made[0].faults.fault, made[0].faults.times = Fault.INTERNAL_ERROR, 1
       waiting = asyncio.create_task(wave(fleet, groups=1, samples=1))
-      await until(lambda: fleet.replicas[0].state == ReplicaState.DOWN and made[0].policy.scoring == 1)
+      await until(
+        lambda: fleet.replicas[0].state == ReplicaState.DOWN and made[0].policy.scoring == 1
+      )
       loading = asyncio.create_task(fleet.load(weights(B)))
       await until(lambda: fleet._current.publication.version == B)
       made[0].policy.may_score.set()
@@ -813,7 +878,10 @@ def test_a_server_that_was_away_comes_back_to_weights_that_have_a_new_name(tmp_p
       await back(fleet, made[1], A)
       found = await asyncio.gather(*(ask(fleet, one) for one in asked))
       assert versions(found) == {B}
-      assert {engine for completions in found for engine in engines(completions)} == {'vllm-0', 'vllm-1'}
+      assert {engine for completions in found for engine in engines(completions)} == {
+        'vllm-0',
+        'vllm-1',
+      }
 
   run(main)
 
@@ -850,7 +918,9 @@ def test_tokens_under_a_version_whose_probe_fails_are_drawn_again_elsewhere(tmp_
       made[0].faults.stall_at = None
       (first,), (second,) = await waiting
       assert engines([first, second]) == ['vllm-1'] * 2
-      assert [s.version for s in first.segments] == [B] and [s.version for s in second.segments] == [A]
+      assert [s.version for s in first.segments] == [B] and [
+        s.version for s in second.segments
+      ] == [A]
       assert fleet.counts['void'] == fleet.counts['retries'] == 1
       assert made[0].policy.used == {A.step, B.step}
 
@@ -858,7 +928,9 @@ def test_tokens_under_a_version_whose_probe_fails_are_drawn_again_elsewhere(tmp_
 
 
 def test_a_failed_probe_voids_even_what_ends_after_a_later_one_has_passed(tmp_path):
-  """The request came to the server after the update, so all its tokens bear the version that is proven in the end."""
+  """The request came to the server after the update, so all its tokens bear the version that is
+  proven in the end.
+  """
 
   async def main():
     async with (
@@ -917,7 +989,10 @@ def test_a_version_stays_published_until_all_servers_have_the_next(tmp_path):
 
 def test_a_caller_that_leaves_early_frees_the_servers(tmp_path):
   async def main():
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform', max_in_flight=3) as fleet:
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, dispatch='uniform', max_in_flight=3) as fleet,
+    ):
       made[0].faults.stall_at = 1
       async with contextlib.aclosing(fleet.generate(request(1, samples=8))) as completions:
         async for _ in completions:
@@ -984,7 +1059,10 @@ def attach(tmp_path, *addresses, **fields):
 @pytest.mark.parametrize(
   ('address', 'words'),
   [
-    ('localhost:8000', "address 'localhost:8000', wanted http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock"),
+    (
+      'localhost:8000',
+      "address 'localhost:8000', wanted http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock",
+    ),
     ('unix:/nowhere/s', 'engine vllm-0: no vLLM server answers at unix:/nowhere/s'),
     ('http://127.0.0.1:1', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:1'),
     ('http://127.0.0.1:port', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:port'),
@@ -1009,7 +1087,9 @@ def test_an_address_that_is_wrong(tmp_path, address, words):
 )
 def test_another_web_server(tmp_path, status, text, words):
   async def answer(_):
-    return web.Response(status=status, text=text, headers={'Location': '/elsewhere'} if status == 301 else None)
+    return web.Response(
+      status=status, text=text, headers={'Location': '/elsewhere'} if status == 301 else None
+    )
 
   async def main():
     application = web.Application()
@@ -1034,7 +1114,11 @@ def test_another_web_server(tmp_path, status, text, words):
       {},
       f"embed_tokens.weight is (28, 64), the policy's is ({VOCAB}, 64) (another vocabulary)",
     ),
-    (serving.model_of('qwen3', tied=True), {}, 'serves a model other than the policy: only one of the two has'),
+    (
+      serving.model_of('qwen3', tied=True),
+      {},
+      'serves a model other than the policy: only one of the two has',
+    ),
     (serving.model_of('qwen2', tied=False), {}, 'only one of the two has lm_head.weight'),
     (MODEL, {'max_model_len': 399}, 'max_model_len is 399, the run needs 400'),
   ],
@@ -1090,7 +1174,10 @@ def test_requests_that_no_server_would_take(tmp_path):
   async def main():
     async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
       for bad, words in [
-        ({'sampling': Sampling(temperature=0.005)}, 'temperature 0.005; vLLM samples at 0 .* or from 0.01 to 2'),
+        (
+          {'sampling': Sampling(temperature=0.005)},
+          'temperature 0.005; vLLM samples at 0 .* or from 0.01 to 2',
+        ),
         ({'sampling': Sampling(temperature=3.0)}, 'temperature 3; vLLM samples at'),
         ({'max_tokens': 396}, 'more than the 400'),
         ({'prompt': (3, VOCAB)}, f'vocabulary of {VOCAB}'),
@@ -1169,7 +1256,9 @@ def test_a_sample_that_is_asked_for_again_is_the_same_sample(tmp_path):
       made[0].faults.fault, made[0].faults.times = Fault.CUT, 1
       await wave(fleet, groups=3)
       found = {}
-      for body in [body for place in made for body in place.server.generate_bodies if 'request_id' in body]:
+      for body in [
+        body for place in made for body in place.server.generate_bodies if 'request_id' in body
+      ]:
         found.setdefault(body['request_id'], []).append(body['sampling_params']['seed'])
       assert len(found) == 9 and sum(map(len, found.values())) == 10 == 9 + fleet.counts['retries']
       assert all(len(set(seeds)) == 1 for seeds in found.values()), 'the second time too'

@@ -1,4 +1,6 @@
-"""Published weights: the trainer's bits under a version's name, whole or not at all, whatever stops the writer."""
+"""Published weights: the trainer's bits under a version's name, whole or not at all, whatever stops
+the writer.
+"""
 
 import io
 import os
@@ -18,7 +20,13 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import stack_layers
 from jaxrl_llm.models.families import FAMILIES, tiny
-from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder, _write_all, digest, read_checked
+from jaxrl_llm.rollout.vllm.publication import (
+  FILE,
+  PublicationFolder,
+  _write_all,
+  digest,
+  read_checked,
+)
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import DTYPES, to_hf
 from jaxrl_llm.weights.tables import entries
@@ -28,11 +36,15 @@ V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 
 
 def bits(tensors):
-  return {name: (tensor.dtype.name, tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()}
+  return {
+    name: (tensor.dtype.name, tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()
+  }
 
 
 def small(layers=2):
-  return tiny('qwen3', 11, num_hidden_layers=layers, hidden_size=16, intermediate_size=24, head_dim=8)
+  return tiny(
+    'qwen3', 11, num_hidden_layers=layers, hidden_size=16, intermediate_size=24, head_dim=8
+  )
 
 
 def published_bits(publication):
@@ -45,7 +57,9 @@ def wanted_bits(params, spec, dtype='float32'):
 
 def awkward(params):
   """With the numbers that a conversion could get wrong, in the first places of one array."""
-  ties = np.array([0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 1, 0x80000001, 0x00007FFF], np.uint32)
+  ties = np.array(
+    [0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 1, 0x80000001, 0x00007FFF], np.uint32
+  )
   numbers = np.r_[np.float32([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0]), ties.view(np.float32)]
   params['embed']['kernel'].reshape(-1)[: len(numbers)] = numbers
   return params
@@ -55,7 +69,8 @@ def awkward(params):
 @pytest.mark.parametrize(('family', 'tied'), MODELS)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_files_hold_the_parameters_bit_for_bit(tmp_path, dtype, family, tied, scanned):
-  # Three layers, biases wherever the family may have some, and a vocabulary that is longer than one block.
+  # Three layers, biases wherever the family may have some, and a vocabulary that is longer than one
+  # block.
   bias, mlp_bias = FAMILIES[family].attention_bias, FAMILIES[family].mlp_bias
   biases = {'qkv_bias': bias != 'never', 'o_bias': bias == 'optional', 'mlp_bias': mlp_bias}
   spec = tiny(family, 9001, num_hidden_layers=3, tie_word_embeddings=tied, **biases)
@@ -69,7 +84,9 @@ def test_files_hold_the_parameters_bit_for_bit(tmp_path, dtype, family, tied, sc
   assert publication.nbytes == sum(len(data) for _, _, data in wanted.values())
   with safe_open(publication.directory / FILE, 'np') as file:
     assert file.metadata() == {'format': 'pt'}
-  assert (publication.directory / FILE).stat().st_mode & 0o777 == 0o644, 'servers of other users read it'
+  assert (publication.directory / FILE).stat().st_mode & 0o777 == 0o644, (
+    'servers of other users read it'
+  )
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -79,7 +96,9 @@ def test_digests_are_of_what_lies_in_the_file(tmp_path, dtype):
   publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(V1, leaves.items())
   tensors = load_file(publication.directory / FILE)
   assert publication.files == {FILE: {name: digest(tensor) for name, tensor in tensors.items()}}
-  assert publication.digests == publication.files[FILE] and len(set(publication.digests.values())) > 10
+  assert (
+    publication.digests == publication.files[FILE] and len(set(publication.digests.values())) > 10
+  )
   assert list(publication.digests) == [entry.hf for entry in entries(spec)]
   assert bits(read_checked(publication.files, publication.directory)) == bits(tensors)
 
@@ -95,12 +114,18 @@ def test_a_digest_is_of_bytes_in_c_order():
 def test_leaves_may_be_of_any_order_kind_and_stride(tmp_path):
   spec = small(layers=3)
   params = random_params(spec)
-  folder, wanted = PublicationFolder(tmp_path / 'w', spec, dtype='float32'), wanted_bits(params, spec)
+  folder, wanted = (
+    PublicationFolder(tmp_path / 'w', spec, dtype='float32'),
+    wanted_bits(params, spec),
+  )
   orders = [flatten(params), flatten(stack_layers(params))]
   for step, leaves in enumerate([*orders, *orders]):
     names = list(leaves)
     np.random.default_rng(step).shuffle(names)
-    assert published_bits(folder.write(Version(0, step), ((name, leaves[name]) for name in names))) == wanted
+    assert (
+      published_bits(folder.write(Version(0, step), ((name, leaves[name]) for name in names)))
+      == wanted
+    )
   transposed = {name: np.asfortranarray(leaf) for name, leaf in orders[1].items()}
   assert published_bits(folder.write(Version(0, 9), transposed.items())) == wanted
   narrow = {name: leaf.astype(ml_dtypes.bfloat16) for name, leaf in orders[0].items()}
@@ -127,11 +152,16 @@ def test_an_array_may_go_when_the_next_is_asked_for(tmp_path):
 
 
 def missing(leaves):
-  return {name: leaf for name, leaf in leaves.items() if name != 'norm/scale'}, r"lack \['model\.norm\.weight'\]"
+  return {
+    name: leaf for name, leaf in leaves.items() if name != 'norm/scale'
+  }, r"lack \['model\.norm\.weight'\]"
 
 
 def unknown(leaves):
-  return {**leaves, 'norm/bias': leaves['norm/scale']}, 'norm/bias: not a parameter of the published qwen3 model'
+  return {
+    **leaves,
+    'norm/bias': leaves['norm/scale'],
+  }, 'norm/bias: not a parameter of the published qwen3 model'
 
 
 def head_of_a_tied_model(leaves):
@@ -139,12 +169,18 @@ def head_of_a_tied_model(leaves):
 
 
 def another_vocabulary(leaves):
-  return {**leaves, 'embed/kernel': leaves['embed/kernel'][:-1]}, r'embed/kernel: .* \(10, 16\), .* has \(11, 16\)'
+  return {
+    **leaves,
+    'embed/kernel': leaves['embed/kernel'][:-1],
+  }, r'embed/kernel: .* \(10, 16\), .* has \(11, 16\)'
 
 
 def transposed(leaves):
   name = next(name for name in leaves if name.endswith('mlp/up/kernel'))
-  return {**leaves, name: leaves[name].swapaxes(-1, -2)}, r'mlp/up/kernel: .* \(.*16, 24\), .* has \(.*24, 16\)'
+  return {
+    **leaves,
+    name: leaves[name].swapaxes(-1, -2),
+  }, r'mlp/up/kernel: .* \(.*16, 24\), .* has \(.*24, 16\)'
 
 
 def of_layers(change):
@@ -157,7 +193,11 @@ def of_layers(change):
 
 
 WRONG = [missing, unknown, head_of_a_tied_model, another_vocabulary, transposed]
-WRONG_LAYERS = [of_layers(lambda leaf: leaf[:-1]), of_layers(lambda leaf: np.r_[leaf, leaf]), of_layers(lambda a: a[0])]
+WRONG_LAYERS = [
+  of_layers(lambda leaf: leaf[:-1]),
+  of_layers(lambda leaf: np.r_[leaf, leaf]),
+  of_layers(lambda a: a[0]),
+]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +250,9 @@ def test_a_file_that_is_written_over_shows_nothing_of_what_it_held(tmp_path, dty
 def test_a_reader_that_has_a_kept_file_open_sees_nothing_of_the_next(tmp_path):
   spec = small()
   folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
-  first, second = (folder.write(v, flatten(random_params(spec, seed=i)).items()) for i, v in enumerate((V1, V2)))
+  first, second = (
+    folder.write(v, flatten(random_params(spec, seed=i)).items()) for i, v in enumerate((V1, V2))
+  )
   data = np.memmap(second.directory / FILE, mode='r')
   before = data.tobytes()
   folder.keep_only(second)
@@ -344,7 +386,9 @@ for name in ('new', 'again', 'keep'):
 
 @pytest.mark.full
 def test_whoever_is_killed_leaves_no_version_that_is_not_whole(tmp_path):
-  ran = subprocess.run([sys.executable, '-c', KILLED, tmp_path / 'w'], capture_output=True, text=True, timeout=300)
+  ran = subprocess.run(
+    [sys.executable, '-c', KILLED, tmp_path / 'w'], capture_output=True, text=True, timeout=300
+  )
   assert ran.returncode == 0, ran.stderr
   moments = ran.stdout.split()
   arrays = len(entries(tiny('qwen3', 11)))
@@ -362,10 +406,14 @@ def test_a_full_disk_is_one_line(tmp_path):
   first = folder.write(V1, flatten(random_params(spec)).items())
   (folder.root / 'unfinished').mkdir()
   (folder.root / 'unfinished' / FILE).symlink_to('/dev/full')
-  with pytest.raises(RunError, match=r'w: weights cannot be written \(.*No space left on device') as raised:
+  with pytest.raises(
+    RunError, match=r'w: weights cannot be written \(.*No space left on device'
+  ) as raised:
     folder.write(V2, flatten(random_params(spec, seed=1)).items())
   assert '\n' not in str(raised.value)
-  assert versions_in(folder) == {'0.1'} and published_bits(first) == wanted_bits(random_params(spec), spec)
+  assert versions_in(folder) == {'0.1'} and published_bits(first) == wanted_bits(
+    random_params(spec), spec
+  )
 
 
 class Sipping(io.FileIO):
@@ -389,7 +437,9 @@ def test_a_disk_that_fills_up_keeps_what_it_has(tmp_path):
   mount = tmp_path / 'small'
   mount.mkdir()
   size = f'size={int(nbytes * 1.6)}'
-  if subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'tmpfs', mount], capture_output=True).returncode:
+  if subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', size, 'tmpfs', mount], capture_output=True
+  ).returncode:
     pytest.skip('mounting needs root')
   try:
     folder = PublicationFolder(mount / 'w', spec, dtype='float32')
@@ -458,11 +508,17 @@ def test_transformers_loads_a_published_file(tmp_path, family, tied, dtype):
 
   spec = tiny(family, 50, tie_word_embeddings=tied)
   params = random_params(spec)
-  publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(V1, flatten(params).items())
+  publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(
+    V1, flatten(params).items()
+  )
   write_config(tmp_path, spec, dtype=dtype, eos_ids=(1,), pad_id=0)
   (tmp_path / 'model.safetensors').symlink_to(publication.directory / FILE)
-  model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-  assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')), report
+  model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, output_loading_info=True
+  )
+  assert not any(
+    report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')
+  ), report
   assert model.dtype == getattr(torch, dtype)
   found = dict(model.named_parameters())
   assert found.keys() == publication.digests.keys()

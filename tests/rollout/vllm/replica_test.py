@@ -13,14 +13,20 @@ from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.replica import Replica
 
 BASE = Publication(version=Version(0, 0), directory=pathlib.Path('base'), files={}, nbytes=0)
-ADAPTER = Publication(version=Version(0, 1), directory=pathlib.Path('adapter'), files={}, nbytes=0, base=BASE)
+ADAPTER = Publication(
+  version=Version(0, 1), directory=pathlib.Path('adapter'), files={}, nbytes=0, base=BASE
+)
 PROBE = Probe(sequences=np.ones((1, 3), np.int32), logprobs=np.zeros((1, 3), np.float32))
 REQUEST = Request(uid='a', prompt=(1,), max_tokens=4, key=(0,))
-COMPLETION = Completion(tokens=np.ones(0, np.int32), logprobs=np.ones(0, np.float32), finish=Finish.STOP, segments=())
+COMPLETION = Completion(
+  tokens=np.ones(0, np.int32), logprobs=np.ones(0, np.float32), finish=Finish.STOP, segments=()
+)
 
 
 class Server:
-  """Stands in for the client of a server, and for the way that weights come into it; writes down what is asked."""
+  """Stands in for the client of a server, and for the way that weights come into it; writes down
+  what is asked.
+  """
 
   address, adapter = 'http://127.0.0.1:9', None
 
@@ -82,9 +88,13 @@ async def admitted(device: str):
 
 
 async def begun(publication: Publication, *, device: str = 'cpu'):
-  """(server, replica, its two requests in flight, the task that takes the publication), after the server resumed."""
+  """(server, replica, its two requests in flight, the task that takes the publication), after the
+  server resumed.
+  """
   server, replica = await admitted(device)
-  requests = [asyncio.create_task(replica.generate(REQUEST, i, seed=0, deadline_s=60)) for i in range(2)]
+  requests = [
+    asyncio.create_task(replica.generate(REQUEST, i, seed=0, deadline_s=60)) for i in range(2)
+  ]
   while server.generating < 2:
     await asyncio.sleep(0)
   take = asyncio.create_task(replica.take(publication, PROBE, tolerance=1e-3, deadline_s=60))
@@ -113,14 +123,18 @@ def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publica
   async def main():
     server, replica, requests, take = await begun(publication, device=device)
     await take
-    assert server.calls[-2:] == ['resume', 'probe beside 2'] and replica.proven == {publication.version}
+    assert server.calls[-2:] == ['resume', 'probe beside 2'] and replica.proven == {
+      publication.version
+    }
     server.may_end.set()
     await asyncio.gather(*requests)
 
   asyncio.run(main())
 
 
-@pytest.mark.parametrize(('adapter', 'calls'), [(None, ['probe beside 0']), (ADAPTER, ['generate 1'])])
+@pytest.mark.parametrize(
+  ('adapter', 'calls'), [(None, ['probe beside 0']), (ADAPTER, ['generate 1'])]
+)
 def test_a_server_with_adapters_is_asked_for_a_token_and_no_prompt_logprobs(adapter, calls):
   async def main():
     server, replica = await admitted('cpu')

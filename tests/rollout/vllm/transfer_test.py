@@ -1,8 +1,9 @@
-"""Transfers: what they call, in which order, with which bodies; what is refused before anything moves; what is lost.
+"""Transfers: what they call, in which order, with which bodies; what is refused before anything
+moves; what is lost.
 
-The sender is the real process, over a stand-in for vLLM's engines that follows their base class (NCCL and CUDA IPC
-need GPUs): it notes what it was made from, and writes what it would have broadcast into a file, which the stand-in for
-the server takes as loaded.
+The sender is the real process, over a stand-in for vLLM's engines that follows their base class
+(NCCL and CUDA IPC need GPUs): it notes what it was made from, and writes what it would have
+broadcast into a file, which the stand-in for the server takes as loaded.
 """
 
 import asyncio
@@ -30,7 +31,13 @@ from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE, Publication, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands
-from jaxrl_llm.rollout.vllm.transfer import SENDER, FileTransfer, SenderTransfer, Transfer, build_transfer
+from jaxrl_llm.rollout.vllm.transfer import (
+  SENDER,
+  FileTransfer,
+  SenderTransfer,
+  Transfer,
+  build_transfer,
+)
 
 pytestmark = pytest.mark.full
 
@@ -160,7 +167,12 @@ TENSORS = {
   'model.embed.weight': np.arange(8, dtype=np.float32).reshape(4, 2),
   'model.layers.2.bias': np.ones(2, np.float32),
 }
-BY_LAYER = ['model.embed.weight', 'model.layers.2.up.weight', 'model.layers.2.bias', 'model.layers.10.up.weight']
+BY_LAYER = [
+  'model.embed.weight',
+  'model.layers.2.up.weight',
+  'model.layers.2.bias',
+  'model.layers.10.up.weight',
+]
 
 
 def publish(folder, step, tensors=None):
@@ -193,7 +205,10 @@ MISFITS = {
   'a shape': ({**TENSORS, 'model.layers.2.bias': np.ones(3, np.float32)}, 'published as'),
   'a dtype': ({**TENSORS, 'model.layers.2.bias': np.ones(2, np.float16)}, 'published as'),
   'one more': ({**TENSORS, 'model.more': np.ones(2, np.float32)}, 'publication and model differ'),
-  'one less': ({'model.embed.weight': TENSORS['model.embed.weight']}, 'publication and model differ'),
+  'one less': (
+    {'model.embed.weight': TENSORS['model.embed.weight']},
+    'publication and model differ',
+  ),
 }
 
 
@@ -223,7 +238,11 @@ class Recorder:
 
   @property
   def env(self):
-    return {'PYTHONPATH': str(self.folder / 'stub'), 'STUB_SENT': str(self.sent), 'STUB_FAULT': str(self.fault)}
+    return {
+      'PYTHONPATH': str(self.folder / 'stub'),
+      'STUB_SENT': str(self.sent),
+      'STUB_FAULT': str(self.fault),
+    }
 
   async def _answer(self, request):
     body = await request.json() if request.can_read_body else None
@@ -250,7 +269,10 @@ class Recorder:
 
 def held(tensors):
   """As a worker tells what it has."""
-  return {name: {'shape': list(a.shape), 'dtype': a.dtype.name, 'slice': None} for name, a in tensors.items()}
+  return {
+    name: {'shape': list(a.shape), 'dtype': a.dtype.name, 'slice': None}
+    for name, a in tensors.items()
+  }
 
 
 @pytest.fixture
@@ -271,7 +293,9 @@ async def connected(folder, backend='nccl', **fields):
     setattr(server, name, value)
   client = await server.start()
   python = pathlib.Path(sys.executable)
-  transfer = SenderTransfer(backend, python, log=folder / 'logs' / 'sender.log', env=server.env, device='cpu')
+  transfer = SenderTransfer(
+    backend, python, log=folder / 'logs' / 'sender.log', env=server.env, device='cpu'
+  )
   try:
     await transfer.connect(client)
     yield server, client, transfer
@@ -300,7 +324,9 @@ def test_nccl_sends_what_was_published_in_the_documented_calls(folder):
     async with connected(folder) as (server, client, transfer):
       ((path, body),) = server.calls
       info = body['init_info']
-      assert path == INIT and info['master_address'] == '127.0.0.1' and 0 < info['master_port'] < 65536
+      assert (
+        path == INIT and info['master_address'] == '127.0.0.1' and 0 < info['master_port'] < 65536
+      )
       assert (info['rank_offset'], info['world_size'], info['packed']) == (1, 2, True)
       pid = transfer.pid
       for step in (1, 2):
@@ -352,7 +378,9 @@ def test_ipc_handles_travel_as_a_pickle_and_the_buffer_holds_the_largest_tensor(
       for name, (_, body) in zip(BY_LAYER, server.calls[2:-1], strict=True):
         info = body['update_info']
         assert info['names'] == [name] and 'ipc_handles' not in info
-        assert pickle.loads(base64.b64decode(info['ipc_handles_pickled'])) == {'GPU-1': (len, (3, 4), b'handle')}
+        assert pickle.loads(base64.b64decode(info['ipc_handles_pickled'])) == {
+          'GPU-1': (len, (3, 4), b'handle')
+        }
       server.workers = [big]
       server.calls.clear()
       await transfer.connect(client)
@@ -415,7 +443,9 @@ def test_a_sender_that_dies_hangs_or_fails_in_a_send_is_lost_and_leaves_no_proce
 
 
 @pytest.mark.parametrize('path, status', [(START, 400), (UPDATE, 500), (FINISH, 400)])
-def test_a_failed_control_call_is_lost_with_the_servers_reason_even_where_the_server_refuses(folder, path, status):
+def test_a_failed_control_call_is_lost_with_the_servers_reason_even_where_the_server_refuses(
+  folder, path, status
+):
   async def main():
     async with connected(folder) as (server, client, transfer):
       server.failures[path] = status
@@ -492,9 +522,14 @@ def test_a_sender_ends_when_its_trainer_is_gone_even_while_it_waits(folder):
     return json.loads(process.stdout.readline())
 
   try:
-    assert say(op='init', backend='nccl', host='127.0.0.1', device='cpu', workers=[held(TENSORS)])['call']
+    assert say(op='init', backend='nccl', host='127.0.0.1', device='cpu', workers=[held(TENSORS)])[
+      'call'
+    ]
     assert say(ok=True) == {'ok': True}
-    assert say(op='send', directory=str(publication.directory), files=publication.files)['call'] == START[1:]
+    assert (
+      say(op='send', directory=str(publication.directory), files=publication.files)['call']
+      == START[1:]
+    )
     assert say(ok=True)['call'] == UPDATE[1:]
     process.stdin.close()
     assert process.wait(timeout=30) == 0
@@ -530,7 +565,9 @@ def test_a_replica_takes_a_version_through_a_sender(folder):
       replica = Replica('vllm-0', client=client, server=None, transfer=transfer)
       replica.slices = server.workers
       await replica.take(publish(folder, 1), None, tolerance=1.0, deadline_s=60)
-      assert replica.version == Version(0, 1) and server.label.startswith('0.1-') and not server.paused
+      assert (
+        replica.version == Version(0, 1) and server.label.startswith('0.1-') and not server.paused
+      )
       bad = publish(folder, 2)
       spoil(bad, 'a corrupted byte')
       with pytest.raises(Refused):
@@ -595,7 +632,9 @@ def test_a_replica_that_refuses_files_goes_on_with_the_version_before(tmp_path):
         spoil(bad, 'a corrupted byte')
         with pytest.raises(Refused, match='as read, announced was'):
           await replica.take(bad, None, tolerance=1.0, deadline_s=60)
-        assert not server.paused and server.label.startswith('0.1-') and replica.version == Version(0, 1)
+        assert (
+          not server.paused and server.label.startswith('0.1-') and replica.version == Version(0, 1)
+        )
 
   asyncio.run(main())
 
@@ -625,7 +664,9 @@ def test_a_server_that_takes_no_weights_this_way_is_the_users_to_start_otherwise
       shapes = {name: array.shape for name, array in TENSORS.items() if array.dtype == np.float32}
       held_here = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
       server._core.backend.tensors = held_here
-      with pytest.raises(UserError, match=r"engine vllm-0 .*over 'nccl' \(no such engine\); .*vllm.transfer"):
+      with pytest.raises(
+        UserError, match=r"engine vllm-0 .*over 'nccl' \(no such engine\); .*vllm.transfer"
+      ):
         await replica.admit(shapes, dtype='float32', max_length=4, speculative=False)
 
   asyncio.run(main())
@@ -650,7 +691,9 @@ def test_configuration_decides_the_servers_options_and_the_transfer(tmp_path):
   cuda = environment(tmp_path / 'cuda', 'vllm-0.32.0')
   insecure = 'VLLM_ALLOW_INSECURE_SERIALIZATION'
   for backend in ('files', 'nccl', 'ipc'):
-    config = VllmConfig(environment=cuda, transfer=backend, devices=('0', '1'), sender_device='2', env={'A': 'b'})
+    config = VllmConfig(
+      environment=cuda, transfer=backend, devices=('0', '1'), sender_device='2', env={'A': 'b'}
+    )
     commands = server_commands(config, tmp_path, dtype='float32', max_model_len=8)
     assert [c.args['weight_transfer_config'] for c in commands] == [{'backend': backend}] * 2
     assert all((insecure in c.env) == (backend == 'ipc') for c in commands)
@@ -725,11 +768,20 @@ print('all there')
 
 
 def test_the_real_vllm_has_the_names_and_the_fields_that_the_sender_uses(tmp_path):
-  python = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
+  python = (
+    pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm'))
+    / 'bin'
+    / 'python'
+  )
   if not python.exists():
     pytest.skip(f'{python} is not there')
   for file, name in ((SENDER, 'jaxrl_llm_sender.py'), (WORKER, 'jaxrl_llm_worker.py')):
     (tmp_path / name).write_bytes(file.read_bytes())
-  env = {**os.environ, 'PYTHONPATH': str(tmp_path), 'VLLM_ALLOW_INSECURE_SERIALIZATION': '1', 'HF_HUB_OFFLINE': '1'}
+  env = {
+    **os.environ,
+    'PYTHONPATH': str(tmp_path),
+    'VLLM_ALLOW_INSECURE_SERIALIZATION': '1',
+    'HF_HUB_OFFLINE': '1',
+  }
   done = subprocess.run([python, '-c', REAL], env=env, capture_output=True, text=True)
   assert 'all there' in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""What runs inside vLLM's workers, against modules with the attributes of vLLM's layers, and against those layers."""
+"""What runs inside vLLM's workers, against modules with the attributes of vLLM's layers, and
+against those layers.
+"""
 
 import ast
 import importlib.util
@@ -16,7 +18,9 @@ from paths import ROOT
 from jaxrl_llm.rollout.vllm import publication
 
 PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm' / 'worker.py'
-PYTHON = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
+PYTHON = (
+  pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
+)
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -45,7 +49,9 @@ def layer_of(weight, bias=None, **attributes):
   made = torch.nn.Module()
   for name, shape in (('weight', weight), ('bias', bias)):
     if shape is not None:
-      made.register_parameter(name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False))
+      made.register_parameter(
+        name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False)
+      )
   for name, value in attributes.items():
     setattr(made, name, value)
   return made
@@ -111,11 +117,15 @@ def names(**children):
 
 
 def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
-  """A decoder as vLLM builds it: fused projections, a padded vocabulary, and one plain column-parallel layer."""
+  """A decoder as vLLM builds it: fused projections, a padded vocabulary, and one plain
+  column-parallel layer.
+  """
 
   def layer():
     attention = names(
-      qkv_proj=qkv(rank, size, kv_heads), o_proj=row(rank, size, HEADS * HEAD, HIDDEN), q_norm=layer_of((HEAD,))
+      qkv_proj=qkv(rank, size, kv_heads),
+      o_proj=row(rank, size, HEADS * HEAD, HIDDEN),
+      q_norm=layer_of((HEAD,)),
     )
     merged = column(rank, size, HIDDEN, 2 * MLP, output_sizes=[MLP, MLP])
     mlp = names(gate_up_proj=merged, down_proj=row(rank, size, MLP, HIDDEN))
@@ -123,12 +133,19 @@ def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
 
   embedding = vocabulary(rank, size, words)
   body = names(
-    embed_tokens=embedding, layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)), norm=layer_of((HIDDEN,))
+    embed_tokens=embedding,
+    layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)),
+    norm=layer_of((HIDDEN,)),
   )
   model = names(
-    model=body, lm_head=embedding if tied else vocabulary(rank, size, words), score=column(rank, size, HIDDEN, 16)
+    model=body,
+    lm_head=embedding if tied else vocabulary(rank, size, words),
+    score=column(rank, size, HIDDEN, 16),
   )
-  model.packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj'], 'gate_up_proj': ['gate_proj', 'up_proj']}
+  model.packed_modules_mapping = {
+    'qkv_proj': ['q_proj', 'k_proj', 'v_proj'],
+    'gate_up_proj': ['gate_proj', 'up_proj'],
+  }
   return model
 
 
@@ -196,11 +213,15 @@ def test_what_adapters_stand_on_goes_by_its_own_name(size):
     }
     worker.load(views, whole_of())
     worker.load(plain, whole_of())
-    assert_same({n: v.tensor for n, v in worker.hf_views(model).items()}, {n: v.tensor for n, v in plain.items()})
+    assert_same(
+      {n: v.tensor for n, v in worker.hf_views(model).items()},
+      {n: v.tensor for n, v in plain.items()},
+    )
 
 
 @pytest.mark.parametrize(
-  ('config', 'allowed', 'rank'), [(None, '1', 0), (8, None, 0), (8, '0', 0), (8, 'True', 8), (8, '1', 8)]
+  ('config', 'allowed', 'rank'),
+  [(None, '1', 0), (8, None, 0), (8, '0', 0), (8, 'True', 8), (8, '1', 8)],
 )
 def test_a_worker_tells_which_adapters_it_takes(monkeypatch, config, allowed, rank):
   monkeypatch.delenv('VLLM_ALLOW_RUNTIME_LORA_UPDATING', raising=False)
@@ -219,7 +240,9 @@ def test_fused_projections_hold_their_parts_one_after_the_other():
     parts = [whole[f'model.layers.1.self_attn.{part}_proj.{leaf}'] for part in 'qkv']
     assert torch.equal(fused, torch.cat(parts))
     fused = model.get_parameter(f'model.layers.1.mlp.gate_up_proj.{leaf}')
-    assert torch.equal(fused, torch.cat([whole[f'model.layers.1.mlp.{part}_proj.{leaf}'] for part in ('gate', 'up')]))
+    assert torch.equal(
+      fused, torch.cat([whole[f'model.layers.1.mlp.{part}_proj.{leaf}'] for part in ('gate', 'up')])
+    )
 
 
 def test_rows_that_pad_the_vocabulary_are_not_the_checkpoints():
@@ -227,7 +250,11 @@ def test_rows_that_pad_the_vocabulary_are_not_the_checkpoints():
   worker.load(worker.hf_views(model), whole)
   for name in ('model.embed_tokens.weight', 'lm_head.weight'):
     table = model.get_parameter(name)
-    assert table.shape[0] == 128 and torch.equal(table[:VOCAB], whole[name]) and (table[VOCAB:] == UNTOUCHED).all()
+    assert (
+      table.shape[0] == 128
+      and torch.equal(table[:VOCAB], whole[name])
+      and (table[VOCAB:] == UNTOUCHED).all()
+    )
 
 
 def own_heads(tensor, heads):
@@ -236,7 +263,9 @@ def own_heads(tensor, heads):
 
 
 def cut(whole, rank, size, kv_heads, words):
-  """What a rank holds, by vLLM's own names: its heads, their keys and values, its share of everything else."""
+  """What a rank holds, by vLLM's own names: its heads, their keys and values, its share of
+  everything else.
+  """
   queries = range(rank * HEADS // size, (rank + 1) * HEADS // size)
   keys = sorted({query // (HEADS // kv_heads) for query in queries})
 
@@ -259,13 +288,19 @@ def cut(whole, rank, size, kv_heads, words):
       q, k, v = (whole[f'{attention}.{part}_proj.{leaf}'] for part in 'qkv')
       parts = own_heads(q, queries), own_heads(k, keys), own_heads(v, keys)
       held[f'{attention}.qkv_proj.{leaf}'] = torch.cat(parts)
-      held[f'{mlp}.gate_up_proj.{leaf}'] = torch.cat([share(whole[f'{mlp}.{p}_proj.{leaf}']) for p in ('gate', 'up')])
+      held[f'{mlp}.gate_up_proj.{leaf}'] = torch.cat(
+        [share(whole[f'{mlp}.{p}_proj.{leaf}']) for p in ('gate', 'up')]
+      )
     for name in (f'{attention}.o_proj', f'{mlp}.down_proj'):
-      held |= {f'{name}.weight': share(whole[f'{name}.weight'], 1), f'{name}.bias': whole[f'{name}.bias']}
+      held |= {
+        f'{name}.weight': share(whole[f'{name}.weight'], 1),
+        f'{name}.bias': whole[f'{name}.bias'],
+      }
   return held
 
 
-@pytest.mark.parametrize('words', [VOCAB, 30, 128])  # 30: ranks whose share of the vocabulary is all padding.
+# 30: ranks whose share of the vocabulary is all padding.
+@pytest.mark.parametrize('words', [VOCAB, 30, 128])
 @pytest.mark.parametrize(('size', 'kv_heads'), [(2, 4), (2, 2), (4, 4), (4, 2), (4, 1), (2, 1)])
 def test_each_rank_holds_its_slice_of_every_layer(size, kv_heads, words):
   whole = whole_of(kv_heads=kv_heads, words=words)
@@ -273,7 +308,9 @@ def test_each_rank_holds_its_slice_of_every_layer(size, kv_heads, words):
     model = model_of(rank, size, kv_heads=kv_heads, words=words)
     views = worker.hf_views(model)
     assert views.keys() == whole.keys()
-    assert {name: view.whole for name, view in views.items()} == {n: tuple(t.shape) for n, t in whole.items()}
+    assert {name: view.whole for name, view in views.items()} == {
+      n: tuple(t.shape) for n, t in whole.items()
+    }
     worker.load(views, whole)
     assert_same(snapshot(model), cut(whole, rank, size, kv_heads, words))
 
@@ -294,7 +331,11 @@ def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
     model = model_of(rank, 4, kv_heads=1)
     worker.load(worker.hf_views(model), whole)
     answer = json.loads(json.dumps(told(model).jaxrl_weights()))
-    assert (answer['device'], answer['speculative'], answer['logprobs_mode']) == ('cpu', False, 'processed_logprobs')
+    assert (answer['device'], answer['speculative'], answer['logprobs_mode']) == (
+      'cpu',
+      False,
+      'processed_logprobs',
+    )
     wanted = {}
     for name, held in answer['tensors'].items():
       part = whole[name].numpy()
@@ -315,12 +356,16 @@ def test_digests_are_of_what_is_live():
   before = told(model).jaxrl_digests()
   model.get_parameter('model.layers.0.self_attn.qkv_proj.weight')[-1, -1] += 1
   after = told(model).jaxrl_digests()
-  assert {name for name in before if before[name] != after[name]} == {'model.layers.0.self_attn.v_proj.weight'}
+  assert {name for name in before if before[name] != after[name]} == {
+    'model.layers.0.self_attn.v_proj.weight'
+  }
 
 
 def test_a_parameter_that_was_packed_away_is_refused():
   model = model_of()
-  model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+  model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(
+    torch.empty(0), requires_grad=False
+  )
   with pytest.raises(RuntimeError, match=r'model\.layers\.1\.mlp\.down_proj\.weight is empty'):
     worker.hf_views(model)
 
@@ -328,7 +373,9 @@ def test_a_parameter_that_was_packed_away_is_refused():
 def test_parts_that_do_not_make_up_their_parameter_are_refused():
   model = model_of()
   model.model.layers[0].mlp.gate_up_proj.output_sizes = [MLP, MLP + 2]
-  with pytest.raises(RuntimeError, match=r"24 rows, its parts \['gate_proj', 'up_proj'\] have \[12, 14\]"):
+  with pytest.raises(
+    RuntimeError, match=r"24 rows, its parts \['gate_proj', 'up_proj'\] have \[12, 14\]"
+  ):
     worker.hf_views(model)
 
 
@@ -348,7 +395,9 @@ def test_nothing_is_written_when_one_tensor_does_not_fit(rank, size, kind):
   views, before = worker.hf_views(model), snapshot(model)
   for name in whole:
     bad = {**whole, name: MISFITS[kind](whole[name])}
-    with pytest.raises(ValueError, match=rf'{name}: published as .*, the model has .*torch\.float32'):
+    with pytest.raises(
+      ValueError, match=rf'{name}: published as .*, the model has .*torch\.float32'
+    ):
       worker.load(views, bad)
   assert_same(snapshot(model), before)
   worker.load(views, whole)
@@ -359,7 +408,9 @@ def test_other_columns_of_a_row_parallel_layer_do_not_fit():
   views, whole = worker.hf_views(model_of(1, 2)), whole_of()
   name = 'model.layers.0.mlp.down_proj.weight'
   for columns in (MLP - 1, MLP + 1, 2 * MLP, MLP // 2):
-    with pytest.raises(ValueError, match=rf'{name}: published as \(8, {columns}\) .* the model has \(8, 12\)'):
+    with pytest.raises(
+      ValueError, match=rf'{name}: published as \(8, {columns}\) .* the model has \(8, 12\)'
+    ):
       worker.load(views, {**whole, name: torch.zeros(HIDDEN, columns)})
 
 
@@ -409,13 +460,19 @@ def announce(folder, tensors, file='weights.safetensors'):
 
 def small(dtype='float32'):
   dtype = getattr(torch, dtype)
-  return {'a': torch.arange(6).reshape(2, 3).to(dtype), 'b': torch.ones(4, dtype=dtype), 'c': torch.zeros(1)}
+  return {
+    'a': torch.arange(6).reshape(2, 3).to(dtype),
+    'b': torch.ones(4, dtype=dtype),
+    'c': torch.zeros(1),
+  }
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_what_was_announced_is_read(tmp_path, dtype):
   tensors = small(dtype)
-  files = announce(tmp_path, {'a': tensors['a']}, 'one') | announce(tmp_path, {n: tensors[n] for n in 'bc'}, 'two')
+  files = announce(tmp_path, {'a': tensors['a']}, 'one') | announce(
+    tmp_path, {n: tensors[n] for n in 'bc'}, 'two'
+  )
   assert_same(worker.read_checked(files, str(tmp_path)), tensors)
   assert worker.read_checked({}, str(tmp_path)) == {}
 
@@ -431,7 +488,9 @@ def test_what_was_not_announced_is_refused(tmp_path):
   data = 8 + int.from_bytes(whole[:8], 'little')
   for place in range(data, len(whole)):
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with pytest.raises(ValueError, match=r': [abc] has digest [0-9a-f]{32} as read, announced was '):
+    with pytest.raises(
+      ValueError, match=r': [abc] has digest [0-9a-f]{32} as read, announced was '
+    ):
       worker.read_checked(files, str(tmp_path))
   announce(tmp_path, {name: tensor for name, tensor in small().items() if name != 'b'})
   with pytest.raises(ValueError, match=r"tensors missing \['b'\], unknown \[\]"):
@@ -533,7 +592,9 @@ print('compared', compared)
 @pytest.mark.full
 @pytest.mark.skipif(not PYTHON.exists(), reason='vLLM is not installed in its environment')
 def test_what_is_loaded_is_what_vllms_own_loaders_load():
-  ran = subprocess.run([PYTHON, '-c', REAL_LAYERS, PATH], capture_output=True, text=True, timeout=600)
+  ran = subprocess.run(
+    [PYTHON, '-c', REAL_LAYERS, PATH], capture_output=True, text=True, timeout=600
+  )
   assert ran.returncode == 0, ran.stderr[-3000:]
   # 12 parameters, 2 vocabularies, 15 ranks of six sizes.
   assert ran.stdout.split()[-2:] == ['compared', str(12 * 2 * 15)], ran.stdout

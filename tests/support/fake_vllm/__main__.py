@@ -27,7 +27,9 @@ async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
   address = await server.start(uds=uds, port=port)
   print(f'fake vLLM server at {address}', flush=True)
   waits = [asyncio.create_task(event.wait()) for event in (stop, server.ended)]  # wait signal: none
-  await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, it serves until then
+  await asyncio.wait(
+    waits, return_when=asyncio.FIRST_COMPLETED
+  )  # wait signal: none, it serves until then
   for wait in waits:
     wait.cancel()
   await server.close()
@@ -36,14 +38,24 @@ async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(prog='python tests/support/fake_vllm', allow_abbrev=False)
-  parser.add_argument('--model', required=True, help='Directory whose config.json tells the model; weights are drawn.')
+  parser.add_argument(
+    '--model', required=True, help='Directory whose config.json tells the model; weights are drawn.'
+  )
   where = parser.add_mutually_exclusive_group(required=True)
   where.add_argument('--uds', help='Unix socket to serve at.')
   where.add_argument('--port', type=int, help='Port of 127.0.0.1 to serve at; 0 = a free one.')
   parser.add_argument('--dtype', default='float32', help='Of weights and activations.')
-  parser.add_argument('--max_model_len', type=int, help="Tokens of the longest sequence; the model's own if not given.")
-  parser.add_argument('--latency_median_s', type=float, default=0.0, help='Median of what a completion takes longer.')
-  parser.add_argument('--latency_sigma', type=float, default=0.0, help='Standard deviation of its logarithm.')
+  parser.add_argument(
+    '--max_model_len',
+    type=int,
+    help="Tokens of the longest sequence; the model's own if not given.",
+  )
+  parser.add_argument(
+    '--latency_median_s', type=float, default=0.0, help='Median of what a completion takes longer.'
+  )
+  parser.add_argument(
+    '--latency_sigma', type=float, default=0.0, help='Standard deviation of its logarithm.'
+  )
   parser.add_argument('--seed', type=int, default=0, help='Of weights, tokens and latencies.')
   parser.add_argument('--api_key', help='Bearer token that is wanted on /v1 and /inference.')
   options = parser.parse_args(argv)
@@ -55,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
       max_model_len=options.max_model_len or spec.max_position_embeddings,
       vocab_size=spec.vocab_size,
       eos_ids=read_special_tokens(options.model).eos_ids,
-      latency=Latency(median_s=options.latency_median_s, sigma=options.latency_sigma, seed=options.seed),
+      latency=Latency(
+        median_s=options.latency_median_s, sigma=options.latency_sigma, seed=options.seed
+      ),
       api_key=options.api_key,
       root=options.model,
     )

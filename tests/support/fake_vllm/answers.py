@@ -19,18 +19,33 @@ _MESSAGE = 4000
 
 
 def to_json(answer: Any, *, status: int = 200) -> web.Response:
-  return web.Response(body=json.dumps(answer).encode(), status=status, content_type='application/json')
+  return web.Response(
+    body=json.dumps(answer).encode(), status=status, content_type='application/json'
+  )
 
 
 def completions(call: Call, *, with_prompt: bool) -> dict[str, Any]:
   """The body for a call that has ended."""
   drawn = sum(len(sample.tokens) for sample in call.samples)
-  usage = {'prompt_tokens': len(call.prompt), 'total_tokens': len(call.prompt) + drawn, 'completion_tokens': drawn}
+  usage = {
+    'prompt_tokens': len(call.prompt),
+    'total_tokens': len(call.prompt) + drawn,
+    'completion_tokens': drawn,
+  }
   usage |= {'prompt_tokens_details': None, 'completion_tokens_details': None}
-  body = {'request_id': call.name, 'model': MODEL, 'created': int(time.time()), 'usage': usage, 'prompt_logprobs': None}
+  body = {
+    'request_id': call.name,
+    'model': MODEL,
+    'created': int(time.time()),
+    'usage': usage,
+    'prompt_logprobs': None,
+  }
   if call.scores is not None:
     rows = zip(call.prompt[1:], *call.scores, strict=True)
-    scores = [{str(token): {'logprob': value, 'rank': rank, 'decoded_token': None}} for token, value, rank in rows]
+    scores = [
+      {str(token): {'logprob': value, 'rank': rank, 'decoded_token': None}}
+      for token, value, rank in rows
+    ]
     body['prompt_logprobs'] = [None, *scores]
   body |= dict.fromkeys(('prompt_token_id_logprobs', 'mm_placeholders', 'metrics'))
   body |= dict.fromkeys(('kv_transfer_params', 'ec_transfer_params'))
@@ -51,7 +66,9 @@ def _choice(sample: Sample, params: Params) -> dict[str, Any]:
     'routed_experts': None,
     'sampling_mask': None,
     'weight_versions': list(_spans(sample.labels)),
-    'logprobs': None if params.logprobs is None else {'content': [{**row, 'top_logprobs': [row]} for row in rows]},
+    'logprobs': None
+    if params.logprobs is None
+    else {'content': [{**row, 'top_logprobs': [row]} for row in rows]},
   }
 
 
@@ -74,7 +91,9 @@ def metrics(core: Core) -> str:
     ('counter', 'generation_tokens_total', '', core.tokens),
   ]
   for reason in ('stop', 'length', 'abort'):
-    values.append(('counter', 'request_success_total', f'finished_reason="{reason}",', core.finished[reason]))
+    values.append(
+      ('counter', 'request_success_total', f'finished_reason="{reason}",', core.finished[reason])
+    )
   lines = []
   for kind, name, labels, value in values:
     lines.append(f'# TYPE vllm:{name} {kind}')
@@ -122,7 +141,11 @@ def aborted_half_way(response: web.StreamResponse) -> web.StreamResponse:
   body = json.loads(response.text)
   for choice in body['choices']:
     half = len(choice['token_ids']) // 2
-    choice |= {'finish_reason': 'abort', 'stop_reason': None, 'token_ids': choice['token_ids'][:half]}
+    choice |= {
+      'finish_reason': 'abort',
+      'stop_reason': None,
+      'token_ids': choice['token_ids'][:half],
+    }
     spans = [{**span, 'end': min(half, span['end'])} for span in choice['weight_versions']]
     choice['weight_versions'] = [span for span in spans if span['start'] < span['end']]
     if choice['logprobs'] is not None:

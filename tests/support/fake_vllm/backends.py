@@ -1,6 +1,8 @@
-"""Who makes the tokens of a fake server: a test's script, or a model with the weights that were published to it.
+"""Who makes the tokens of a fake server: a test's script, or a model with the weights that were
+published to it.
 
-Invariant: a token is drawn by what is loaded when its piece is asked for, and says after how many loads that was.
+Invariant: a token is drawn by what is loaded when its piece is asked for, and says after how many
+loads that was.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Backend(Protocol):
     ...
 
   def draw(self, prompt: Sequence[int], params: Params, index: int) -> AsyncGenerator[Drawn, None]:
-    """One completion piece by piece; the next piece is made when it is asked for, by what is loaded then."""
+    """One completion piece by piece; the next piece is made when it is asked for, by what is loaded
+    then.
+    """
     ...
 
 
@@ -72,12 +76,20 @@ Score = Callable[[Sequence[int], Mapping[str, np.ndarray]], Sequence[float]]
 class Scripted:
   """Tokens that a test makes up."""
 
-  def __init__(self, answer: Answer, tensors: Mapping[str, np.ndarray], *, score: Score | None = None, piece: int = 1):
+  def __init__(
+    self,
+    answer: Answer,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    score: Score | None = None,
+    piece: int = 1,
+  ):
     """
     Args:
-      answer: may give more tokens than are asked for; what follows a stop token or `max_tokens` is left away. Too few
-        are an error, as no model ends without a reason.
-      tensors: what the server holds at first; what is published must have these names, shapes and dtypes.
+      answer: may give more tokens than are asked for; what follows a stop token or `max_tokens` is
+        left away. Too few are an error, as no model ends without a reason.
+      tensors: what the server holds at first; what is published must have these names, shapes and
+        dtypes.
       score: None = -1 for every token.
       piece: tokens between two looks at whether the server is paused.
     """
@@ -96,7 +108,9 @@ class Scripted:
     count = len(tokens) - 1
     return [-1.0] * count if self._score is None else self._score(tokens, self.tensors), [1] * count
 
-  async def draw(self, prompt: Sequence[int], params: Params, index: int) -> AsyncGenerator[Drawn, None]:
+  async def draw(
+    self, prompt: Sequence[int], params: Params, index: int
+  ) -> AsyncGenerator[Drawn, None]:
     tokens, logprobs = self._answer(prompt, params, index)
     if len(tokens) != len(logprobs):
       raise ValueError(f'the script gave {len(tokens)} tokens and {len(logprobs)} logprobs')
@@ -108,9 +122,10 @@ class Scripted:
 class Sampled:
   """Tokens of a model: the embedded engine's, under the weights that were published to this server.
 
-  A completion is drawn in pieces, and each computes its keys and values anew, so that after an update all of them are
-  the new weights', as on a server that was told to `reset_running_requests`. Up to rounding, pieces change no token:
-  draws are counted by position. Sample i of a request with seed s is that of a request with seed s + i, as in vLLM.
+  A completion is drawn in pieces, and each computes its keys and values anew, so that after an
+  update all of them are the new weights', as on a server that was told to `reset_running_requests`.
+  Up to rounding, pieces change no token: draws are counted by position. Sample i of a request with
+  seed s is that of a request with seed s + i, as in vLLM.
   """
 
   def __init__(
@@ -141,12 +156,20 @@ class Sampled:
   async def start(self, *, max_length: int) -> None:
     self._max_length = max_length
     self._engine = EmbeddedEngine(
-      self._model, self._config, max_length=max_length, seed=self._seed, run=self._thread.run, name='fake'
+      self._model,
+      self._config,
+      max_length=max_length,
+      seed=self._seed,
+      run=self._thread.run,
+      name='fake',
     )
     await self._engine.start()
     # As small and as random as vLLM's dummy weights: nothing that is published is already there.
     random, dtype = np.random.default_rng(self._seed), dtype_of(self._dtype)
-    first = {entry.hf: random.uniform(-1e-3, 1e-3, entry.shape).astype(dtype) for entry in entries(self._spec)}
+    first = {
+      entry.hf: random.uniform(-1e-3, 1e-3, entry.shape).astype(dtype)
+      for entry in entries(self._spec)
+    }
     await self._take(first)
 
   async def close(self) -> None:
@@ -162,13 +185,19 @@ class Sampled:
     # A program for each power of two; causal attention does not look at the padding behind.
     padded = np.zeros(min(max(16, 1 << (len(tokens) - 1).bit_length()), self._max_length), np.int32)
     padded[: len(tokens)] = tokens
-    logprobs, ranks = await self._thread.run(lambda: jax.device_get(self._score(self._params, padded)))
+    logprobs, ranks = await self._thread.run(
+      lambda: jax.device_get(self._score(self._params, padded))
+    )
     return logprobs[: len(tokens) - 1].tolist(), ranks[: len(tokens) - 1].tolist()
 
-  async def draw(self, prompt: Sequence[int], params: Params, index: int) -> AsyncGenerator[Drawn, None]:
+  async def draw(
+    self, prompt: Sequence[int], params: Params, index: int
+  ) -> AsyncGenerator[Drawn, None]:
     assert self._engine is not None, 'not started'
     if params.top_k > 0 or params.top_p < 1:
-      sampling = Sampling(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k or -1)
+      sampling = Sampling(
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k or -1
+      )
     else:
       sampling = Sampling(temperature=params.temperature)
     seed, drawn = params.seed + index, []

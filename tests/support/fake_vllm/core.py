@@ -1,7 +1,8 @@
-"""The engine core of a fake server: completions under way, what a pause does to them, and how tokens are labelled.
+"""The engine core of a fake server: completions under way, what a pause does to them, and how
+tokens are labelled.
 
-Invariant: while it is paused no completion that is to be held draws a token or ends, and a token's label is that of
-the version that drew it.
+Invariant: while it is paused no completion that is to be held draws a token or ends, and a token's
+label is that of the version that drew it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Call:
     self.samples = [Sample(index) for index in range(self.params.n)]
 
   def abort(self) -> int:
-    """Ends what has not ended; how many those are as vLLM counts them (it keeps a parent of several samples)."""
+    """Ends what has not ended; how many those are as vLLM counts them (it keeps a parent of several
+    samples).
+    """
     unfinished = [sample for sample in self.samples if sample.finish is None]
     for task in self.tasks:
       task.cancel()
@@ -85,7 +88,9 @@ class Core:
     return sum(sample.finish is None for call in self.calls for sample in call.samples)
 
   async def run(self, call: Call) -> None:
-    """Returns when all of a call's samples have ended, aborted ones among them; a client that has gone ends them."""
+    """Returns when all of a call's samples have ended, aborted ones among them; a client that has
+    gone ends them.
+    """
     self.prompt_tokens += len(call.prompt)
     self.calls.add(call)
     try:
@@ -150,11 +155,18 @@ class Core:
         async with self._turn(call):
           drawn = await anext(pieces, None)
         if drawn is None:
-          raise ValueError(f'the script ended after {len(sample.tokens)} of {params.max_tokens} tokens, without a stop')
+          raise ValueError(
+            f'the script ended after {len(sample.tokens)} of {params.max_tokens} tokens, without a '
+            'stop'
+          )
         before = len(sample.tokens)
         finish = self._take(sample, drawn, params)
         # wait client: its hang-up cancels this
-        while finish is None and self.faults.stall_at is not None and len(sample.tokens) >= self.faults.stall_at:
+        while (
+          finish is None
+          and self.faults.stall_at is not None
+          and len(sample.tokens) >= self.faults.stall_at
+        ):
           await asyncio.sleep(_POLL_S)
         await asyncio.sleep(slowness * (len(sample.tokens) - before) / params.max_tokens)
     await asyncio.sleep(slowness * (1 - len(sample.tokens) / params.max_tokens))

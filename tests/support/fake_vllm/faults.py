@@ -17,8 +17,9 @@ from jaxrl_llm.rollout.api import WORD
 class Latency:
   """Seconds that a completion takes longer, lognormal: exp(N(log median_s, sigma²)).
 
-  They are spread over the tokens that the request allows; what is left when it ends earlier is waited at its end. The
-  number is a function of `seed`, the request's seed and the sample's index, whatever else is going on.
+  They are spread over the tokens that the request allows; what is left when it ends earlier is
+  waited at its end. The number is a function of `seed`, the request's seed and the sample's index,
+  whatever else is going on.
   """
 
   median_s: float = 0.0
@@ -29,7 +30,9 @@ class Latency:
 
   def __post_init__(self):
     if not (0 <= self.median_s < math.inf and 0 <= self.sigma < math.inf):
-      raise UserError(f'latency: median_s={self.median_s} and sigma={self.sigma}, wanted finite numbers >= 0')
+      raise UserError(
+        f'latency: median_s={self.median_s} and sigma={self.sigma}, wanted finite numbers >= 0'
+      )
 
   def seconds(self, request_seed: int, index: int) -> float:
     normal = np.random.default_rng([self.seed, request_seed % WORD**2, index]).standard_normal()

@@ -1,6 +1,8 @@
-"""What a body asks for, filled in as vLLM does; a `Refusal` of what vLLM refuses, and of what the fake does not know.
+"""What a body asks for, filled in as vLLM does; a `Refusal` of what vLLM refuses, and of what the
+fake does not know.
 
-Invariant: parameters that were parsed are complete and in range, so nothing behind this module checks them again.
+Invariant: parameters that were parsed are complete and in range, so nothing behind this module
+checks them again.
 """
 
 from __future__ import annotations
@@ -48,14 +50,25 @@ class Params:
 class Refusal(Exception):
   """Answered with 4xx."""
 
-  def __init__(self, message: str, *, status: int = 400, kind: str = 'BadRequestError', param: str | None = None):
+  def __init__(
+    self,
+    message: str,
+    *,
+    status: int = 400,
+    kind: str = 'BadRequestError',
+    param: str | None = None,
+  ):
     super().__init__(message)
     self.status, self.kind, self.param = status, kind, param
 
 
 def invalid(where: str, message: str) -> Refusal:
   """Of what does not even have the right form."""
-  return Refusal(f"1 validation error:\n  {{'loc': '{where}', 'msg': '{message}'}}", kind='Bad Request', param=where)
+  return Refusal(
+    f"1 validation error:\n  {{'loc': '{where}', 'msg': '{message}'}}",
+    kind='Bad Request',
+    param=where,
+  )
 
 
 async def read_json(request: web.Request, **kinds: type) -> dict[str, Any]:
@@ -80,7 +93,12 @@ async def read_json(request: web.Request, **kinds: type) -> dict[str, Any]:
 
 
 def parse(
-  body: Mapping[str, Any], *, number: int, max_model_len: int, vocab_size: int, eos_ids: tuple[int, ...]
+  body: Mapping[str, Any],
+  *,
+  number: int,
+  max_model_len: int,
+  vocab_size: int,
+  eos_ids: tuple[int, ...],
 ) -> tuple[str, list[int], Params]:
   """Name, prompt and parameters of the call that a body asks for; Refusal of what a server refuses.
 
@@ -97,7 +115,9 @@ def parse(
   if body.get('model') not in (None, MODEL):
     message = f'The model `{one_line(body["model"])}` does not exist. Valid aliases: {MODEL}.'
     raise Refusal(message, status=404, kind='NotFoundError', param='model')
-  params = _params(given, vocab_size, eos_ids, room=max_model_len - len(prompt), spare_seed=-1 - number)
+  params = _params(
+    given, vocab_size, eos_ids, room=max_model_len - len(prompt), spare_seed=-1 - number
+  )
   _check_length(len(prompt), max_model_len)
   return f'generate-tokens-{one_line(body.get("request_id") or number)}', prompt, params
 
@@ -106,11 +126,13 @@ def _check_length(length: int, longest: int) -> None:
   remedy = 'Make sure that `max_model_len` is no smaller than the number of text tokens'
   if length > longest:
     raise Refusal(
-      f'The decoder prompt (length {length}) is longer than the maximum model length of {longest}. {remedy}.'
+      f'The decoder prompt (length {length}) is longer than the maximum model length of {longest}. '
+      f'{remedy}.'
     )
   if length == longest:
     raise Refusal(
-      f'The decoder prompt (length {length}) plus the number of requested output tokens (at least 1) is longer than '
+      f'The decoder prompt (length {length}) plus the number of requested output tokens (at least '
+      '1) is longer than '
       f'the maximum model length of {longest}. {remedy} (prompt + requested output tokens).'
     )
 
@@ -162,7 +184,9 @@ def _params(
   got = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
   for name, kinds in _KINDS.items():
     if type(got[name]) not in kinds:
-      raise invalid(f'body.sampling_params.{name}', f'Expected {" | ".join(kind.__name__ for kind in kinds)}')
+      raise invalid(
+        f'body.sampling_params.{name}', f'Expected {" | ".join(kind.__name__ for kind in kinds)}'
+      )
   room = max(1, room)
   if got['max_tokens'] is None:
     got['max_tokens'] = room
@@ -190,12 +214,18 @@ def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
     (not 0 < got['top_p'] <= 1, 'top_p', 'must be in (0, 1]'),
     (got['top_k'] < -1, 'top_k', 'must be 0 (disable), or at least 1'),
     (got['n'] < 1, 'n', 'must be at least 1'),
-    (got['n'] > MAX_SAMPLES, 'sampling_params.n', f"must be at most the server's max_num_seqs ({MAX_SAMPLES})"),
+    (
+      got['n'] > MAX_SAMPLES,
+      'sampling_params.n',
+      f"must be at most the server's max_num_seqs ({MAX_SAMPLES})",
+    ),
     (got['temperature'] == 0 and got['n'] > 1, 'n', 'must be 1 when using greedy sampling'),
     (not -_INT64 <= (got['seed'] or 0) < _INT64, 'seed', 'must have 64 bits'),
   ):
     if refused:
-      raise Refusal(f'{name} {wanted}, got {one_line(got[name.removeprefix("sampling_params.")])}.', param=name)
+      raise Refusal(
+        f'{name} {wanted}, got {one_line(got[name.removeprefix("sampling_params.")])}.', param=name
+      )
   stops = got['stop_token_ids']
   if not all(type(token) is int for token in stops):
     raise invalid('body.sampling_params.stop_token_ids', 'Expected a list of int')
@@ -204,4 +234,6 @@ def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
     raise Refusal(f'{outside} Vocabulary size: {vocab_size}', param='stop_token_ids')
   for name in ('logprobs', 'prompt_logprobs'):
     if got[name]:
-      raise Refusal(f'the fake gives logprobs of the tokens alone: {name} is {got[name]}, wanted 0', param=name)
+      raise Refusal(
+        f'the fake gives logprobs of the tokens alone: {name} is {got[name]}, wanted 0', param=name
+      )

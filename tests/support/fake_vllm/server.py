@@ -1,6 +1,7 @@
 """The fake server itself: its routes, its life and death, and which fault a request meets.
 
-Invariant: everything of a server runs in the event loop that started it, so a handler sees no half-made change.
+Invariant: everything of a server runs in the event loop that started it, so a handler sees no
+half-made change.
 """
 
 from __future__ import annotations
@@ -102,19 +103,27 @@ class FakeServer:
     return self._core.label
 
   async def start(self, *, uds: str | None = None, host: str = '127.0.0.1', port: int = 0) -> str:
-    """Serves at a Unix socket, or else at a port (0 = a free one); the address, `unix:/path` or `http://host:port`."""
+    """Serves at a Unix socket, or else at a port (0 = a free one); the address, `unix:/path` or
+    `http://host:port`.
+    """
     await self._core.backend.start(max_length=self._max_model_len)
     try:
       return await self._listen(uds, host, port)
     except OSError as error:
       await self.close()
       place = uds or f'{host}:{port}'
-      raise UserError(f'{place}: cannot listen there ({error.strerror}); give another --uds or --port') from None
+      raise UserError(
+        f'{place}: cannot listen there ({error.strerror}); give another --uds or --port'
+      ) from None
 
   async def _listen(self, uds: str | None, host: str, port: int) -> str:
     application = web.Application(middlewares=[self._middleware], client_max_size=1 << 30)
-    application.add_routes([web.route(method, path, handler) for (method, path), handler in self._routes().items()])
-    self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    application.add_routes(
+      [web.route(method, path, handler) for (method, path), handler in self._routes().items()]
+    )
+    self._runner = web.AppRunner(
+      application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
     await self._runner.setup()
     if uds is not None:
       await web.UnixSite(self._runner, uds).start()
@@ -140,7 +149,9 @@ class FakeServer:
         os.unlink(self._uds)
 
   async def die(self) -> None:
-    """What clients see of a killed server: connections break off, new ones are refused; a Unix socket's file stays."""
+    """What clients see of a killed server: connections break off, new ones are refused; a Unix
+    socket's file stays.
+    """
     self.ended.set()
     if self._runner is None:
       return
@@ -215,7 +226,11 @@ class FakeServer:
 
   async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
     guarded = request.path.startswith(('/v1', '/inference'))
-    if self._api_key and guarded and request.headers.get('Authorization') != f'Bearer {self._api_key}':
+    if (
+      self._api_key
+      and guarded
+      and request.headers.get('Authorization') != f'Bearer {self._api_key}'
+    ):
       return to_json({'error': 'Unauthorized'}, status=401)
     try:
       if self._core.dead and request.path != '/health':
@@ -245,8 +260,17 @@ class FakeServer:
     return web.Response(body=metrics(self._core).encode(), headers=headers)
 
   def _models(self) -> dict[str, Any]:
-    model = {'id': MODEL, 'object': 'model', 'created': self._created, 'owned_by': 'vllm', 'root': self._root}
-    return {'object': 'list', 'data': [model | {'parent': None, 'max_model_len': self._max_model_len}]}
+    model = {
+      'id': MODEL,
+      'object': 'model',
+      'created': self._created,
+      'owned_by': 'vllm',
+      'root': self._root,
+    }
+    return {
+      'object': 'list',
+      'data': [model | {'parent': None, 'max_model_len': self._max_model_len}],
+    }
 
   async def _pause(self, request: web.Request) -> web.Response:
     mode = request.query.get('mode', 'abort')
@@ -302,7 +326,8 @@ class FakeServer:
   async def _generate(self, request: web.Request) -> web.Response:
     if request.content_type != 'application/json':
       raise Refusal(
-        "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind='Bad Request'
+        "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
+        kind='Bad Request',
       )
     body = await read_json(request, token_ids=list, sampling_params=dict)
     name, prompt, params = parse(

@@ -1,4 +1,6 @@
-"""Weight updates as vLLM's worker does them: one session at a time, and nothing is written unless all of it fits."""
+"""Weight updates as vLLM's worker does them: one session at a time, and nothing is written unless
+all of it fits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Worker:
   def start(self) -> None:
     if self._updating:
       raise WorkerError(
-        'start_weight_update called while a weight update is already active. Call finish_weight_update first.'
+        'start_weight_update called while a weight update is already active. Call '
+        'finish_weight_update first.'
       )
     self._updating = True
 
@@ -55,36 +58,47 @@ class Worker:
     """What the method of that name answers, as `rollout.vllm.worker` has them."""
     held = self._core.backend.tensors
     if method == 'jaxrl_digests':
-      return await asyncio.to_thread(lambda: {name: digest(tensor) for name, tensor in held.items()})
+      return await asyncio.to_thread(
+        lambda: {name: digest(tensor) for name, tensor in held.items()}
+      )
     if method == 'jaxrl_weights':
       tensors = {
-        name: {'shape': list(tensor.shape), 'dtype': tensor.dtype.name, 'slice': None} for name, tensor in held.items()
+        name: {'shape': list(tensor.shape), 'dtype': tensor.dtype.name, 'slice': None}
+        for name, tensor in held.items()
       }
       return {'tensors': tensors, 'threads': 1, 'device': 'cpu'}
     raise WorkerError(f"'CPUWorker' object has no attribute '{method}'")
 
 
 def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The tensors of an update; ValueError, in the worker's words, for what `rollout.vllm.worker` would refuse."""
+  """The tensors of an update; ValueError, in the worker's words, for what `rollout.vllm.worker`
+  would refuse.
+  """
   unknown = sorted(set(info) - {'directory', 'files'})
   if unknown:
     raise ValueError(
-      'Invalid update_info for FileTransferEngine: _install.<locals>.UpdateInfo.__init__() got an unexpected keyword '
+      'Invalid update_info for FileTransferEngine: _install.<locals>.UpdateInfo.__init__() got an '
+      'unexpected keyword '
       f"argument '{unknown[0]}'"
     )
   files, directory = info.get('files', {}), info.get('directory', '')
   listed = isinstance(files, dict) and all(isinstance(digests, dict) for digests in files.values())
   if not listed or not isinstance(directory, str):
-    raise ValueError('update_info: wanted directory as text, and files as digests of tensors by file')
+    raise ValueError(
+      'update_info: wanted directory as text, and files as digests of tensors by file'
+    )
   tensors = read_checked(files, directory)
   if set(tensors) != set(held):
     missing, more = sorted(set(held) - set(tensors)), sorted(set(tensors) - set(held))
-    raise ValueError(f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}')
+    raise ValueError(
+      f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}'
+    )
   for name, tensor in held.items():
     found = tensors[name]
     if found.shape != tensor.shape or found.dtype != tensor.dtype:
       raise ValueError(
-        f'{name}: published as {found.shape} torch.{found.dtype.name}, the model has {tensor.shape} '
+        f'{name}: published as {found.shape} torch.{found.dtype.name}, the model has '
+        f'{tensor.shape} '
         f'torch.{tensor.dtype.name}'
       )
   return tensors

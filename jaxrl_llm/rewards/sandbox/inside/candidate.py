@@ -1,7 +1,9 @@
-"""Code of the untrusted program's process: runs the program, then answers requests from the tests' process.
+"""Code of the untrusted program's process: runs the program, then answers requests from the tests'
+process.
 
-Nothing here is trusted, since the program can change all of it. The program can reach only its own process, a socket
-to the tests' process (which accepts only answers and calls of the tests' functions), and two pipes for its output.
+Nothing here is trusted, since the program can change all of it. The program can reach only its own
+process, a socket to the tests' process (which accepts only answers and calls of the tests'
+functions), and two pipes for its output.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ def run_program(source: str, name: str) -> dict[str, Any]:
   module.__dict__.update(namespace)
   sys.modules[name] = module  # Dataclasses and pickle look up a class's module there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)  # Without this module's __future__ imports.
+  # Without this module's __future__ imports.
+  exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)
   return module.__dict__
 
 
 def lines_of(error: BaseException) -> str:
   """Returns the end of the error's traceback, reduced to the program's own frames."""
   shown = traceback.TracebackException.from_exception(error, limit=-4)
-  shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename == FILE])
+  shown.stack = traceback.StackSummary.from_list(
+    [frame for frame in shown.stack if frame.filename == FILE]
+  )
   return ''.join(shown.format(chain=False))[-1000:]
 
 
@@ -55,7 +60,9 @@ def _operations(kind: type) -> list[str]:
 
 def _inherited(kind: type, base: type) -> list[str]:
   """Returns the operations for which a class inherits the implementation of `base`."""
-  first = {name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS}
+  first = {
+    name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS
+  }
   return [name for name, defining in first.items() if defining is base]
 
 
@@ -80,10 +87,13 @@ def _mutable(values: list[Any]) -> list[int]:
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
-  """Returns an exception whose class is called `kinds[0]` (names in MRO order): a built-in class, or derived from the
-  first built-in class in `kinds`."""
+  """Returns an exception whose class is called `kinds[0]` (names in MRO order): a built-in class,
+  or derived from the first built-in class in `kinds`.
+  """
   known = [getattr(builtins, kind, None) for kind in kinds]
-  base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
+  base = next(
+    (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError
+  )
   try:
     return (base if base.__name__ == kinds[0] else type(kinds[0], (base,), {}))(text)
   except TypeError:
@@ -119,7 +129,11 @@ class Candidate:
     if given is not None:
       sys.stdin = usual
       reply = {**reply, 'read': given.tell()}
-    return {**reply, 'printed': {name: stream.getvalue() for name, stream in capture.items()}} if capture else reply
+    return (
+      {**reply, 'printed': {name: stream.getvalue() for name, stream in capture.items()}}
+      if capture
+      else reply
+    )
 
   def _reply(self, request: Message) -> Message:
     try:
@@ -130,7 +144,9 @@ class Candidate:
       kinds = [kind.__name__ for kind in type(error).__mro__]
       plain = all(isinstance(arg, (str, int, float, type(None))) for arg in error.args)
       args = {'args': list(error.args)} if plain else {}
-      attributes = {name: self._pack(value) for name, value in vars(error).items()} if vars(error) else {}
+      attributes = (
+        {name: self._pack(value) for name, value in vars(error).items()} if vars(error) else {}
+      )
       details = {'text': str(error)[:500], 'lines': lines_of(error), 'attributes': attributes}
       numbers = [number for theirs, number in self._theirs if theirs is error]
       return {'raised': kinds, **details, **args, **({'number': numbers[0]} if numbers else {})}
@@ -138,7 +154,11 @@ class Candidate:
   def _do(self, request: Message) -> Message:
     match request:
       case {'do': 'names', 'names': names}:
-        return {'value': {name: self._pack(self._namespace[name]) for name in names if name in self._namespace}}
+        return {
+          'value': {
+            name: self._pack(self._namespace[name]) for name in names if name in self._namespace
+          }
+        }
       case {'do': 'call', 'of': number, 'args': args, 'kwargs': kwargs}:
         return self._call(self._peer.lent(number), args, kwargs, whole='whole' in request)
       case {'do': 'method', 'of': number, 'name': name, 'args': args}:
@@ -165,10 +185,16 @@ class Candidate:
         return {'value': self._leave(self._peer.lent(number), name, text)}
       case {'do': 'await' | 'anext' | 'aenter' as what, 'of': number}:
         thing = self._peer.lent(number)
-        return {'value': self._pack(self._awaited(thing if what == 'await' else getattr(thing, f'__{what}__')()))}
+        return {
+          'value': self._pack(
+            self._awaited(thing if what == 'await' else getattr(thing, f'__{what}__')())
+          )
+        }
     raise ValueError(f'unknown request {request}')
 
-  def _call(self, function: Any, args: list[Any], kwargs: dict[str, Any], *, whole: bool) -> Message:
+  def _call(
+    self, function: Any, args: list[Any], kwargs: dict[str, Any], *, whole: bool
+  ) -> Message:
     sent = [*args, *kwargs.values()]
     given = [self._peer.unpack(arg) for arg in sent]
     kept = _mutable(given)
@@ -180,11 +206,16 @@ class Candidate:
   def _called(self, value: Any, *, whole: bool = False) -> Message:
     """Builds the reply to a call.
 
-    With `whole`, an object whose class derives from a built-in type is lent, rather than sent as a value of that type.
+    With `whole`, an object whose class derives from a built-in type is lent, rather than sent as a
+    value of that type.
     """
     if value is NotImplemented:
       return {'absent': True}
-    return {'value': self._peer.lend(value, _describe) if whole and base_of(type(value)) else self._pack(value)}
+    return {
+      'value': self._peer.lend(value, _describe)
+      if whole and base_of(type(value))
+      else self._pack(value)
+    }
 
   def _pack(self, value: Any) -> Any:
     return self._peer.pack(value, _describe)
@@ -208,7 +239,9 @@ class Candidate:
     return self._loop.run_until_complete(wait())
 
   def _callback(self, message: Message) -> Any:
-    """Returns what the message refers to: a function of the tests, an iterator of the tests, or a built-in type."""
+    """Returns what the message refers to: a function of the tests, an iterator of the tests, or a
+    built-in type.
+    """
     if 'iter' in message:
       return self._items(message['ref'])
     if 'type' in message:
@@ -228,7 +261,12 @@ class Candidate:
       def callback(*args: Any, **kwargs: Any) -> Any:
         with self._turn:
           packed = {name: self._pack(arg) for name, arg in kwargs.items()}
-          request = {'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args], 'kwargs': packed}
+          request = {
+            'do': 'call',
+            'of': number,
+            'args': [self._pack(arg) for arg in args],
+            'kwargs': packed,
+          }
           reply = self._peer.ask(request)
           if 'value' in reply:
             return self._peer.unpack(reply['value'])

@@ -1,9 +1,10 @@
-"""Code of the tests' process: runs tests against the program, which is in another process and never sees them.
+"""Code of the tests' process: runs tests against the program, which is in another process and never
+sees them.
 
-Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's objects
-(`inside.remote`). Nothing that the program sends can select a module, class or function of this process beyond those
-listed here, end an iteration of the tests early, or let the tests catch a failure as an exception: a test fails if the
-program ends during it or sends an invalid message.
+Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's
+objects (`inside.remote`). Nothing that the program sends can select a module, class or function of
+this process beyond those listed here, end an iteration of the tests early, or let the tests catch a
+failure as an exception: a test fails if the program ends during it or sends an invalid message.
 """
 
 from __future__ import annotations
@@ -28,21 +29,32 @@ _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
   *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules that a name in the tests may mean if the program imports them under that name (`import datetime as dt`). All
-of them only compute."""
+"""Modules that a name in the tests may mean if the program imports them under that name (`import
+datetime as dt`). All of them only compute.
+"""
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be constructed from a text; their built-in base class is raised instead."""
+"""Exceptions that cannot be constructed from a text; their built-in base class is raised
+instead.
+"""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Exceptions that cannot be constructed from a text, unless a derived class overrides `__init__`."""
+"""Exceptions that cannot be constructed from a text, unless a derived class overrides
+`__init__`.
+"""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
 """Exceptions that end an iteration silently: if `f` raised one, `all(map(f, …))` would be true."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exceptions that no name of the program may refer to: `except Own` in a test would then catch the test's failure."""
+"""Exceptions that no name of the program may refer to: `except Own` in a test would then catch the
+test's failure.
+"""
 
-_READING = frozenset({'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'})
+_READING = frozenset(
+  {'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'}
+)
 """Methods that do not change the object."""
 _IS_SAME = '__is_same__'
-"""Name of `is_same` in the tests; names that start with two underscores are never requested from the program."""
+"""Name of `is_same` in the tests; names that start with two underscores are never requested from
+the program.
+"""
 _MOST_RAISED = 1000
 """Maximum number of kept exceptions of the tests' functions: each keeps alive what it refers to."""
 _SHOWN = '_shown'
@@ -50,12 +62,14 @@ _SHOWN = '_shown'
 
 
 class ProgramError(BaseException):
-  """Stands in for a program exception with no built-in base that tests may catch; a BaseException, so that `except
-  Exception` in a test does not swallow it."""
+  """Stands in for a program exception with no built-in base that tests may catch; a BaseException,
+  so that `except Exception` in a test does not swallow it.
+  """
 
 
 class Examiner:
-  """Runs tests, all in one namespace that holds the program's values for the names that the tests use.
+  """Runs tests, all in one namespace that holds the program's values for the names that the tests
+  use.
 
   Args:
     channel: channel to the program's process.
@@ -75,7 +89,9 @@ class Examiner:
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """Exceptions raised by the tests' functions when the program called them; the program may let them propagate."""
+    """Exceptions raised by the tests' functions when the program called them; the program may let
+    them propagate.
+    """
     self._failure: BaseException | None = None
     """Error that fails the current test even if the test caught it."""
     self.error: dict[str, Any] | None = None
@@ -98,7 +114,9 @@ class Examiner:
   def _passes(self, number: int, test: str, namespace: dict[str, Any]) -> bool:
     self._failure = None
     try:
-      exec(compile(with_identity(test, _IS_SAME), _file(number), 'exec', dont_inherit=True), namespace)
+      exec(
+        compile(with_identity(test, _IS_SAME), _file(number), 'exec', dont_inherit=True), namespace
+      )
     except BaseException as error:
       self._note(self._failure or error)
       return False
@@ -108,27 +126,38 @@ class Examiner:
 
   def _note(self, error: BaseException) -> None:
     gone = isinstance(error, (ChannelClosed, Undecodable))
-    self.error = self.error or {'type': type(error).__name__[:100], 'text': str(error)[:500], 'gone': gone}
+    self.error = self.error or {
+      'type': type(error).__name__[:100],
+      'text': str(error)[:500],
+      'gone': gone,
+    }
 
   @contextlib.contextmanager
   def _fatal(self) -> Iterator[None]:
-    """Fails the test, even if it catches the error, if the program ends or sends an invalid message within the
-    block."""
+    """Fails the test, even if it catches the error, if the program ends or sends an invalid message
+    within the block.
+    """
     try:
       yield
-    except Exception as error:  # No test may catch any of these, not even a MemoryError from a huge reply.
+    # No test may catch any of these, not even a MemoryError from a huge reply.
+    except Exception as error:
       self._failure = self._failure or error
       raise
 
   def _named(self) -> dict[str, Any]:
     """Returns the program's values for the names that occur in the tests.
 
-    The name of a built-in function means Python's, unless the tests expect the program to define it. The name of a
-    standard module means Python's, unless the tests use attributes that the module lacks.
+    The name of a built-in function means Python's, unless the tests expect the program to define
+    it. The name of a standard module means Python's, unless the tests use attributes that the
+    module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # The tests may define a name after calling it; the program's function was then meant by the call.
-    if self._names.ambiguous and not (values.keys() & self._names.called) - self._names.modules.keys():
+    # The tests may define a name after calling it; the program's function was then meant by the
+    # call.
+    if (
+      self._names.ambiguous
+      and not (values.keys() & self._names.called) - self._names.modules.keys()
+    ):
       values |= self._ask_names(self._names.ambiguous)
     return {name: self._name(name, packed) for name, packed in values.items()}
 
@@ -170,11 +199,16 @@ class Examiner:
 
   def compares(self, left: Remote, right: Remote) -> bool:
     """Whether the tests name the classes of both objects and made at least one of the two."""
-    made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {left._remote_origin, right._remote_origin}
+    made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {
+      left._remote_origin,
+      right._remote_origin,
+    }
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether the tests raised the error on purpose, so that the program's context manager may suppress it."""
+    """Whether the tests raised the error on purpose, so that the program's context manager may
+    suppress it.
+    """
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
       place = place.tb_next
@@ -182,7 +216,9 @@ class Examiner:
     if place is None or self._failure is not None or isinstance(error, AssertionError):
       return False
     test = files.get(place.tb_frame.f_code.co_filename)
-    return isinstance(error, Exception) and test is not None and raises_by_itself(test, place.tb_lineno)
+    return (
+      isinstance(error, Exception) and test is not None and raises_by_itself(test, place.tb_lineno)
+    )
 
   def pack(self, value: Any) -> Any:
     if issubclass(type(value), Iterator) and not issubclass(type(value), Remote):
@@ -211,12 +247,19 @@ class Examiner:
     return self._value(self._ask(request), origin, name, ends=ends)
 
   def _ask(self, request: Message) -> Message:
-    """Sends a request. If the tests have replaced standard streams, the program's input and output go through them."""
-    capture = [name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)]
+    """Sends a request. If the tests have replaced standard streams, the program's input and output
+    go through them.
+    """
+    capture = [
+      name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)
+    ]
     given = sys.stdin if isinstance(sys.stdin, io.StringIO) else None
     if given is not None:
       request = {**request, 'stdin': given.getvalue()[given.tell() :]}
-    if request['do'] not in ('get', 'plain', 'instance', 'subclass') and request.get('name') not in _READING:
+    if (
+      request['do'] not in ('get', 'plain', 'instance', 'subclass')
+      and request.get('name') not in _READING
+    ):
       self.changes += 1
     with self._turn, self._fatal():
       reply = self._peer.ask({**request, 'capture': capture} if capture else request)
@@ -239,7 +282,9 @@ class Examiner:
     return self._rebuilt(reply['value'], origin, name)
 
   def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
-    """Rebuilds the value of a message. An object that is the whole value gets `origin`; objects within get RESULT."""
+    """Rebuilds the value of a message. An object that is the whole value gets `origin`; objects
+    within get RESULT.
+    """
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
         return self._proxy(message, origin, name)
@@ -257,7 +302,9 @@ class Examiner:
     if isinstance(number, int) and 0 <= number < len(self._raised):
       return self._raised[number]
     kind = self._exception_class(kinds)
-    plain = isinstance(args, list) and all(isinstance(arg, (str, int, float, type(None))) for arg in args)
+    plain = isinstance(args, list) and all(
+      isinstance(arg, (str, int, float, type(None))) for arg in args
+    )
     theirs = kind.__module__ != 'builtins'
     error = None
     if plain and kinds and (theirs or kind.__name__ == kinds[0]):
@@ -266,17 +313,26 @@ class Examiner:
     error = kind(text) if error is None else error
     attributes = reply.get('attributes')
     if isinstance(attributes, dict) and theirs:
-      vars(error).update((name, self._rebuilt(value)) for name, value in attributes.items() if not name.startswith('_'))
+      vars(error).update(
+        (name, self._rebuilt(value))
+        for name, value in attributes.items()
+        if not name.startswith('_')
+      )
     if theirs and not str(error).startswith(text):  # The program's class has its own `__str__`.
       vars(error)[_SHOWN] = text
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the exception class for `kinds` (names in MRO order): built-in, or imitating the program's own."""
+    """Returns the exception class for `kinds` (names in MRO order): built-in, or imitating the
+    program's own.
+    """
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
     known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
-    base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, BaseException)), ProgramError)
+    base = next(
+      (kind for kind in known if isinstance(kind, type) and issubclass(kind, BaseException)),
+      ProgramError,
+    )
     if not issubclass(base, (Exception, SystemExit, KeyboardInterrupt)):
       return ProgramError
     if kinds and (base.__name__ != kinds[0] or base in _UNICODE):
@@ -284,15 +340,20 @@ class Examiner:
       standard = _standard_exception(kinds)
       base = standard or (parents[0] if parents else base)
       show = base.__str__
-      methods = {'__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)}
-      if standard or issubclass(base, _UNICODE):  # The base may require arguments other than a text.
+      methods = {
+        '__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)
+      }
+      # The base may require arguments other than a text.
+      if standard or issubclass(base, _UNICODE):
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
       self._exceptions[kinds[0]] = base
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that a test gets, as in `except Own`, for an exception class of the program."""
+    """Returns the class that a test gets, as in `except Own`, for an exception class of the
+    program.
+    """
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -300,7 +361,9 @@ class Examiner:
   def _proxy(self, message: Message, origin: Origin = Origin.RESULT, name: str = '') -> Any:
     match message:
       case {'raises': [*_], 'field': field} if is_suspect(str(field)):
-        raise Undecodable(f'a class in the field {field}, where a method of a standard value was wanted')
+        raise Undecodable(
+          f'a class in the field {field}, where a method of a standard value was wanted'
+        )
       case {'raises': [*kinds]} if all(isinstance(kind, str) for kind in kinds):
         return self._caught_class(kinds)
       case {'ref': int(number), 'class': str(kind), 'can': [*can]}:
@@ -330,11 +393,17 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))  # For `functools.wraps`.
-    return {'name': name if isinstance(name, str) else 'function', 'doc': doc if isinstance(doc, str) else None}
+    # For `functools.wraps`.
+    name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))
+    return {
+      'name': name if isinstance(name, str) else 'function',
+      'doc': doc if isinstance(doc, str) else None,
+    }
 
   def _answer(self, request: Message) -> Message:
-    """Answers a request from the program, which may only call functions and read iterators that it was given."""
+    """Answers a request from the program, which may only call functions and read iterators that it
+    was given.
+    """
     try:
       function = self._peer.lent(request.get('of'))
       args, kwargs = request.get('args'), request.get('kwargs', {})
@@ -353,7 +422,9 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """Returns the exception class called `kinds[0]` in a loaded standard module: tests may catch it as `module.Name`."""
+  """Returns the exception class called `kinds[0]` in a loaded standard module: tests may catch it
+  as `module.Name`.
+  """
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == kinds[0]:
@@ -366,7 +437,9 @@ def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
 
   The first lists have one item each, since the program may stop early.
   """
-  sizes = itertools.chain(itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12))
+  sizes = itertools.chain(
+    itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12)
+  )
   return lambda: list(itertools.islice(items, next(sizes)))
 
 

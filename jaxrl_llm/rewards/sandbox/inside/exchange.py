@@ -1,4 +1,5 @@
-"""Calls between two processes that do not trust each other; during a call, the called process may call back.
+"""Calls between two processes that do not trust each other; during a call, the called process may
+call back.
 
 Invariant: whatever it receives, a peer does only what its `answer` function implements.
 """
@@ -13,12 +14,51 @@ from .values import Undecodable, decode, encode
 
 Message = Mapping[str, Any]
 OPERATIONS = (
-  *('call', 'iter', 'next', 'len', 'str', 'repr', 'int', 'float', 'complex', 'index', 'abs', 'neg', 'pos', 'invert'),
-  *('round', 'format', 'bool', 'reversed', 'getitem', 'setitem', 'delitem', 'contains', 'enter', 'exit'),
+  *(
+    'call',
+    'iter',
+    'next',
+    'len',
+    'str',
+    'repr',
+    'int',
+    'float',
+    'complex',
+    'index',
+    'abs',
+    'neg',
+    'pos',
+    'invert',
+  ),
+  *(
+    'round',
+    'format',
+    'bool',
+    'reversed',
+    'getitem',
+    'setitem',
+    'delitem',
+    'contains',
+    'enter',
+    'exit',
+  ),
   *('await', 'aiter', 'anext', 'aenter', 'aexit', 'eq', 'lt', 'le', 'gt', 'ge'),
   *(
     f'{side}{name}'
-    for name in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'divmod', 'pow', 'matmul', 'and', 'or', 'xor')
+    for name in (
+      'add',
+      'sub',
+      'mul',
+      'truediv',
+      'floordiv',
+      'mod',
+      'divmod',
+      'pow',
+      'matmul',
+      'and',
+      'or',
+      'xor',
+    )
     for side in ('', 'r')
   ),
   *('lshift', 'rshift', 'rlshift', 'rrshift'),
@@ -35,7 +75,9 @@ class Peer:
     proxy: creates the local proxy for the other end's `{'ref': number, …}`.
   """
 
-  def __init__(self, channel: Channel, answer: Callable[[Message], Message], proxy: Callable[[Message], Any]):
+  def __init__(
+    self, channel: Channel, answer: Callable[[Message], Message], proxy: Callable[[Message], Any]
+  ):
     self._channel, self._answer, self._proxy = channel, answer, proxy
     self._lent: list[Any] = []
     self._numbers: dict[int, int] = {}
@@ -79,7 +121,9 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Records that `proxy` represents the other end's object `number`; the caller must keep the proxy alive."""
+    """Records that `proxy` represents the other end's object `number`; the caller must keep the
+    proxy alive.
+    """
     self._borrowed[id(proxy)] = number
 
   def _resolve(self, message: Message) -> Any:

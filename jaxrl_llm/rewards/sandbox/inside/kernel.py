@@ -12,7 +12,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 0x1000, 0x4000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = (
+  1,
+  2,
+  4,
+  8,
+  32,
+  0x1000,
+  0x4000,
+)
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
@@ -22,9 +30,10 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # System calls that allocate memory no limit counts, open other ways into the kernel, act on other processes
-  # (scheduler calls only require the same user, and the supervisor runs as the program's user), set priorities and
-  # processors, or use resources shared by all processes of a user or of the host.
+  # System calls that allocate memory no limit counts, open other ways into the kernel, act on other
+  # processes (scheduler calls only require the same user, and the supervisor runs as the program's
+  # user), set priorities and processors, or use resources shared by all processes of a user or of
+  # the host.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
     'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
@@ -43,24 +52,38 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied on other processes. It only requires the same user, which the supervisor shares."""
+"""prlimit64: denied on other processes. It only requires the same user, which the supervisor
+shares.
+"""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD: of a process that ignores it, the kernel reports no time of ended children."""
+"""rt_sigaction: denied for SIGCHLD: of a process that ignores it, the kernel reports no time of
+ended children.
+"""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
-"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has no data on disk,
-and while such a call waits for the host's disks, no signal can end the program."""
+"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has
+no data on disk, and while such a call waits for the host's disks, no signal can end the program.
+"""
 _FCNTL = {'x86_64': 72, 'aarch64': 25}
-"""fcntl: denied for leases and watches of files, since a lease blocks anyone who opens the file, on the host too."""
+"""fcntl: denied for leases and watches of files, since a lease blocks anyone who opens the file, on
+the host too.
+"""
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""clone: denied for user namespaces, since not every sandbox can forbid them through /proc. clone3 is refused: the
-filter cannot see its flags."""
+"""clone: denied for user namespaces, since not every sandbox can forbid them through /proc. clone3
+is refused: the filter cannot see its flags.
+"""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""mmap: denied for shared anonymous memory, which can exist without being resident in any process."""
+"""mmap: denied for shared anonymous memory, which can exist without being resident in any
+process.
+"""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair: allowed only for the families in `_FAMILIES`, which the network namespace confines."""
+"""socket and socketpair: allowed only for the families in `_FAMILIES`, which the network namespace
+confines.
+"""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""setsockopt: denied for the size of a send buffer: the supervisor's estimate of socket memory assumes the default."""
+"""setsockopt: denied for the size of a send buffer: the supervisor's estimate of socket memory
+assumes the default.
+"""
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
@@ -82,7 +105,9 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
   encode = lambda text: None if text is None else text.encode()
-  result = _libc.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data))
+  result = _libc.mount(
+    encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)
+  )
   _check(result, f'mount {target}')
 
 
@@ -95,7 +120,9 @@ def make_read_only(path: str, *, recursive: bool) -> None:
   """Makes a mount read-only, with or without the mounts below it (mount_setattr, Linux 5.12)."""
   attributes = struct.pack('=QQQQ', MS_RDONLY | MS_NOSUID, 0, 0, 0)
   flags, here = 0x8000 if recursive else 0, -100
-  result = _libc.syscall(442, here, path.encode(), flags, attributes, ctypes.c_size_t(len(attributes)))
+  result = _libc.syscall(
+    442, here, path.encode(), flags, attributes, ctypes.c_size_t(len(attributes))
+  )
   _check(result, f'mount_setattr {path}')
 
 
@@ -141,7 +168,9 @@ def drop_capabilities() -> None:
 
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
-"""(operation, operand); a jump also has two labels, to go to if its condition holds and if not ('': the next step)."""
+"""(operation, operand); a jump also has two labels, to go to if its condition holds and if not ('':
+the next step).
+"""
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
@@ -177,7 +206,8 @@ def _filter(machine: str) -> list[str | _Step]:
     'sigaction',
     ('load', _ARGUMENTS[0]),
     ('equal', signal.SIGCHLD, '', 'allow'),
-    ('load', _ARGUMENTS[1]),  # Address of the new action, both halves; null if only the old one is read.
+    # Address of the new action, both halves; null if only the old one is read.
+    ('load', _ARGUMENTS[1]),
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),
     ('equal', 0, 'allow', 'deny'),
@@ -223,13 +253,19 @@ def _assemble(steps: list[str | _Step]) -> bytes:
       program.append(step)
   distance = lambda place, label: labels[label] - place - 1 if label else 0
   return b''.join(
-    struct.pack('=HBBI', _OPERATIONS[operation], *(distance(place, label) for label in jumps or ('', '')), operand)
+    struct.pack(
+      '=HBBI',
+      _OPERATIONS[operation],
+      *(distance(place, label) for label in jumps or ('', '')),
+      operand,
+    )
     for place, (operation, operand, *jumps) in enumerate(program)
   )
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill the process.
+  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill
+  the process.
 
   Does nothing on machines other than x86_64 and aarch64.
   """
@@ -239,5 +275,7 @@ def deny_calls() -> None:
   program = _assemble(_filter(machine))
   instructions = ctypes.create_string_buffer(program)
   header = struct.pack('@HP', len(program) // 8, ctypes.addressof(instructions))
-  result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_char_p(header), 0, 0)
+  result = _libc.prctl(
+    _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_char_p(header), 0, 0
+  )
   _check(result, 'seccomp')

@@ -1,7 +1,8 @@
-"""Classifies the names in tests by the tests' source alone: which are the program's, and which mean classes.
+"""Classifies the names in tests by the tests' source alone: which are the program's, and which mean
+classes.
 
-Invariant: nothing here depends on the program. The program may define any name as anything, so how far a name is
-trusted must follow from how the tests use it.
+Invariant: nothing here depends on the program. The program may define any name as anything, so how
+far a name is trusted must follow from how the tests use it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from collections.abc import Iterable
 
 _BUILTINS = frozenset(dir(builtins))
 _FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
-"""Names of libraries that no sandbox has. In tests, such a name means the library, not an object of the program."""
+"""Names of libraries that no sandbox has. In tests, such a name means the library, not an object of
+the program.
+"""
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
-"""Modules of standard classes that tests apply to results before comparing them, keyed by class name."""
+"""Modules of standard classes that tests apply to results before comparing them, keyed by class
+name.
+"""
 _CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
 
 
@@ -29,10 +34,11 @@ class Names:
 
   Attributes:
     wanted: names that the program may define; a built-in name only if it is the entry point.
-    ambiguous: built-in names that the tests call and the program may redefine; nonempty only if the tests name nothing
-      else that the program could define.
+    ambiguous: built-in names that the tests call and the program may redefine; nonempty only if the
+      tests name nothing else that the program could define.
     modules: attributes of standard modules that the tests use, keyed by module name.
-    standard: modules of the standard functions and classes with which tests compare results, keyed by name.
+    standard: modules of the standard functions and classes with which tests compare results, keyed
+      by name.
     functions: names called in comparisons with plain values; they are functions, not classes.
     called: names that are called, or that occur only as X in X.Name with a capitalised attribute.
   """
@@ -45,11 +51,14 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Whether the tests mean a class by this name: it looks like one and is not used as a function or a constant.
+    """Whether the tests mean a class by this name: it looks like one and is not used as a function
+    or a constant.
 
     All-capital names are constants, unless the tests call them.
     """
-    written = _CLASS_NAME.fullmatch(name) is not None and (name in self.called or not name.isupper())
+    written = _CLASS_NAME.fullmatch(name) is not None and (
+      name in self.called or not name.isupper()
+    )
     return written and name not in self.functions
 
 
@@ -69,7 +78,8 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      if name in sys.stdlib_module_names and name != entry_point:  # Even if the tests import it later.
+      # Even if the tests import it later.
+      if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
   # If the tests use a name that only the program can define, built-in names are Python's.
   free = wanted - bound - modules.keys()
@@ -104,7 +114,8 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """Returns the name of the first built-in function that the test calls without another such call in its arguments.
+  """Returns the name of the first built-in function that the test calls without another such call
+  in its arguments.
 
   The list is empty if there is none.
   """
@@ -113,20 +124,32 @@ def _called_builtin(test: ast.AST) -> list[str]:
     return [
       part
       for part in ast.walk(node)
-      if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in _BUILTINS
+      if isinstance(part, ast.Call)
+      and isinstance(part.func, ast.Name)
+      and part.func.id in _BUILTINS
     ]
 
-  inner = [call for call in calls(test) if not any(calls(part) for part in (*call.args, *call.keywords))]
-  return [call.func.id for call in sorted(inner, key=lambda call: (call.lineno, call.col_offset))[:1]]
+  inner = [
+    call for call in calls(test) if not any(calls(part) for part in (*call.args, *call.keywords))
+  ]
+  return [
+    call.func.id for call in sorted(inner, key=lambda call: (call.lineno, call.col_offset))[:1]
+  ]
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Returns the names whose arguments contain a call of something else, other than a built-in function."""
+  """Returns the names whose arguments contain a call of something else, other than a built-in
+  function.
+  """
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       parts = [part for argument in (*node.args, *node.keywords) for part in ast.walk(argument)]
-      called = {part.func.id if isinstance(part.func, ast.Name) else '' for part in parts if isinstance(part, ast.Call)}
+      called = {
+        part.func.id if isinstance(part.func, ast.Name) else ''
+        for part in parts
+        if isinstance(part, ast.Call)
+      }
       if called - _BUILTINS - {node.func.id}:
         names.add(node.func.id)
   return names
@@ -139,27 +162,39 @@ def _called(nodes: list[ast.AST]) -> frozenset[str]:
   spaces = [
     node.value.id
     for node in nodes
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr[:1].isupper()
+    if isinstance(node, ast.Attribute)
+    and isinstance(node.value, ast.Name)
+    and node.attr[:1].isupper()
   ]
   used = collections.Counter(node.id for node in nodes if isinstance(node, ast.Name))
-  return frozenset(called | {name for name, count in collections.Counter(spaces).items() if count == used[name]})
+  return frozenset(
+    called | {name for name, count in collections.Counter(spaces).items() if count == used[name]}
+  )
 
 
 _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.JoinedStr
 
 
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
-  """Returns functions and methods whose results the tests compare with constants, lists, tuples, sets or dicts.
+  """Returns functions and methods whose results the tests compare with constants, lists, tuples,
+  sets or dicts.
 
-  With `in`, only lists and the like that contain constants count: a list of objects may be searched for an object.
+  With `in`, only lists and the like that contain constants count: a list of objects may be searched
+  for an object.
   """
   names = set()
   for node in nodes:
     if isinstance(node, ast.Compare):
-      for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+      for left, operator, right in zip(
+        [node.left, *node.comparators], node.ops, node.comparators, strict=False
+      ):
         among = isinstance(operator, ast.In | ast.NotIn)
         for called, other in [(left, right)] if among else [(left, right), (right, left)]:
-          if not isinstance(called, ast.Call) or not _is_plain(other) or (among and not _has_constants(other)):
+          if (
+            not isinstance(called, ast.Call)
+            or not _is_plain(other)
+            or (among and not _has_constants(other))
+          ):
             continue
           if isinstance(called.func, ast.Name | ast.Attribute):
             names.add(called.func.id if isinstance(called.func, ast.Name) else called.func.attr)
@@ -167,7 +202,9 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Returns the names assigned to a name in `others` (`candidate = Extract`) or passed as a parameter of that name."""
+  """Returns the names assigned to a name in `others` (`candidate = Extract`) or passed as a
+  parameter of that name.
+  """
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
   pairs = []
   for node in nodes:
@@ -186,7 +223,9 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a list, tuple or set has constants among its elements, or a dict among its keys, at any depth."""
+  """Whether a list, tuple or set has constants among its elements, or a dict among its keys, at any
+  depth.
+  """
   nodes = [display]
   while nodes:
     match nodes.pop():
@@ -210,7 +249,8 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and turns `left is right` into a call, since one object of the program may have two proxies.
+  """Parses the test and turns `left is right` into a call, since one object of the program may have
+  two proxies.
 
   Raises what `compile` raises.
   """
@@ -218,18 +258,28 @@ def with_identity(test: str, function: str) -> ast.Module:
   identities = [node for node in ast.walk(tree) if _is_identity(node)]
   for node in identities:
     name = ast.copy_location(ast.Name(id=function, ctx=ast.Load()), node)
-    call = ast.copy_location(ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node)
+    call = ast.copy_location(
+      ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node
+    )
     # The comparison becomes `True is f(left, right)`; comparisons with constants stay as they are.
     node.left, node.comparators = ast.copy_location(ast.Constant(value=True), node), [call]
   return tree
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at `line` raises regardless of the program: it is a `raise`, or uses only built-ins."""
+  """Whether the statement at `line` raises regardless of the program: it is a `raise`, or uses only
+  built-ins.
+  """
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
-  covering = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
+  covering = [
+    node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)
+  ]
   inner = max(covering, key=lambda node: (node.lineno, node.col_offset), default=None)
   if isinstance(inner, ast.Raise):
     return True
-  names = {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)} if isinstance(inner, ast.Expr) else None
+  names = (
+    {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}
+    if isinstance(inner, ast.Expr)
+    else None
+  )
   return names is not None and names <= _BUILTINS

@@ -1,9 +1,11 @@
-"""Proxies through which tests use the program's objects; operations on a proxy run in the program's process.
+"""Proxies through which tests use the program's objects; operations on a proxy run in the program's
+process.
 
-Invariant: a plain value of the tests reaches the program only as an argument of a call that the tests make, never
-through an operation on an object that stands where a value was wanted. Such an object (`Origin.RESULT`) answers only
-what it knows by itself, takes no operand, and has no method of a standard value; its equality is decided here. An
-object of a class that the tests name and instantiate (`Origin.MADE`) behaves as its class defines.
+Invariant: a plain value of the tests reaches the program only as an argument of a call that the
+tests make, never through an operation on an object that stands where a value was wanted. Such an
+object (`Origin.RESULT`) answers only what it knows by itself, takes no operand, and has no method
+of a standard value; its equality is decided here. An object of a class that the tests name and
+instantiate (`Origin.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ class Origin(enum.Enum):
   NAMED = enum.auto()
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Instance made by calling a class that the tests name, or result of an operator on such instances only."""
+  """Instance made by calling a class that the tests name, or result of an operator on such
+  instances only.
+  """
   COMPUTED = enum.auto()
-  """Result of an operator with a plain operand, which the program has thereby seen, or with another COMPUTED object."""
+  """Result of an operator with a plain operand, which the program has thereby seen, or with another
+  COMPUTED object.
+  """
   RESULT = enum.auto()
   """Result of a call, or obtained from an object as an attribute or item, or by iteration."""
   FIELD = enum.auto()
@@ -38,14 +44,29 @@ _TRUSTED = (Origin.NAMED, Origin.MADE)
 _STANDARD_NAMES = frozenset(
   name
   for kind in STANDARD_TYPES.values()
-  if kind not in (object, type, super, property, classmethod, staticmethod) and not issubclass(kind, BaseException)
+  if kind not in (object, type, super, property, classmethod, staticmethod)
+  and not issubclass(kind, BaseException)
   for name in dir(kind)
   if not name.startswith('_') and callable(getattr(kind, name))
 ) - {
-  *('add', 'append', 'appendleft', 'clear', 'discard', 'extend', 'extendleft', 'insert', 'remove', 'reverse', 'rotate'),
+  *(
+    'add',
+    'append',
+    'appendleft',
+    'clear',
+    'discard',
+    'extend',
+    'extendleft',
+    'insert',
+    'remove',
+    'reverse',
+    'rotate',
+  ),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Methods with which an object could imitate a value of a built-in type; those that return None are harmless."""
+"""Methods with which an object could imitate a value of a built-in type; those that return None are
+harmless.
+"""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
   *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
@@ -80,7 +101,9 @@ class ProgramConnection(Protocol):
     ...
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether an object's `__exit__` may suppress this exception, which left a `with` block of the tests."""
+    """Whether an object's `__exit__` may suppress this exception, which left a `with` block of the
+    tests.
+    """
     ...
 
 
@@ -91,29 +114,52 @@ class OperationRefused(TypeError):
 class Remote:
   # No docstring: `__doc__` is that of the program's object.
   __slots__ = (
-    *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_origin'),
+    *(
+      '_remote_base',
+      '_remote_class',
+      '_remote_name',
+      '_remote_number',
+      '_remote_program',
+      '_remote_origin',
+    ),
     *('_remote_count', '_remote_stands'),
   )
 
   def __init__(
-    self, program: ProgramConnection, number: int, kind: str, origin: Origin, name: str, stands: type | None
+    self,
+    program: ProgramConnection,
+    number: int,
+    kind: str,
+    origin: Origin,
+    name: str,
+    stands: type | None,
   ):
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """(items, changes): count from the last len() or complete iteration, and ProgramConnection.changes at that time."""
+    """(items, changes): count from the last len() or complete iteration, and
+    ProgramConnection.changes at that time.
+    """
     self._remote_base: type | None = None
-    """Built-in type from which the class of a MADE or NAMED object derives; None if there is none."""
+    """Built-in type from which the class of a MADE or NAMED object derives; None if there is
+    none.
+    """
 
   def __getattr__(self, name: str) -> Any:
     origin = Origin.NAMED if self._remote_origin is Origin.NAMED else Origin.RESULT
     suspect = self._remote_origin not in _TRUSTED and is_suspect(name)
     if suspect and self._remote_origin is Origin.COMPUTED:
-      raise AttributeError(f'{name} of a {self._remote_class!r} object that was computed with a value of the tests')
+      raise AttributeError(
+        f'{name} of a {self._remote_class!r} object that was computed with a value of the tests'
+      )
     whole = {'whole': True} if origin is Origin.NAMED else {}
-    value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name)
+    value = self._remote_program.value(
+      {'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name
+    )
     if suspect and (_is_remote(value) or callable(value)):  # An exception class is not a proxy.
-      raise AttributeError(f'{name} of a {self._remote_class!r} object, which stands where a value was wanted')
+      raise AttributeError(
+        f'{name} of a {self._remote_class!r} object, which stands where a value was wanted'
+      )
     return value
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -121,7 +167,9 @@ class Remote:
       object.__setattr__(self, name, value)
     else:
       packed = self._remote_program.pack(value)
-      self._remote_program.value({'do': 'set', 'of': self._remote_number, 'name': name, 'to': packed})
+      self._remote_program.value(
+        {'do': 'set', 'of': self._remote_number, 'name': name, 'to': packed}
+      )
 
   def __delattr__(self, name: str) -> None:
     self._remote_program.value({'do': 'delete', 'of': self._remote_number, 'name': name})
@@ -132,7 +180,9 @@ class Remote:
 
   @property
   def __class__(self) -> Any:
-    return types.GeneratorType if self._remote_class == 'generator' else self._remote_base or type(self)
+    return (
+      types.GeneratorType if self._remote_class == 'generator' else self._remote_base or type(self)
+    )
 
   def __reduce_ex__(self, protocol: Any) -> Any:
     raise OperationRefused(f'a {self._remote_class!r} object stays with the program')
@@ -140,14 +190,20 @@ class Remote:
   def __hash__(self) -> int:
     if self._remote_base is not None and self._remote_base.__hash__ is not None:
       return hash(_plain(self))
-    number = _ask(self, 'hash') if self._remote_program.is_of_named_class(self) else self._remote_number
+    number = (
+      _ask(self, 'hash') if self._remote_program.is_of_named_class(self) else self._remote_number
+    )
     if number is NotImplemented:
       raise TypeError(f'unhashable type: {self._remote_class!r}')
     return hash(('remote', number))
 
   def __eq__(self, other: Any) -> Any:
     if type(other) is type:
-      return self.__name__ == other.__name__ if issubclass(other, Remote) else other is self._remote_stands
+      return (
+        self.__name__ == other.__name__
+        if issubclass(other, Remote)
+        else other is self._remote_stands
+      )
     if self._remote_base is not None:
       return _plain(self) == _plain(other)
     if not _is_remote(other):
@@ -165,7 +221,9 @@ class Remote:
     return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
-    """Whether `thing` is an instance of this class; a plain value is an instance of none of the program's classes."""
+    """Whether `thing` is an instance of this class; a plain value is an instance of none of the
+    program's classes.
+    """
     if self._remote_stands is not None:
       return isinstance(thing, self._remote_stands)
     return _is_remote(thing) and self._related('instance', thing)
@@ -175,7 +233,9 @@ class Remote:
 
   def _related(self, how: str, thing: Any) -> bool:
     packed = self._remote_program.pack(thing)
-    return self._remote_program.value({'do': how, 'of': self._remote_number, 'thing': packed}) is True
+    return (
+      self._remote_program.value({'do': how, 'of': self._remote_number, 'thing': packed}) is True
+    )
 
 
 def _is_remote(thing: Any) -> bool:
@@ -183,7 +243,9 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether both proxies refer to the same object of the program; `left is right` for other objects."""
+  """Whether both proxies refer to the same object of the program; `left is right` for other
+  objects.
+  """
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
   if type(left) is type and _is_remote(right):
@@ -193,7 +255,9 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def _plain(thing: Any) -> Any:
-  """Returns the plain value of an object whose class derives from a built-in type; returns anything else unchanged."""
+  """Returns the plain value of an object whose class derives from a built-in type; returns anything
+  else unchanged.
+  """
   if not _is_remote(thing) or thing._remote_base is None:
     return thing
   return thing._remote_program.value({'do': 'plain', 'of': thing._remote_number})
@@ -208,7 +272,9 @@ def _inheriting(name: str) -> Callable[..., Any]:
 
 def _refuse_if(bad: bool, remote: Remote, what: str) -> None:
   if bad:
-    raise OperationRefused(f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted')
+    raise OperationRefused(
+      f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted'
+    )
 
 
 def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) -> Any:
@@ -241,14 +307,29 @@ def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """Returns a method without operands, such as `__len__`; only MADE and NAMED objects accept arguments."""
-  number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
+  """Returns a method without operands, such as `__len__`; only MADE and NAMED objects accept
+  arguments.
+  """
+  number = name in (
+    'abs',
+    'int',
+    'float',
+    'complex',
+    'index',
+    'neg',
+    'pos',
+    'invert',
+    'round',
+    'format',
+  )
 
   def method(self: Remote, *args: Any) -> Any:
     has_operand = bool(args) and not (name == 'format' and args == ('',))
     _refuse_if(has_operand and self._remote_origin not in _TRUSTED, self, name)
     value = _ask(self, name, *args, origin=self._remote_origin if number else Origin.RESULT)
-    _refuse_if(number and self._remote_origin is Origin.COMPUTED and not _is_remote(value), self, name)
+    _refuse_if(
+      number and self._remote_origin is Origin.COMPUTED and not _is_remote(value), self, name
+    )
     if value is NotImplemented:
       raise TypeError(f'{self._remote_class!r} object has no {name}')
     if name == 'len':
@@ -271,13 +352,16 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
-  """Returns a binary operator. With a plain operand its result must be an object: otherwise the program could
-  return, for `V(2) - 3`, whichever number the test expects."""
+  """Returns a binary operator. With a plain operand its result must be an object: otherwise the
+  program could return, for `V(2) - 3`, whichever number the test expects.
+  """
 
   def method(self: Remote, other: Any) -> Any:
     remotes = [thing for thing in (self, other) if _is_remote(thing)]
     origins = {remote._remote_origin for remote in remotes}
-    if Origin.FIELD in origins or (self._remote_origin is Origin.RESULT and Origin.MADE not in origins):
+    if Origin.FIELD in origins or (
+      self._remote_origin is Origin.RESULT and Origin.MADE not in origins
+    ):
       return NotImplemented
     with_plain = len(remotes) < 2 or Origin.COMPUTED in origins
     value = _ask(self, name, other, origin=Origin.COMPUTED if with_plain else Origin.MADE)
@@ -287,7 +371,10 @@ def _computing(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _containing(self: Remote, item: Any) -> bool:
-  if self._remote_origin in _TRUSTED and (answer := _ask(self, 'contains', item)) is not NotImplemented:
+  if (
+    self._remote_origin in _TRUSTED
+    and (answer := _ask(self, 'contains', item)) is not NotImplemented
+  ):
     return answer is True
   return any(item is value or item == value for value in self)
 
@@ -298,7 +385,9 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that means failure."""
+  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that
+  means failure.
+  """
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__
   text = str(error) if suppressible else ''
@@ -313,7 +402,9 @@ def _awaiting(request: str) -> Callable[..., Any]:
   return method
 
 
-async def _leaving_later(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
+async def _leaving_later(
+  self: Remote, kind: type | None, error: BaseException | None, traceback: Any
+) -> bool:
   return _leaving(self, kind, error, traceback)
 
 
@@ -341,7 +432,9 @@ def _operation(name: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> type[Remote]:
-  """Returns a proxy class with only the special methods in `can`, since `callable` and `isinstance` look for them."""
+  """Returns a proxy class with only the special methods in `can`, since `callable` and `isinstance`
+  look for them.
+  """
   local = inherited - {'setitem', 'delitem', 'call'}
   methods = {
     f'__{name}__': (_inheriting if name in local else _operation)(name)
@@ -359,6 +452,9 @@ def remote_class(kind: str, can: Iterable[Any], inherited: Iterable[Any] = ()) -
     inherited: special methods that the class inherits from a built-in type.
   """
   known, local = (
-    frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS) for names in (can, inherited)
+    frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS)
+    for names in (can, inherited)
   )
-  return _remote_class(kind, known | {'contains'} if known & {'iter', 'contains'} else known, local & known)
+  return _remote_class(
+    kind, known | {'contains'} if known & {'iter', 'contains'} else known, local & known
+  )

@@ -1,9 +1,10 @@
 """The first process of a sandbox: runs one program under limits and reports how it ended.
 
-Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives it; it ends when the
-host closes the control socket. The program's process holds no descriptors except its input and output and the socket on
-which it answers, is forked before the tests arrive, and cannot inspect its parent or the tests' process. Expected
-outputs never enter the sandbox: they are compared on the host.
+Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives it;
+it ends when the host closes the control socket. The program's process holds no descriptors except
+its input and output and the socket on which it answers, is forked before the tests arrive, and
+cannot inspect its parent or the tests' process. Expected outputs never enter the sandbox: they are
+compared on the host.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ from .examiner import Examiner
 from .usage import Usage
 
 _RAISED, _NO_MEMORY = 101, 102
-"""Exit codes of a program's process that raised an exception or ran out of memory. A program gains nothing by faking
-them."""
+"""Exit codes of a program's process that raised an exception or ran out of memory. A program gains
+nothing by faking them.
+"""
 _LOOK_S = 0.02
 """Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
-"""Seconds that a program's process may take to end after it has closed its connection to the tests."""
+"""Seconds that a program's process may take to end after it has closed its connection to the
+tests.
+"""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
 """Number of characters of standard error that are kept, from its end."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes of unread data by default."""
+"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes of unread data by
+default.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +116,13 @@ class Supervisor:
 
   def _open_run(self, pipes: list[_Pipe]) -> _Run:
     return _Run(
-      self._limits, self._deadline, pipes, usage=self._usage, control=self._control, alone=self._alone, proc=self._proc
+      self._limits,
+      self._deadline,
+      pipes,
+      usage=self._usage,
+      control=self._control,
+      alone=self._alone,
+      proc=self._proc,
     )
 
   def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
@@ -121,7 +133,9 @@ class Supervisor:
     fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
-    pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
+    pid = self._fork(
+      lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error
+    )
     os.close(given)
     run = self._open_run([output, error])
     run.wait_for(pid)
@@ -148,19 +162,29 @@ class Supervisor:
         for passed in examiner.run(tests['tests']):
           print(json.dumps([passed, examiner.error]), file=file, flush=True)
 
-    examining = self._fork(examine, stdout=report, keep=(ours.fileno(), report.writer), untrusted=False)
+    examining = self._fork(
+      examine, stdout=report, keep=(ours.fileno(), report.writer), untrusted=False
+    )
     ours.close()
     run = self._open_run([output, errors, report])
     run.wait_for(examining)
-    lines = [json.loads(line) for line in report.data.splitlines(keepends=True) if line.endswith(b'\n')]
+    lines = [
+      json.loads(line) for line in report.data.splitlines(keepends=True) if line.endswith(b'\n')
+    ]
     error = lines[-1][1] if lines else None
     finished = run.ended[examining]['ended'] == 'ok'
     if finished and error and error['gone']:
       run.wait_for(candidate, _LAST_WORDS_S)
     run.finish()
-    # If the tests did not finish (killed, or over a limit), report how their process ended rather than the program's.
+    # If the tests did not finish (killed, or over a limit), report how their process ended rather
+    # than the program's.
     ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
-    return {**ended, 'passed': [passed for passed, _ in lines], 'error': error, 'stderr': errors.text()[-_TAIL:]}
+    return {
+      **ended,
+      'passed': [passed for passed, _ in lines],
+      'error': error,
+      'stderr': errors.text()[-_TAIL:],
+    }
 
   def _fork(
     self,
@@ -198,7 +222,8 @@ class Supervisor:
     limits = self._limits
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
-    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # In addition to the limit on all processes together.
+    # In addition to the limit on all processes together.
+    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))
     for name, soft, hard in (
       ('CPU', cpu_s, cpu_s + 1),
       ('AS', limits.memory_bytes, limits.memory_bytes),
@@ -217,7 +242,9 @@ class Supervisor:
 
 
 class _Proc:
-  """Reads what the kernel reports of a sandbox's processes in the procfs directory `path`, with the PIDs seen there."""
+  """Reads what the kernel reports of a sandbox's processes in the procfs directory `path`, with the
+  PIDs seen there.
+  """
 
   def __init__(self, path: str, *, alone: bool):
     self._path, self._alone, self._own = path, alone, 0
@@ -227,7 +254,9 @@ class _Proc:
   def processes(self) -> list[int]:
     """Returns the PIDs of all processes of the sandbox except this one."""
     if self._alone and self._own == os.getpid():
-      return [int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own]
+      return [
+        int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own
+      ]
     return self._descendants(self._own)
 
   def _descendants(self, pid: int) -> list[int]:
@@ -243,8 +272,13 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """Returns how many bytes the sandbox's sockets can hold; this memory is resident in no process."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open(f'{self._path}/net/sockstat') as file:
+    """Returns how many bytes the sandbox's sockets can hold; this memory is resident in no
+    process.
+    """
+    with (
+      contextlib.suppress(OSError, IndexError, ValueError),
+      open(f'{self._path}/net/sockstat') as file,
+    ):
       return int(file.readline().split()[2]) * _SOCKET if self._alone else 0
     return 0
 
@@ -275,7 +309,9 @@ class _Run:
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the host hangs up meanwhile."""
+    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the host hangs
+    up meanwhile.
+    """
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
       self._read(pid)
@@ -284,7 +320,8 @@ class _Run:
         self._reason = reason
         self._kill_all()
       self._reap()
-    for pipe in self._pipes.values():  # The process may have written after the last read, and then ended.
+    # The process may have written after the last read, and then ended.
+    for pipe in self._pipes.values():
       pipe.read()
       if pipe.full and pid in self.ended:
         self.ended[pid] = {'ended': 'output'}
@@ -301,7 +338,9 @@ class _Run:
       os.close(pipe.reader)
 
   def _read(self, pid: int) -> None:
-    """Waits at most `_LOOK_S` seconds for output or for the process to end, and reads the output."""
+    """Waits at most `_LOOK_S` seconds for output or for the process to end, and reads the
+    output.
+    """
     process = os.pidfd_open(pid)
     self._poll.register(process, select.POLLIN)
     try:
@@ -345,7 +384,9 @@ class _Run:
 
   def _ending(self, status: int, usage: resource.struct_rusage) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
-    if -code == signal.SIGXCPU or (-code == signal.SIGKILL and self._usage.used_s >= self._limits.cpu_s):
+    if -code == signal.SIGXCPU or (
+      -code == signal.SIGKILL and self._usage.used_s >= self._limits.cpu_s
+    ):
       return {'ended': 'cpu'}
     if code < 0:
       return {'ended': 'signal', 'code': -code}
@@ -381,7 +422,9 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs `work` as Python runs a main program, including what happens at exit, and returns the exit code."""
+  """Runs `work` as Python runs a main program, including what happens at exit, and returns the exit
+  code.
+  """
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))
@@ -394,7 +437,8 @@ def _exit_code(work: Callable[[], Any]) -> int:
   except BaseException as error:
     code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
     print(lines_of(error), file=sys.stderr)
-  threading._shutdown()  # As Python does at exit: ends the threads of executors and joins all others.
+  # As Python does at exit: ends the threads of executors and joins all others.
+  threading._shutdown()
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
     try:
@@ -418,7 +462,8 @@ def _flush_files() -> None:
 def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:
   """Runs one program under a `Supervisor`, then ends this process; never returns."""
   try:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Else the program could interrupt this process and the tests.
+    # Else the program could interrupt this process and the tests.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.set_inspectable(False)
     if not alone:
       kernel.adopt_orphans()

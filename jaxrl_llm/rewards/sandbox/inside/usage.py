@@ -1,7 +1,8 @@
 """Measures a program's processor time, and how long a busy machine kept it waiting for one.
 
-Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for a processor only
-while something else runs there: another thread of the program, whose time counts, or another process of the machine.
+Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for
+a processor only while something else runs there: another thread of the program, whose time counts,
+or another process of the machine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program starved if it waited for processors for at least `_LEAST_WAIT` of the limit
-and slept for at most `_MOST_IDLE` of it."""
+"""Shares of the wall-clock limit: a program starved if it waited for processors for at least
+`_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of it.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Usage:
         start, look = _look(self._proc / str(pid), self._nice)
         self._seen[pid, start] = look
         living_s += look.used_s + look.children_s
-    # The kernel reports no usage for children that nobody waits for: their last snapshots count instead.
+    # The kernel reports no usage for children that nobody waits for: their last snapshots count
+    # instead.
     seen_s = sum(look.used_s for look in self._seen.values())
     self._raise_to(max(living_s + self._reaped_s, seen_s))
 
@@ -79,7 +82,8 @@ class Usage:
   def _waited_s(self) -> float:
     """Returns the seconds for which the run waited for a processor.
 
-    They are the sum over its two longest-waiting processes (its tests' and its program's), which take turns.
+    They are the sum over its two longest-waiting processes (its tests' and its program's), which
+    take turns.
     """
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
@@ -97,13 +101,16 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   # Read as bytes: the process itself chooses its name, one of the fields, which may be any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
-  polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # It lowered its own priority.
+  # It lowered its own priority.
+  polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)
   waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
   return int(fields[19]), _Look(user + system, child_user + child_system, waited_s, used_s)
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Returns (seconds of waiting for a processor, seconds of using one) for the process's longest-waiting thread."""
+  """Returns (seconds of waiting for a processor, seconds of using one) for the process's
+  longest-waiting thread.
+  """
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):
     for thread in os.listdir(process / 'task'):

@@ -1,7 +1,9 @@
-"""Encodes Python values as JSON for the exchange between the program's process and the tests' process.
+"""Encodes Python values as JSON for the exchange between the program's process and the tests'
+process.
 
-Invariant: received values are rebuilt only from built-in types and a few standard-library types, so their methods
-(above all `__eq__`) are never the sender's. Any other object stays in its process and is sent as a reference.
+Invariant: received values are rebuilt only from built-in types and a few standard-library types, so
+their methods (above all `__eq__`) are never the sender's. Any other object stays in its process and
+is sent as a reference.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 _PLAIN = (type(None), bool, str, float)
 _BIG = 1 << 64
 _BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-"""Built-in types to which values of derived classes are converted when sent: methods that a class overrides, perhaps to
-cheat, are lost."""
+"""Built-in types to which values of derived classes are converted when sent: methods that a class
+overrides, perhaps to cheat, are lost.
+"""
 
 _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'complex': (complex, lambda z: (z.real, z.imag)),
@@ -48,22 +51,31 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
 _UNCOMMON = (pathlib.PosixPath, uuid.UUID)
-"""Types excluded from `STANDARD_TYPES`: a program's own objects may well have methods with the same names (`match`,
-`open`)."""
+"""Types excluded from `STANDARD_TYPES`: a program's own objects may well have methods with the same
+names (`match`, `open`).
+"""
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
 
 STANDARD_TYPES: Mapping[str, type] = {
-  **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith('_')},
+  **{
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and not name.startswith('_')
+  },
   **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
-"""Types that are sent by name: built-in types including exceptions, and types whose values are rebuilt."""
+"""Types that are sent by name: built-in types including exceptions, and types whose values are
+rebuilt.
+"""
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
 
 
 @functools.lru_cache(maxsize=256)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> type:
-  """Returns a namedtuple class with the sender's field names. Raises ValueError for invalid names."""
+  """Returns a namedtuple class with the sender's field names. Raises ValueError for invalid
+  names.
+  """
   return collections.namedtuple(name, fields)
 
 
@@ -72,11 +84,15 @@ def _fields(value: Any) -> tuple[str, ...] | None:
   fields = getattr(type(value), '_fields', None)
   if not isinstance(fields, tuple) or len(fields) != tuple.__len__(value):
     return None
-  return fields if all(type(field) is str and not field.startswith('_') for field in fields) else None
+  return (
+    fields if all(type(field) is str and not field.startswith('_') for field in fields) else None
+  )
 
 
 def base_of(kind: type) -> type | None:
-  """Returns the built-in type to which values of a derived class are converted when sent; None for any other type."""
+  """Returns the built-in type to which values of a derived class are converted when sent; None for
+  any other type.
+  """
   if kind in _BASES or kind in _KINDS or hasattr(kind, '_fields'):
     return None
   return next((base for base in _BASES if issubclass(kind, base)), None)
@@ -87,7 +103,9 @@ class Undecodable(Exception):
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-  """Encodes a value as JSON for `decode`; `refer` returns the reference for a value that cannot be sent."""
+  """Encodes a value as JSON for `decode`; `refer` returns the reference for a value that cannot be
+  sent.
+  """
   kind = type(value)
   if kind in _PLAIN:
     return value
@@ -134,7 +152,8 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
       case {'make': str(name), 'of': list(parts)}:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
       case {'fields': [str(name), *fields], 'of': list(items)}:
-        # Marks objects in fields, which then get `Origin.FIELD`: tests read a field like an attribute.
+        # Marks objects in fields, which then get `Origin.FIELD`: tests read a field like an
+        # attribute.
         parts = [
           {**item, 'field': field} if isinstance(item, dict) and 'ref' in item else item
           for item, field in zip(items, fields, strict=True)

@@ -1,10 +1,11 @@
-"""Code of the process that forks sandboxes: it has Python and common modules loaded, and runs no program itself.
+"""Code of the process that forks sandboxes: it has Python and common modules loaded, and runs no
+program itself.
 
-Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a read-only root without
-the host's files, and no capability left when its supervisor starts.
+Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a
+read-only root without the host's files, and no capability left when its supervisor starts.
 
-Standard input is a socket. The options come first, as a JSON object (read by `isolation._START`). Each later message
-requests one sandbox and carries the socket that becomes its control channel.
+Standard input is a socket. The options come first, as a JSON object (read by `isolation._START`).
+Each later message requests one sandbox and carries the socket that becomes its control channel.
 """
 
 from __future__ import annotations
@@ -24,15 +25,40 @@ from .channel import Channel, ChannelClosed
 from .supervisor import supervise
 
 MODULES = (
-  *('array', 'bisect', 'calendar', 'cmath', 'collections', 'copy', 'dataclasses', 'datetime', 'decimal', 'enum'),
-  *('fractions', 'functools', 'hashlib', 'heapq', 'io', 'itertools', 'json', 'math', 'operator', 'random', 're'),
+  *(
+    'array',
+    'bisect',
+    'calendar',
+    'cmath',
+    'collections',
+    'copy',
+    'dataclasses',
+    'datetime',
+    'decimal',
+    'enum',
+  ),
+  *(
+    'fractions',
+    'functools',
+    'hashlib',
+    'heapq',
+    'io',
+    'itertools',
+    'json',
+    'math',
+    'operator',
+    'random',
+    're',
+  ),
   *('statistics', 'string', 'sys', 'textwrap', 'time', 'typing'),
 )
 """Modules imported once, before sandboxes are forked, so that programs import them at no cost."""
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID of sandboxes outside their namespaces if this process is root, since root's processes are not limited."""
+"""User ID of sandboxes outside their namespaces if this process is root, since root's processes are
+not limited.
+"""
 _NAMESPACES = (
   kernel.CLONE_NEWNS
   | kernel.CLONE_NEWPID
@@ -42,10 +68,13 @@ _NAMESPACES = (
   | kernel.CLONE_NEWCGROUP
 )
 _DEVICES = ('null', 'full', 'random', 'urandom')
-"""Devices of a sandbox, without /dev/zero: a shared mapping of it is memory that no limit counts."""
+"""Devices of a sandbox, without /dev/zero: a shared mapping of it is memory that no limit
+counts.
+"""
 _ROOT = '/tmp'
-"""Directory on which the sandboxes' root is mounted; any existing one will do, since only this process sees the
-mount."""
+"""Directory on which the sandboxes' root is mounted; any existing one will do, since only this
+process sees the mount.
+"""
 
 
 def _become_user(outside: int, group: int) -> None:
@@ -61,8 +90,9 @@ def _become_user(outside: int, group: int) -> None:
 
 
 def _build_root(readable: list[str]) -> None:
-  """Builds the root file system of all sandboxes: read-only, with the paths in `readable` at the same places as
-  outside."""
+  """Builds the root file system of all sandboxes: read-only, with the paths in `readable` at the
+  same places as outside.
+  """
   kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)
   kernel.mount('tmpfs', _ROOT, 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, 'mode=755,size=1m')
   for path in readable:
@@ -80,12 +110,18 @@ def _build_root(readable: list[str]) -> None:
   for name in _DEVICES:
     _make_file(f'{_ROOT}/dev/{name}')
     kernel.bind(f'/dev/{name}', f'{_ROOT}/dev/{name}')
-  for name, target in (('fd', '/proc/self/fd'), ('stdin', 'fd/0'), ('stdout', 'fd/1'), ('stderr', 'fd/2')):
+  for name, target in (
+    ('fd', '/proc/self/fd'),
+    ('stdin', 'fd/0'),
+    ('stdout', 'fd/1'),
+    ('stderr', 'fd/2'),
+  ):
     os.symlink(target, f'{_ROOT}/dev/{name}')
   os.symlink('/tmp', f'{_ROOT}/dev/shm')
   with open(f'{_ROOT}/etc/passwd', 'w') as file:
     file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
-  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; that mount then hides this one.
+  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; that mount
+  # then hides this one.
   kernel.bind('/proc', f'{_ROOT}/proc')
   kernel.change_root(_ROOT)
   kernel.make_read_only('/', recursive=False)
@@ -101,14 +137,20 @@ def _make_file(path: str) -> None:
 
 
 def _enter(connection: socket.socket, tmp_bytes: int) -> None:
-  """Creates the namespaces and their first process, the supervisor. Called in a fork, because it never returns."""
+  """Creates the namespaces and their first process, the supervisor. Called in a fork, because it
+  never returns.
+  """
   _become_user(os.getuid(), os.getgid())
   kernel.unshare(_NAMESPACES)
   if os.fork():
     os._exit(0)
   socket.sethostname('sandbox')
   kernel.mount(
-    'tmpfs', '/tmp', 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, f'size={tmp_bytes},nr_inodes=16384,mode=1777'
+    'tmpfs',
+    '/tmp',
+    'tmpfs',
+    kernel.MS_NOSUID | kernel.MS_NODEV,
+    f'size={tmp_bytes},nr_inodes=16384,mode=1777',
   )
   os.chdir('/proc')
   proc = '/proc' if _mounts_proc() else '.'
@@ -119,10 +161,11 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 
 
 def _mounts_proc() -> bool:
-  """Mounts the sandbox's own /proc and returns whether that worked; in many containers the kernel refuses it.
+  """Mounts the sandbox's own /proc and returns whether that worked; in many containers the kernel
+  refuses it.
 
-  If it failed, /proc is empty, and the supervisor reads the /proc hidden below it, which is the supervisor's working
-  directory and out of the program's reach.
+  If it failed, /proc is empty, and the supervisor reads the /proc hidden below it, which is the
+  supervisor's working directory and out of the program's reach.
   """
   quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   try:
@@ -171,10 +214,12 @@ def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
 
 
 def main(options: dict[str, Any]) -> None:
-  """Serves until the process that sends requests is gone; with `once`, becomes the supervisor of one sandbox instead.
+  """Serves until the process that sends requests is gone; with `once`, becomes the supervisor of
+  one sandbox instead.
 
   Args:
-    options: keys code, tmp_bytes, once, path, preload and, unless once, isolated and readable; see `isolation`.
+    options: keys code, tmp_bytes, once, path, preload and, unless once, isolated and readable; see
+      `isolation`.
   """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]
@@ -209,7 +254,8 @@ def main(options: dict[str, Any]) -> None:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    kernel.adopt_orphans()  # Including sandboxes' first processes: some hosts' init process reaps no orphans.
+    # Including sandboxes' first processes: some hosts' init process reaps no orphans.
+    kernel.adopt_orphans()
   except OSError as error:
     requests.sendall(str(error).encode())
     return

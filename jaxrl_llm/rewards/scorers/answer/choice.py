@@ -14,16 +14,28 @@ from jaxrl_llm.rewards.scorers.answer.short_text import normalise
 _PREFIX = re.compile(r'(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)s?\s*:?\s*', re.IGNORECASE)
 _LETTER = r'(?:\(\s*[A-Za-z]\s*\)|\[\s*[A-Za-z]\s*\]|[A-Za-z](?![^\W_]))'
 _ONE = re.compile(rf'(?P<letter>{_LETTER})(?:\s*[.,):\-–—]\s*|\s+(?=\S)|$)(?P<rest>.*)', re.DOTALL)
-_SAID = re.compile(r'\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?$', re.IGNORECASE)
-_SEVERAL = re.compile(rf'{_LETTER}[.)]?(?:\s*(?:,|;|&|\band\b)\s*(?:and\s+)?{_LETTER}[.)]?)+', re.IGNORECASE)
+_SAID = re.compile(
+  r'\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?$', re.IGNORECASE
+)
+_SEVERAL = re.compile(
+  rf'{_LETTER}[.)]?(?:\s*(?:,|;|&|\band\b)\s*(?:and\s+)?{_LETTER}[.)]?)+', re.IGNORECASE
+)
 _BARE = re.compile(rf'{_LETTER}\W*')
 _TOGETHER = re.compile(r'[A-Z]{2,}')
-_HEDGE = re.compile(r'(?<![^\W_])[B-HJ-Z](?![^\W_])|\b(?:or|not|wrong|incorrect|false|either)\b', re.IGNORECASE)
+_HEDGE = re.compile(
+  r'(?<![^\W_])[B-HJ-Z](?![^\W_])|\b(?:or|not|wrong|incorrect|false|either)\b', re.IGNORECASE
+)
 
 
 def read_choices(value: Json) -> dict[str, str] | None:
-  """Maps letter to text, from `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`; else None."""
-  if isinstance(value, Mapping) and isinstance(value.get('text'), list) and isinstance(value.get('label'), list):
+  """Maps letter to text, from `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`;
+  else None.
+  """
+  if (
+    isinstance(value, Mapping)
+    and isinstance(value.get('text'), list)
+    and isinstance(value.get('label'), list)
+  ):
     pairs = list(zip(value['label'], value['text']))
   elif isinstance(value, Mapping):
     pairs = list(value.items())
@@ -31,7 +43,9 @@ def read_choices(value: Json) -> dict[str, str] | None:
     pairs = list(zip(string.ascii_uppercase, value))
   else:
     return None
-  if not pairs or not all(isinstance(text, str | int | float) and str(letter).strip() for letter, text in pairs):
+  if not pairs or not all(
+    isinstance(text, str | int | float) and str(letter).strip() for letter, text in pairs
+  ):
     return None
   return {str(letter).strip().upper(): str(text) for letter, text in pairs}
 
@@ -41,11 +55,12 @@ def _letter(token: str) -> str:
 
 
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
-  """Returns the letters that the text as a whole names; None for no letter, a hedge, or a letter with the wrong text.
+  """Returns the letters that the text as a whole names; None for no letter, a hedge, or a letter
+  with the wrong text.
 
-  Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices. If the choices are
-  unknown, text after a single letter is taken as the text of that choice, unless it contains another choice letter or a
-  negation.
+  Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices.
+  If the choices are unknown, text after a single letter is taken as the text of that choice, unless
+  it contains another choice letter or a negation.
   """
   text = plain(unboxed(text)).replace('**', '').strip()
   prefix = _PREFIX.match(text)
@@ -57,7 +72,11 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   if choices and bare.upper() in choices:  # A label that is not a letter.
     return frozenset({bare.upper()})
   if choices:
-    same = [letter for letter, its in choices.items() if normalise(its) and normalise(its) == normalise(text)]
+    same = [
+      letter
+      for letter, its in choices.items()
+      if normalise(its) and normalise(its) == normalise(text)
+    ]
     if same:
       return frozenset(same) if len(same) == 1 else None
   if _SEVERAL.fullmatch(text) or (_TOGETHER.fullmatch(text) and len(set(text)) == len(text)):
@@ -68,13 +87,25 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
     return None
   letter, rest = _letter(match['letter']), match['rest']
   if choices is not None:
-    return frozenset(letter) if letter in choices and normalise(rest) == normalise(choices[letter]) else None
-  stopped = text[match.end('letter') :].lstrip()[:1] in ('.', ')', ':', '-', '–', '—') or match['letter'][0] in '(['
-  return frozenset(letter) if stopped and not _HEDGE.search(rest) and not _BARE.fullmatch(rest) else None
+    return (
+      frozenset(letter)
+      if letter in choices and normalise(rest) == normalise(choices[letter])
+      else None
+    )
+  stopped = (
+    text[match.end('letter') :].lstrip()[:1] in ('.', ')', ':', '-', '–', '—')
+    or match['letter'][0] in '(['
+  )
+  return (
+    frozenset(letter) if stopped and not _HEDGE.search(rest) and not _BARE.fullmatch(rest) else None
+  )
 
 
 def _letters(text: str) -> frozenset[str]:
-  return frozenset(_letter(token) for token in re.findall(_LETTER, re.sub(r'\band\b', ',', text, flags=re.IGNORECASE)))
+  return frozenset(
+    _letter(token)
+    for token in re.findall(_LETTER, re.sub(r'\band\b', ',', text, flags=re.IGNORECASE))
+  )
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:

@@ -14,9 +14,10 @@ from jaxrl_llm.rewards.scorers.answer.short_text import aliases
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
-"""exact: the same text up to white space; numeric: a number, with units as in `AnswerOptions.units`; latex: any
-mathematical answer; interval: intervals and their unions; set: elements in any order; tuple: entries in order; choice:
-letters of choices; text: words."""
+"""exact: the same text up to white space; numeric: a number, with units as in
+`AnswerOptions.units`; latex: any mathematical answer; interval: intervals and their unions; set:
+elements in any order; tuple: entries in order; choice: letters of choices; text: words.
+"""
 
 ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'whole')
 """Extraction methods from the most to the least explicit."""
@@ -43,15 +44,20 @@ def choose(truths: Iterable[str | None]) -> ChosenOptions:
   noun = f'of {len(given):,} different truths'
   if hashed == len(given) and all(parse_quantity(answer) for answer in answers):
     return ChosenOptions(
-      {'mode': 'numeric', 'units': 'stated', 'extraction': extraction}, f'all {noun} are numbers after ####'
+      {'mode': 'numeric', 'units': 'stated', 'extraction': extraction},
+      f'all {noun} are numbers after ####',
     )
   if all(_LETTER.fullmatch(answer) for answer in answers):
-    return ChosenOptions({'mode': 'choice', 'extraction': extraction}, f'all {noun} are letters of choices')
+    return ChosenOptions(
+      {'mode': 'choice', 'extraction': extraction}, f'all {noun} are letters of choices'
+    )
   if all(_is_words(text) for answer in answers for text in aliases(answer)):
     return ChosenOptions({'mode': 'text', 'extraction': extraction}, f'all {noun} are words')
   numbers = sum(parse_quantity(answer) is not None for answer in answers)
   why = (
-    f'all {noun} are numbers' if numbers == len(given) else f'{numbers:,} {noun} are numbers, others have other forms'
+    f'all {noun} are numbers'
+    if numbers == len(given)
+    else f'{numbers:,} {noun} are numbers, others have other forms'
   )
   return ChosenOptions({'mode': 'latex', 'extraction': extraction}, why)
 

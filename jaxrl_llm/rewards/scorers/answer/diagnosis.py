@@ -16,7 +16,9 @@ _SAMPLE = 200
 """Maximum number of completions that are examined."""
 
 
-def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+def diagnose(
+  attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
   """Returns the likely reason why none of the attempts passed, with the remedy.
 
   Args:
@@ -32,20 +34,32 @@ def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]],
   if reason == NO_TRUTH:
     return f'{share} have no truth; it is read from reward_model.ground_truth or answer'
   if reason.startswith('the truth is not'):
-    return f'{reason} in {share}, such as {truth}; without --options.mode, one is chosen from the truths'
+    return (
+      f'{reason} in {share}, such as {truth}; without --options.mode, one is chosen from the truths'
+    )
   if reason == NO_ANSWER:
     return f'{share} have no answer where the scorer looks ({_described(read)}); {_elsewhere(attempts, read)}'
   if reason:
     return f'{reason} in {share}; a completion must give one answer'
   got = json.dumps(str(evidence[place].get('answer'))[:60], ensure_ascii=False)
   mode = choose(attempt.task.truth for attempt in attempts).options['mode']
-  other = '' if read.mode in (None, mode) else f'; for these truths, --options.mode={mode} would be chosen'
+  other = (
+    ''
+    if read.mode in (None, mode)
+    else f'; for these truths, --options.mode={mode} would be chosen'
+  )
   return f'{share} have an answer that is not the truth, such as {got} for {truth}{other}'
 
 
 def _described(options: AnswerOptions) -> str:
   methods = options.extraction
-  return 'chosen by row' if methods is None else methods if isinstance(methods, str) else ', '.join(methods)
+  return (
+    'chosen by row'
+    if methods is None
+    else methods
+    if isinstance(methods, str)
+    else ', '.join(methods)
+  )
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
@@ -60,4 +74,6 @@ def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
   best = max(hits, key=hits.get)
   if hits[best]:
     return f'{hits[best]} of {len(texts)} have one with --options.extraction={best}'
-  return 'ask for \\boxed{…} in the prompt, or take the last number with --options.extraction=number'
+  return (
+    'ask for \\boxed{…} in the prompt, or take the last number with --options.extraction=number'
+  )

@@ -1,4 +1,5 @@
-"""Compares formulas, equations and inequalities by their values, at several sample points if they have variables.
+"""Compares formulas, equations and inequalities by their values, at several sample points if they
+have variables.
 
 Invariant: the points are derived from both texts, so a pair always gets the same verdict.
 """
@@ -30,16 +31,21 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 
   def coordinate(name: str, index: int) -> Fraction:
     drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
-    value = Fraction(drawn % 99_991 + 1_000, 331 if index >= 6 else 101_111 if index % 2 else 29_989)
+    value = Fraction(
+      drawn % 99_991 + 1_000, 331 if index >= 6 else 101_111 if index % 2 else 29_989
+    )
     return -value if index >= 5 and drawn >> 17 & 1 else value
 
   points = [{name: coordinate(name, index) for name in names} for index in range(8)]
   return [(point, all(value > 0 for value in point.values())) for point in points]
 
 
-def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]) -> bool | None:
-  """Whether `test` holds at every sample point where both formulas have a value; None if there are too few such
-  points."""
+def _compared(
+  a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]
+) -> bool | None:
+  """Whether `test` holds at every sample point where both formulas have a value; None if there are
+  too few such points.
+  """
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
   tested = 0
@@ -60,13 +66,16 @@ def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], 
 
 
 MIN_DECIMALS = 6
-"""Minimum number of digits after the point for a decimal to count as an approximation of an exact value."""
+"""Minimum number of digits after the point for a decimal to count as an approximation of an exact
+value.
+"""
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
   """Whether two formulas are equal; None if they cannot be evaluated at enough points.
 
-  A decimal with at least `MIN_DECIMALS` digits after the point equals an exact value that it truncates or rounds.
+  A decimal with at least `MIN_DECIMALS` digits after the point equals an exact value that it
+  truncates or rounds.
   """
   same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
   if same is not False or truth.symbols or answer.symbols:
@@ -83,7 +92,9 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
       return False  # The exact value itself has at most that many digits.
     with mpmath.workdps(DIGITS):
       left, right = as_float(a.number), as_float(b.number)
-      return bool(abs(left - right) < mpmath.mpf(10) ** -decimals[0] and abs(left - right) <= abs(left) * 1e-3)
+      return bool(
+        abs(left - right) < mpmath.mpf(10) ** -decimals[0] and abs(left - right) <= abs(left) * 1e-3
+      )
 
   return _compared(truth, answer, seed, rounded)
 
@@ -92,10 +103,13 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """Returns the ratio of left − right in the truth to left − right in the answer; 0 if not constant, None if
-  unknown."""
+  """Returns the ratio of left − right in the truth to left − right in the answer; 0 if not
+  constant, None if unknown.
+  """
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
-  if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(*(s.symbols for s in answer)):
+  if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(
+    *(s.symbols for s in answer)
+  ):
     return 0
   import mpmath
 
@@ -117,18 +131,25 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
       ratios.append(left / right)
   if len(ratios) < 3:
     return None
-  return ratios[0] if all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-30 for ratio in ratios[1:]) else 0
+  return (
+    ratios[0]
+    if all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-30 for ratio in ratios[1:])
+    else 0
+  )
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations are equivalent, that is, the differences of their sides are proportional and nonzero; None if
-  unknown."""
+  """Whether two equations are equivalent, that is, the differences of their sides are proportional
+  and nonzero; None if unknown.
+  """
   factor = _proportion(truth, answer, seed)
   return None if factor is None else bool(factor)
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """Returns 1 if two inequalities are equivalent with the same relation, -1 with the opposite one, else 0."""
+  """Returns 1 if two inequalities are equivalent with the same relation, -1 with the opposite one,
+  else 0.
+  """
   factor = _proportion(truth, answer, seed) or 0
   if not isinstance(factor, int | Fraction) and factor.imag:
     return 0

@@ -1,4 +1,6 @@
-"""Comparison of mathematical expressions by math-verify, with guards against hedged and hostile answers."""
+"""Comparison of mathematical expressions by math-verify, with guards against hedged and hostile
+answers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from jaxrl_llm.rewards.scorers.answer.extraction import candidates
 from jaxrl_llm.rewards.scorers.answer.formula import Formula, read_formula
 from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.numbers import MAGNITUDE, numbers_agree, parse_number, plain
-from jaxrl_llm.rewards.scorers.answer.units import Unit, parse_quantity, parse_unit, quantities_agree
+from jaxrl_llm.rewards.scorers.answer.units import (
+  Unit,
+  parse_quantity,
+  parse_unit,
+  quantities_agree,
+)
 from jaxrl_llm.rewards.scorers.answer.values import as_float, real_value
 
 LIBRARIES = ('math_verify',)
@@ -27,15 +34,21 @@ def _math_verify() -> Callable[[str], list[Any]]:
   # Imported here, since sympy takes a third of a second in every launch script; workers preload it.
   import math_verify
 
-  # Hides its warning that its timeouts are off. They must be off, since they use SIGALRM; the pool's deadline applies.
+  # Hides its warning that its timeouts are off. They must be off, since they use SIGALRM; the
+  # pool's deadline applies.
   logging.getLogger('math_verify').setLevel(logging.ERROR)
-  targets = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
+  targets = [
+    math_verify.LatexExtractionConfig(boxed_match_priority=0),
+    math_verify.ExprExtractionConfig(),
+  ]
   return functools.partial(math_verify.parse, extraction_config=targets, parsing_timeout=None)
 
 
 @functools.lru_cache(maxsize=64)
 def parse_latex(text: str) -> tuple[Any, ...]:
-  """Parses text with math-verify; returns (sympy expression, text it was read from), or an empty tuple on failure."""
+  """Parses text with math-verify; returns (sympy expression, text it was read from), or an empty
+  tuple on failure.
+  """
   return tuple(_math_verify()(rf'\boxed{{{text}}}'))
 
 
@@ -43,7 +56,9 @@ def _latex_equal(truth: str, answer: str) -> bool:
   import math_verify
 
   wanted, got = parse_latex(truth), parse_latex(answer)
-  return math_verify.verify(list(wanted), list(got), timeout_seconds=None) and _confirmed(wanted[0], got[0])
+  return math_verify.verify(list(wanted), list(got), timeout_seconds=None) and _confirmed(
+    wanted[0], got[0]
+  )
 
 
 _CLOSE = 1e-3
@@ -54,12 +69,15 @@ def _evaluated(value: Any) -> Any:
   """Evaluates a sympy value numerically as far as possible; None if that fails."""
   try:
     return value.doit().evalf()
-  except Exception:  # sympy raises exceptions of any type, for instance for the power of a matrix that is not square.
+  # sympy raises exceptions of any type, for instance for the power of a matrix that is not square.
+  except Exception:
     return None
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Double-checks two values that math-verify calls equal; to it, 0.0 equals 10^{-19}, and 2^∞e equals any number."""
+  """Double-checks two values that math-verify calls equal; to it, 0.0 equals 10^{-19}, and 2^∞e
+  equals any number.
+  """
   import sympy
 
   infinities = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
@@ -75,14 +93,25 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
   for value in values(answer):
     known = _evaluated(value)
-    # An infinity on its own, such as the end of an interval, is a value; one within a computation is not.
-    if (value if known is None else known).has(*infinities) and not value.atoms() <= {*infinities, sympy.S(-1)}:
+    # An infinity on its own, such as the end of an interval, is a value; one within a computation
+    # is not.
+    if (value if known is None else known).has(*infinities) and not value.atoms() <= {
+      *infinities,
+      sympy.S(-1),
+    }:
       return False
   wanted, got = _evaluated(truth), _evaluated(answer)
-  if not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number)) or not wanted.is_finite or wanted == 0:
+  if (
+    not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number))
+    or not wanted.is_finite
+    or wanted == 0
+  ):
     return True
   # math-verify treats 9 and 9% as equal, and so does this function.
-  return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
+  return any(
+    bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE)
+    for scale in (1, 100, sympy.Rational(1, 100))
+  )
 
 
 _SEPARATORS = re.compile(
@@ -103,26 +132,38 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""Matches a left side that is a computation (`2x = 42`, `x + 1 = 42`), not a name for the right side."""
+"""Matches a left side that is a computation (`2x = 42`, `x + 1 = 42`), not a name for the right
+side.
+"""
 
 
 def unboxed(answer: str) -> str:
   """Unwraps a single box: `42` for `$\\boxed{42}$`; other text is unchanged."""
   inner = answer.strip().strip('$').strip()
   boxes = candidates(inner, 'boxed')
-  return boxes[0] if len(boxes) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
+  return (
+    boxes[0]
+    if len(boxes) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}')
+    else answer
+  )
 
 
 def _brackets(text: str) -> str:
-  """Returns the kind of brackets around a list, `set` or `tuple`; empty if the text is not a bracketed list."""
+  """Returns the kind of brackets around a list, `set` or `tuple`; empty if the text is not a
+  bracketed list.
+  """
   text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
   if ',' not in text:
     return ''
-  return 'set' if text.startswith(r'\{') else 'tuple' if text.startswith(('(', '[', r'\langle')) else ''
+  return (
+    'set' if text.startswith(r'\{') else 'tuple' if text.startswith(('(', '[', r'\langle')) else ''
+  )
 
 
 def _picked(text: str) -> bool:
-  """Whether math-verify could not read the text and picked one of several numbers, such as 42 in `41 \\oplus 42`."""
+  """Whether math-verify could not read the text and picked one of several numbers, such as 42 in
+  `41 \\oplus 42`.
+  """
   import sympy
 
   value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
@@ -140,13 +181,19 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Whether the left side of an equation is a name for the right side: `x`, `f(2)`, `AB`, not `2x` or `x + 1`."""
+  """Whether the left side of an equation is a name for the right side: `x`, `f(2)`, `AB`, not `2x`
+  or `x + 1`.
+  """
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
-  return re.search('[a-zA-Z]', _COMMANDS.sub('', bare) or bare) is not None and not _RECKONED.search(bare)
+  return re.search(
+    '[a-zA-Z]', _COMMANDS.sub('', bare) or bare
+  ) is not None and not _RECKONED.search(bare)
 
 
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
-  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`; None if the value is followed by something else."""
+  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`; None if the value is followed by
+  something else.
+  """
   at = text.find(r'\text')
   if at < 0 and read_formula(text) is None:
     plain_words = _UNIT_WORDS.search(text)
@@ -156,11 +203,15 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
   unit = parse_unit(plain(text[at:]))
   if unit is None or not text[:at].strip():
     return None
-  return text[:at].strip(), None if unit.words <= {'unit'} and not unit.factor.numerator > 1 and unit.words else unit
+  return text[:at].strip(), None if unit.words <= {
+    'unit'
+  } and not unit.factor.numerator > 1 and unit.words else unit
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal; None for a form that is not handled here."""
+  """Whether two values, with or without units, are equal; None for a form that is not handled
+  here.
+  """
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):
@@ -182,19 +233,24 @@ def _values_agree(truth: str, answer: str) -> bool | None:
     return False
   if formulas[0].bases and not formulas[1].bases:
     return True
-  # A formula that cannot be evaluated within the bounds equals nothing; math-verify must not try it.
+  # A formula that cannot be evaluated within the bounds equals nothing; math-verify must not try
+  # it.
   return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
 
 
 def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
-  """Whether the numbers have the truth's bases; an answer without bases is read in the truth's base."""
+  """Whether the numbers have the truth's bases; an answer without bases is read in the truth's
+  base.
+  """
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
   return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
-  """Whether two equations or (named) values are equivalent; None for a form that is not handled here."""
+  """Whether two equations or (named) values are equivalent; None for a form that is not handled
+  here.
+  """
   wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
   if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
     return None
@@ -202,30 +258,47 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
     sides = [read_formula(side) for side in (*wanted, *got)]
     if None in sides and not (is_name(wanted[0]) and is_name(got[0])):
       return None
-    if None not in sides and equations_equal((sides[0], sides[1]), (sides[2], sides[3]), seed=truth + '|' + answer):
+    if None not in sides and equations_equal(
+      (sides[0], sides[1]), (sides[2], sides[3]), seed=truth + '|' + answer
+    ):
       return True
   if len(wanted) > 1 and not is_name(wanted[0]):
     return False if len(wanted) == 2 else None
   value, name = wanted[-1], got[0] if len(got) > 1 and is_name(got[0]) else ''
   if len(got) > 1 and name:
-    if len(wanted) > 1 and _SIMPLE.fullmatch(name) and _SIMPLE.fullmatch(wanted[0]) and name != wanted[0]:
+    if (
+      len(wanted) > 1
+      and _SIMPLE.fullmatch(name)
+      and _SIMPLE.fullmatch(wanted[0])
+      and name != wanted[0]
+    ):
       return False
     got = got[1:]
   formula = read_formula(value)
   if (
-    len(got) > 1 and not name and not (formula and formula.symbols) and re.search('[a-zA-Z]', _COMMANDS.sub('', got[0]))
+    len(got) > 1
+    and not name
+    and not (formula and formula.symbols)
+    and re.search('[a-zA-Z]', _COMMANDS.sub('', got[0]))
   ):
     return False  # `2x = 42` is not 42.
   lettered = bool(formula and formula.symbols)
-  stated = [side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+  stated = [
+    side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))
+  ]
   verdicts = [_values_agree(value, side) for side in [*stated, got[-1]]]
   return False if False in verdicts else None if None in verdicts else True
 
 
 def _exact_part(truth: str, answer: str) -> str:
-  """Returns the part of the answer before `\\approx` if the decimals after it are near the truth, else all of it."""
+  """Returns the part of the answer before `\\approx` if the decimals after it are near the truth,
+  else all of it.
+  """
   exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
-  wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
+  wanted, numbers = (
+    real_value(truth.rpartition('=')[2].strip()),
+    [parse_number(text) for text in near],
+  )
   if not near or not exact or wanted is None or None in numbers:
     return answer
   wanted = as_float(wanted)
@@ -238,14 +311,15 @@ _NEAR = 0.005
 
 
 def latex_agree(truth: str, answer: str) -> bool:
-  """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their values
-  (`formula.py`), other expressions by math-verify, with guards against hedged answers.
+  """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their
+  values (`formula.py`), other expressions by math-verify, with guards against hedged answers.
 
-  math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
-  that the truth lacks means a second answer; a relation (`\\geq 42`) is not a value; every side of an equation without
-  a variable must agree; the first side must not compute with the unknown (`x + 1 = 42`); the base of a number counts
-  (`101_3`); the kind of brackets counts; a number picked from unreadable text is not an answer; and equality according
-  to math-verify is double-checked (`_confirmed`).
+  math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`.
+  Here a separator that the truth lacks means a second answer; a relation (`\\geq 42`) is not a
+  value; every side of an equation without a variable must agree; the first side must not compute
+  with the unknown (`x + 1 = 42`); the base of a number counts (`101_3`); the kind of brackets
+  counts; a number picked from unreadable text is not an answer; and equality according to
+  math-verify is double-checked (`_confirmed`).
   """
   truth, answer = (canonical(unboxed(text)) for text in (truth, answer))
   if tight(truth) == tight(answer):
@@ -259,7 +333,9 @@ def latex_agree(truth: str, answer: str) -> bool:
     return decided
   if (parse_number(truth) and parse_number(answer)) or MAGNITUDE.search(truth + answer):
     return False
-  if re.search(r'\$|\\[fb]?box', answer) or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
+  if re.search(r'\$|\\[fb]?box', answer) or set(_SEPARATORS.findall(answer)) - set(
+    _SEPARATORS.findall(truth)
+  ):
     return False
   if _RELATIONS.search(answer) and not _RELATIONS.search(truth):
     return False
@@ -273,7 +349,9 @@ def latex_agree(truth: str, answer: str) -> bool:
   if '=' in answer and '=' not in truth:
     if _RECKONED.search(_ARGUMENTS.sub('', answer.partition('=')[0])):
       return False
-    sides = [side for side in answer.split('=') if not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+    sides = [
+      side for side in answer.split('=') if not re.search('[a-zA-Z]', _COMMANDS.sub('', side))
+    ]
     if not all(side.strip() and _latex_equal(truth, side) for side in sides):
       return False
   return _latex_equal(truth, answer)

@@ -11,17 +11,22 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
-"""Location of the answer. whole: the whole text; boxed: `\\boxed{…}`; hashes: after `####`; tags: `<tag>…</tag>`;
-phrase: after "the answer is" or a label `Answer:`; bold: in bold at the very end, `**…**`; formula: the formulas of the
-last sentence that has any (`$…$`, `\\(…\\)`, `\\[…\\]`); number: the last number.
-`boxed`, `hashes`, `tags` and `phrase` find every occurrence, and these must agree."""
+"""Location of the answer. whole: the whole text; boxed: `\\boxed{…}`; hashes: after `####`; tags:
+`<tag>…</tag>`; phrase: after "the answer is" or a label `Answer:`; bold: in bold at the very end,
+`**…**`; formula: the formulas of the last sentence that has any (`$…$`, `\\(…\\)`, `\\[…\\]`);
+number: the last number. `boxed`, `hashes`, `tags` and `phrase` find every occurrence, and these
+must agree.
+"""
 
 Methods = Method | tuple[Method, ...]
-"""One method, or several in order: the first that finds anything decides, even if its finds disagree. `whole` before
-another method only applies to text without prose."""
+"""One method, or several in order: the first that finds anything decides, even if its finds
+disagree. `whole` before another method only applies to text without prose.
+"""
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods that must agree with the method that found the answer, as far as their answers can be read as values."""
+"""Methods that must agree with the method that found the answer, as far as their answers can be
+read as values.
+"""
 
 NO_ANSWER = 'no answer'
 """Reason given if no method finds an answer."""
@@ -41,11 +46,14 @@ _PHRASE = re.compile(
   re.IGNORECASE | re.MULTILINE,
 )
 _LEAD = re.compile(
-  r'(?:the|its|our|their|that|so)\b(?:\s+(?:[a-z]+|\$[^$\d]{1,40}\$)){1,12}?\s+is\s+(?!not\b)', re.IGNORECASE
+  r'(?:the|its|our|their|that|so)\b(?:\s+(?:[a-z]+|\$[^$\d]{1,40}\$)){1,12}?\s+is\s+(?!not\b)',
+  re.IGNORECASE,
 )
 """Matches a lead-in before the answer, as in "Answer: the largest n is 34"."""
 _REASON = re.compile(r'(?<=[\w)}$*]),?\s+(?:because|since)\s|(?<=[\w)}$*]),\s+not\s', re.IGNORECASE)
-"""Matches what ends an answer: "because" in "the answer is 42, because …", or "not" in "the answer is 42, not 41"."""
+"""Matches what ends an answer: "because" in "the answer is 42, because …", or "not" in "the answer
+is 42, not 41".
+"""
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
 _BRACES = re.compile(r'\\\\?(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
 _FORMULA = re.compile(
@@ -60,7 +68,9 @@ _BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
 _FINAL = re.compile(r'\bfinal answer\b', re.IGNORECASE)
 _MAX_GAP = 40
 """Maximum number of characters between boxes that form one list."""
-_TOGETHER = re.compile(r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL)
+_TOGETHER = re.compile(
+  r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +118,9 @@ def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
 def _held(text: str) -> list[tuple[_Boxed, str]]:
   """Returns the outermost boxes and their contents, without the commands of nested boxes."""
   outer, inner = _boxes(text)
-  cuts = sorted([(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner])
+  cuts = sorted(
+    [(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner]
+  )
   held, next_cut = [], 0
   for box in outer:
     pieces, at = [], box.start
@@ -124,19 +136,27 @@ def _held(text: str) -> list[tuple[_Boxed, str]]:
 
 
 def _boxed(text: str) -> list[list[str]]:
-  """Returns the contents of the boxes, grouped where boxes are side by side (`\\boxed{2} and \\boxed{3}`).
+  """Returns the contents of the boxes, grouped where boxes are side by side (`\\boxed{2} and
+  \\boxed{3}`).
 
   If the words "final answer" precede a box, boxes before these words do not count.
   """
   boxes = [(box, held) for box, held in _held(text) if held]
   if not boxes:
-    boxes = [(_Boxed(match.start(), match.start(1), match.end(1)), match[1]) for match in _BARE_BOX.finditer(text)]
+    boxes = [
+      (_Boxed(match.start(), match.start(1), match.end(1)), match[1])
+      for match in _BARE_BOX.finditer(text)
+    ]
   if marker := _FINAL.search(text):
     boxes = [(box, held) for box, held in boxes if box.begin >= marker.end()] or boxes
   groups: list[list[str]] = []
   last = None
   for box, held in boxes:
-    if last is not None and box.begin - last <= _MAX_GAP and _TOGETHER.fullmatch(text, last, box.begin):
+    if (
+      last is not None
+      and box.begin - last <= _MAX_GAP
+      and _TOGETHER.fullmatch(text, last, box.begin)
+    ):
       groups[-1].append(held)
     else:
       groups.append([held])
@@ -168,7 +188,9 @@ def _between(text: str, left: str, right: str) -> list[str]:
 
 
 def _formulas(text: str) -> list[str]:
-  """Returns the text from the first to the last formula of the last sentence with formulas; empty without any."""
+  """Returns the text from the first to the last formula of the last sentence with formulas; empty
+  without any.
+  """
   begin = end = None
   for match in _FORMULA.finditer(text):
     if begin is None or _SENTENCE_END.search(text, end, match.start()):
@@ -195,7 +217,9 @@ def _phrases(text: str) -> list[str]:
 
 
 def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
-  """Returns every non-blank answer that `method` finds in the text, in order, stripped of white space at both ends."""
+  """Returns every non-blank answer that `method` finds in the text, in order, stripped of white
+  space at both ends.
+  """
   match method:
     case 'whole':
       answers = [text]
@@ -217,7 +241,9 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Removes verbatim copies of prompts that would themselves yield an answer (an example, an instruction)."""
+  """Removes verbatim copies of prompts that would themselves yield an answer (an example, an
+  instruction).
+  """
   for prompt in prompts:
     echo = prompt.strip()
     if echo and echo in text and candidates(echo, method, tag):
@@ -227,7 +253,9 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 
 
 def said(text: str) -> str:
-  """Returns the text after the thoughts, `<think>…</think>`; the whole text if it has none or nothing follows."""
+  """Returns the text after the thoughts, `<think>…</think>`; the whole text if it has none or
+  nothing follows.
+  """
   after = text.partition('</think>')[2]
   return after if after.strip() else text
 
@@ -246,9 +274,10 @@ def extract(
     text: the completion.
     method: extraction method; of several, the first that finds anything.
     tag: tag name for method `tags`.
-    prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of them.
-    key: maps an answer to a key. Equal keys mean the same answer; a key that is text means that the answer could not be
-      read as a value.
+    prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of
+      them.
+    key: maps an answer to a key. Equal keys mean the same answer; a key that is text means that the
+      answer could not be read as a value.
   """
   methods, answers = (method,) if isinstance(method, str) else method, []
   text = said(text)
@@ -271,16 +300,21 @@ def extract(
   keys = {key(a) for a in set(answers)}
   for other in (m for m in methods if m in EXPLICIT and m != method):
     also = set(candidates(_without_echo(text, prompts, other, tag), other, tag))
-    keys |= {value for value in map(key, (a for a in also if len(a) <= MAX_LENGTH)) if not isinstance(value, str)}
+    keys |= {
+      value
+      for value in map(key, (a for a in also if len(a) <= MAX_LENGTH))
+      if not isinstance(value, str)
+    }
   if len(keys) > 1:
     return Extraction(None, f'{len(keys)} answers that differ')
   return Extraction(answer)
 
 
 def reference(truth: str) -> str:
-  """Extracts the reference answer from a dataset's truth: the text after the last `####`, else the content of the last
-  box and of those beside it, else, if the truth is longer than `MAX_TRUTH`, the text after "the final answer is", else
-  the whole truth."""
+  """Extracts the reference answer from a dataset's truth: the text after the last `####`, else the
+  content of the last box and of those beside it, else, if the truth is longer than `MAX_TRUTH`, the
+  text after "the final answer is", else the whole truth.
+  """
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]
   if boxes := boxed_lists(truth):

@@ -1,7 +1,8 @@
 r"""Parses formulas in LaTeX or plain text into trees.
 
-Invariants: no part of a formula reaches Python's or sympy's evaluation; parsing takes linear time and is limited to
-`MAX_DEPTH` levels and `MAX_NODES` nodes; a text is parsed as a whole or not at all.
+Invariants: no part of a formula reaches Python's or sympy's evaluation; parsing takes linear time
+and is limited to `MAX_DEPTH` levels and `MAX_NODES` nodes; a text is parsed as a whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _GREEK = frozenset({
   'omega', 'Gamma', 'Delta', 'Theta', 'Lambda', 'Xi', 'Pi', 'Sigma', 'Upsilon', 'Phi', 'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
-"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` does not equal `2f(x)`."""
+"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` does not equal
+`2f(x)`.
+"""
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
@@ -67,14 +70,28 @@ _NUMBER = re.compile(
 _MIXED = re.compile(r'\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))', re.ASCII)
 _MIXED_PLAIN = re.compile(r' (\d+)\s*/\s*(\d+)', re.ASCII)
 _BASE = re.compile(
-  r'\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+)|\{\s*(two|three|four|five|six|seven|eight|nine|ten)\s*\})', re.ASCII
+  r'\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+)|\{\s*(two|three|four|five|six|seven|eight|nine|ten)\s*\})',
+  re.ASCII,
 )
-_WORDS = {word: n for n, word in enumerate(['two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten'], 2)}
+_WORDS = {
+  word: n
+  for n, word in enumerate(
+    ['two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten'], 2
+  )
+}
 _SUBSCRIPT = re.compile(r'_\s*(?:\{([\w\s,+\-]*)\}|(\w))')
 _COMMAND = re.compile(r'\\([a-zA-Z]+)')
 _WORD = re.compile('|'.join(sorted(_FUNCTIONS, key=len, reverse=True)) + '|pi')
 _DEGREE = re.compile(r'\s*\^\s*\{?\s*\\circ\s*\}?|\s*\\degree(?![a-zA-Z])|\s*°')
-_CLOSING = {'(': ')', '[': ']', r'\{': r'\}', '{': '}', r'\lfloor': r'\rfloor', r'\lceil': r'\rceil', '|': '|'}
+_CLOSING = {
+  '(': ')',
+  '[': ']',
+  r'\{': r'\}',
+  '{': '}',
+  r'\lfloor': r'\rfloor',
+  r'\lceil': r'\rceil',
+  '|': '|',
+}
 _NAMED = {r'\lfloor': 'floor', r'\lceil': 'ceil', '|': 'abs'}
 _LONG_WORD = re.compile(r'[a-zA-Z]{4}')
 
@@ -174,7 +191,11 @@ class _Reader:
         or name in _FUNCTIONS
         or name in ('frac', 'binom', 'pi', 'lfloor', 'lceil', 'overline', 'infty', 'angle')
       )
-    return self.text[self.at].isalnum() or self.text[self.at] in '.([{' or self.text.startswith(r'\{', self.at)
+    return (
+      self.text[self.at].isalnum()
+      or self.text[self.at] in '.([{'
+      or self.text.startswith(r'\{', self.at)
+    )
 
   def factor(self) -> Node:
     base = self.atom()
@@ -219,7 +240,9 @@ class _Reader:
     return self.node(_NAMED[opening], inner) if opening in _NAMED else inner
 
   def argument(self) -> Node:
-    """Parses a command's argument: a group in braces or, as in TeX, a single digit, letter or command."""
+    """Parses a command's argument: a group in braces or, as in TeX, a single digit, letter or
+    command.
+    """
     self.skip()
     if self.peek('{'):
       return self.group()
@@ -315,7 +338,11 @@ class _Reader:
         base = self.script()
       elif self.take('^'):
         power = self.exponent()
-    if power is not None and power == Node('negative', (Node('number', (), Fraction(1)),)) and name in _INVERSES:
+    if (
+      power is not None
+      and power == Node('negative', (Node('number', (), Fraction(1)),))
+      and name in _INVERSES
+    ):
       name, power = _INVERSES[name], None
     if name == 'log' and base is None:
       self.bare_log = True
@@ -329,7 +356,9 @@ class _Reader:
 
   def script(self) -> Node:
     self.skip()
-    return self.number(mixed=False) if self.text[self.at : self.at + 1].isdigit() else self.argument()
+    return (
+      self.number(mixed=False) if self.text[self.at : self.at + 1].isdigit() else self.argument()
+    )
 
   def applied(self) -> Node:
     """Parses a function's argument: a group, or the factors up to the next operator or function."""
@@ -364,7 +393,9 @@ class _Reader:
       self.decimals = max(self.decimals or 0, len(part))
     if part is None and (base := _BASE.match(self.text, self.at)):
       self.at = base.end()
-      return self.node('number', value=self.in_base(whole, int(base[1] or base[2] or _WORDS[base[3]])))
+      return self.node(
+        'number', value=self.in_base(whole, int(base[1] or base[2] or _WORDS[base[3]]))
+      )
     fraction = _MIXED.match(self.text, self.at) or _MIXED_PLAIN.match(self.text, self.at)
     if part is None and mixed and fraction:
       above, below = (int(group) for group in fraction.groups() if group)
@@ -389,5 +420,10 @@ def read_formula(text: str) -> Formula | None:
   except Unreadable:
     return None
   return Formula(
-    root, frozenset(reader.symbols), reader.decimals, reader.imaginary, frozenset(reader.bases), reader.bare_log
+    root,
+    frozenset(reader.symbols),
+    reader.decimals,
+    reader.imaginary,
+    frozenset(reader.bases),
+    reader.bare_log,
   )

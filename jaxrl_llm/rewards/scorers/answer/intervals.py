@@ -1,7 +1,7 @@
 """Intervals and their unions: brackets (`[1,2)`, `[1,2[`), half-lines, inequalities, single points.
 
-Invariant: two sets of real numbers agree if they contain the same numbers, so open and closed ends differ, and
-`(1,2] ∪ (2,3)` equals `(1,3)`.
+Invariant: two sets of real numbers agree if they contain the same numbers, so open and closed ends
+differ, and `(1,2] ∪ (2,3)` equals `(1,3)`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def _bracketed(text: str) -> Interval | None:
 def _inequality(text: str) -> list[Interval] | None:
   sides = [side.strip() for side in _RELATION.split(text)]
   signs = _RELATION.findall(text)
-  if len(signs) == 2 and (set(signs) <= {'<', '≤'} or set(signs) <= {'>', '≥'}) and _VARIABLE.fullmatch(sides[1]):
+  if (
+    len(signs) == 2
+    and (set(signs) <= {'<', '≤'} or set(signs) <= {'>', '≥'})
+    and _VARIABLE.fullmatch(sides[1])
+  ):
     if signs[0] in '>≥':
       sides, signs = sides[::-1], signs[::-1]
     low, high = _end(sides[0]), _end(sides[2])
@@ -110,12 +114,18 @@ def _inequality(text: str) -> list[Interval] | None:
 
 
 def _without(text: str) -> list[Interval] | None:
-  """Returns the intervals of all real numbers except those in `text`, a list such as `{1, 2}`; None for other text."""
+  """Returns the intervals of all real numbers except those in `text`, a list such as `{1, 2}`; None
+  for other text.
+  """
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]
   if any(end is None or end.value is None for end in ends):
     return None
-  ends = [_NEGATIVE, *sorted(ends, key=functools.cmp_to_key(lambda a, b: -1 if a.precedes(b) else 1)), _POSITIVE]
+  ends = [
+    _NEGATIVE,
+    *sorted(ends, key=functools.cmp_to_key(lambda a, b: -1 if a.precedes(b) else 1)),
+    _POSITIVE,
+  ]
   return [Interval(low, False, high, False) for low, high in itertools.pairwise(ends)]
 
 
@@ -127,7 +137,11 @@ def _part(text: str) -> list[Interval] | None:
   if text == 'ℝ':
     return [Interval(_NEGATIVE, False, _POSITIVE, False)]
   if sign := re.fullmatch(r'ℝ\s*[_^]\s*\{?([-+])\}?', text):
-    return [Interval(_NEGATIVE, False, _ZERO, False) if sign[1] == '-' else Interval(_ZERO, False, _POSITIVE, False)]
+    return [
+      Interval(_NEGATIVE, False, _ZERO, False)
+      if sign[1] == '-'
+      else Interval(_ZERO, False, _POSITIVE, False)
+    ]
   if text == '∅':
     return []
   inner = inside(text, (r'\{', '{'), (r'\}', '}'))
@@ -152,7 +166,9 @@ def _pieces(text: str) -> list[Interval] | None:
 
 
 def _proper(piece: Interval) -> bool:
-  if (piece.low_closed and piece.low == _NEGATIVE) or (piece.high_closed and piece.high == _POSITIVE):
+  if (piece.low_closed and piece.low == _NEGATIVE) or (
+    piece.high_closed and piece.high == _POSITIVE
+  ):
     return False
   if None in (piece.low.value, piece.high.value) or piece.low.precedes(piece.high):
     return True
@@ -174,7 +190,9 @@ def _merged(pieces: list[Interval]) -> list[Interval]:
       merged.append(piece)
       continue
     same = last.high.equals(piece.low)
-    if (same and not (last.high_closed or piece.low_closed)) or (not same and last.high.precedes(piece.low)):
+    if (same and not (last.high_closed or piece.low_closed)) or (
+      not same and last.high.precedes(piece.low)
+    ):
       merged.append(piece)
     elif last.high.equals(piece.high):
       merged[-1] = last._replace(high_closed=last.high_closed or piece.high_closed)
@@ -197,11 +215,15 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether truth and answer are the same set of real numbers; None if the truth cannot be read as one."""
+  """Whether truth and answer are the same set of real numbers; None if the truth cannot be read as
+  one.
+  """
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False
   return len(wanted) == len(got) and all(
-    (w.low_closed, w.high_closed) == (g.low_closed, g.high_closed) and w.low.equals(g.low) and w.high.equals(g.high)
+    (w.low_closed, w.high_closed) == (g.low_closed, g.high_closed)
+    and w.low.equals(g.low)
+    and w.high.equals(g.high)
     for w, g in zip(wanted, got)
   )

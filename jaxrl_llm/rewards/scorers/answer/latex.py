@@ -1,4 +1,5 @@
-r"""Canonical spelling of mathematics in LaTeX and plain text: spaces, fonts, sizes, Unicode, fractions, words.
+r"""Canonical spelling of mathematics in LaTeX and plain text: spaces, fonts, sizes, Unicode,
+fractions, words.
 
 Invariants: linear time; the meaning never changes, and unknown text is kept.
 """
@@ -89,7 +90,9 @@ _TRAILING = re.compile(r'(?:\s|(?<!\\)(?<!\\left)(?<!\\right)[.;:,!?](?<!\d!)(?<
 
 
 _REPEATED = re.compile(r'(?<=\.)(\d{0,9}?)(\d)\2\2+\s*(?:\.{3}|…|\\[lc]?dots(?![a-zA-Z]))')
-_REALS = re.compile(r'(?:\\text\s*\{)?\s*(?:the set of )?all (?:real numbers|reals)(?: [a-z])?\s*\}?', re.IGNORECASE)
+_REALS = re.compile(
+  r'(?:\\text\s*\{)?\s*(?:the set of )?all (?:real numbers|reals)(?: [a-z])?\s*\}?', re.IGNORECASE
+)
 
 
 def undelimited(text: str) -> str:
@@ -110,10 +113,11 @@ def undelimited(text: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def canonical(text: str) -> str:
-  r"""Returns the text in canonical LaTeX: `\frac12` for `\dfrac12`, `\sqrt ` for `√`, ` and ` for `\text{ and }`.
+  r"""Returns the text in canonical LaTeX: `\frac12` for `\dfrac12`, `\sqrt ` for `√`, ` and ` for
+  `\text{ and }`.
 
-  LaTeX's spaces and sizes are removed, as are fonts of a single letter, a number or a function name; other words keep
-  `\text{}`. LaTeX spaces between thousands become a plain space.
+  LaTeX's spaces and sizes are removed, as are fonts of a single letter, a number or a function
+  name; other words keep `\text{}`. LaTeX spaces between thousands become a plain space.
   """
   text = undelimited(_REPEATED.sub(r'\1\\overline{\2}', text))
   if not text.isascii():

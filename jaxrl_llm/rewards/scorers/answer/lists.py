@@ -48,7 +48,8 @@ def named(text: str) -> tuple[str, str]:
 def split(text: str, *, words: bool = False) -> list[str]:
   """Splits at commas and semicolons outside all brackets and, with `words`, at `or` and `and`.
 
-  If any separator is followed by white space, commas between groups of three digits belong to numbers.
+  If any separator is followed by white space, commas between groups of three digits belong to
+  numbers.
   """
   loose = re.search(r'[,;]\s', text) is not None
   parts, start, depth = [], 0, 0
@@ -61,7 +62,12 @@ def split(text: str, *, words: bool = False) -> list[str]:
       depth -= 1
     elif depth == 0:
       at = match.start()
-      if token == ',' and loose and re.match(r'\d{3}(?!\d)', text[at + 1 :]) and re.search(r'\d$', text[:at]):
+      if (
+        token == ','
+        and loose
+        and re.match(r'\d{3}(?!\d)', text[at + 1 :])
+        and re.search(r'\d$', text[:at])
+      ):
         continue
       parts.append(text[start:at])
       start = match.end()
@@ -69,7 +75,8 @@ def split(text: str, *, words: bool = False) -> list[str]:
 
 
 def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | None:
-  """Returns the content of the pair of brackets that encloses the whole text; None if there is no such pair.
+  """Returns the content of the pair of brackets that encloses the whole text; None if there is no
+  such pair.
 
   Args:
     left: opening brackets.
@@ -88,7 +95,9 @@ def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | No
 
 
 def parse_set(text: str) -> list[str] | None:
-  """Returns the elements of a set as written, with or without braces (also `x = 1 or x = 2`); None for other text."""
+  """Returns the elements of a set as written, with or without braces (also `x = 1 or x = 2`); None
+  for other text.
+  """
   text = mathematical(text)
   if named(text)[0] and (len(split(text, words=True)) == 1 or named(text)[0].startswith('(')):
     text = named(text)[1]
@@ -107,29 +116,45 @@ def parse_set(text: str) -> list[str] | None:
     return None
   elements = []
   for _, value in pairs:
-    elements += [value.translate(signs) for signs in _BOTH] if '±' in value or '∓' in value else [value]
+    elements += (
+      [value.translate(signs) for signs in _BOTH] if '±' in value or '∓' in value else [value]
+    )
   return elements
 
 
 def parse_tuple(text: str) -> list[str] | None:
-  """Returns the entries of a tuple as written, in round, square, angle or no brackets; None for other text."""
+  """Returns the entries of a tuple as written, in round, square, angle or no brackets; None for
+  other text.
+  """
   text = mathematical(text)
   name, value = named(text)
   text = (
-    value if name and (inside(value, ('(', '[', '⟨'), (')', ']', '⟩')) is not None or name.startswith('(')) else text
+    value
+    if name
+    and (inside(value, ('(', '[', '⟨'), (')', ']', '⟩')) is not None or name.startswith('('))
+    else text
   )
   inner = inside(text, ('(', '[', '⟨'), (')', ']', '⟩'))
   parts = split(text, words=bool(name)) if inner is None else split(inner)
-  return None if '' in parts or len(parts) > MAX_ELEMENTS or (inner is None and len(parts) == 1) else parts
+  return (
+    None
+    if '' in parts or len(parts) > MAX_ELEMENTS or (inner is None and len(parts) == 1)
+    else parts
+  )
 
 
 def names(text: str) -> list[str]:
-  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each entry has one."""
+  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each
+  entry has one.
+  """
   text = mathematical(text)
   name, _ = named(text)
   if name.startswith('('):
     return [letter.strip() for letter in name[1:-1].split(',')]
-  entry_names = [named(part)[0] for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text, words=True)]
+  entry_names = [
+    named(part)[0]
+    for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text, words=True)
+  ]
   return entry_names if all(entry_names) and len(entry_names) > 1 else []
 
 
@@ -145,7 +170,9 @@ def _elements_agree(truth: str, answer: str) -> bool:
 def _is_set(text: str) -> bool:
   """Whether the text is in escaped braces, or is a list in LaTeX's grouping braces."""
   grouped = inside(text, ('{',), ('}',))
-  return inside(text, (r'\{',), (r'\}',)) is not None or (grouped is not None and len(split(grouped)) > 1)
+  return inside(text, (r'\{',), (r'\}',)) is not None or (
+    grouped is not None and len(split(grouped)) > 1
+  )
 
 
 def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
@@ -159,7 +186,10 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
     return None if wanted is None else False
   if each:
     return len(wanted) == len(got) and all(
-      sum(_elements_agree(w, g) for g in got) == sum(_elements_agree(w, other) for other in wanted) > 0 for w in wanted
+      sum(_elements_agree(w, g) for g in got)
+      == sum(_elements_agree(w, other) for other in wanted)
+      > 0
+      for w in wanted
     )
   return all(any(_elements_agree(w, g) for g in got) for w in wanted) and all(
     any(_elements_agree(w, g) for w in wanted) for g in got
@@ -167,7 +197,9 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
 
 
 def tuples_agree(truth: str, answer: str) -> bool | None:
-  """Whether the tuples have the same entries in the same order; None if the truth is not a tuple."""
+  """Whether the tuples have the same entries in the same order; None if the truth is not a
+  tuple.
+  """
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -1,7 +1,7 @@
 """Exact parsing of numbers as people write them.
 
-Invariants: a text that is not a single number in a known form is not a number; the cost of all arithmetic is bounded by
-the length of the text (exponents have at most three digits).
+Invariants: a text that is not a single number in a known form is not a number; the cost of all
+arithmetic is bounded by the length of the text (exponents have at most three digits).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _NOISE = (
   ('\u2212', '-'), ('{,}', ','), (r'\!', ''), (r'\,', ''), (r'\;', ''), (r'\:', ''), (r'\ ', ' '), ('~', ' '),
   (r'\%', '%'), (r'\$', '$'), ('\u00a0', ' '), ('\u202f', ' '),
 )  # fmt: skip
-_WORDS = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname|mbox|rm)\s*\{([^{}]*)\}')
+_WORDS = re.compile(
+  r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname|mbox|rm)\s*\{([^{}]*)\}'
+)
 
 
 def plain(text: str) -> str:
@@ -65,7 +67,9 @@ def plain(text: str) -> str:
 
 
 def split_number(text: str) -> tuple[Number, str] | None:
-  """Splits a `plain` text into its leading number and the rest; None if it does not begin with a number."""
+  """Splits a `plain` text into its leading number and the rest; None if it does not begin with a
+  number.
+  """
   match = _NUMBER.match(text)
   if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):
     return None
@@ -88,21 +92,26 @@ def split_number(text: str) -> tuple[Number, str] | None:
 
 
 def parse_number(text: str) -> Number | None:
-  """Parses a text that is a single number, exactly; None for anything else (two numbers, a word, NaN).
+  """Parses a text that is a single number, exactly; None for anything else (two numbers, a word,
+  NaN).
 
-  Accepts signs, thousands separated by commas or spaces, decimals, exponents of up to three digits (`1e3`, `10^3`,
-  `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent and a currency
-  sign; ignores math delimiters, LaTeX text commands and spaces, bold marks and a final full stop.
+  Accepts signs, thousands separated by commas or spaces, decimals, exponents of up to three digits
+  (`1e3`, `10^3`, `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3
+  million`), percent and a currency sign; ignores math delimiters, LaTeX text commands and spaces,
+  bold marks and a final full stop.
   """
   leading = split_number(plain(text))
   return leading[0] if leading and not leading[1] else None
 
 
-def numbers_agree(truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0) -> bool:
+def numbers_agree(
+  truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0
+) -> bool:
   """Whether the numbers are equal within the tolerance.
 
-  p% is p/100. If only one of the two has the percent sign, the numbers as written may agree too: references for
-  questions like "what percentage …" often omit it. A truth below 1 is taken as a fraction: 0.35 is not 0.35%.
+  p% is p/100. If only one of the two has the percent sign, the numbers as written may agree too:
+  references for questions like "what percentage …" often omit it. A truth below 1 is taken as a
+  fraction: 0.35 is not 0.35%.
   """
   close = lambda t, a: abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
   if truth.percent == answer.percent:

@@ -1,8 +1,9 @@
-"""Scorer `answer`: compares the completion's single answer with the reference answer, in the mode the task requires.
+"""Scorer `answer`: compares the completion's single answer with the reference answer, in the mode
+the task requires.
 
-The value is 1.0 or 0.0, and None only if the truth is missing or unreadable. A completion scores 0 if it gives no
-answer, two different answers (in two boxes, or as a list where the truth is not a list), or only one that it copies
-from the prompt.
+The value is 1.0 or 0.0, and None only if the truth is missing or unreadable. A completion scores 0
+if it gives no answer, two different answers (in two boxes, or as a list where the truth is not a
+list), or only one that it copies from the prompt.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_
 from jaxrl_llm.rewards.scorers.answer.choice import choices_agree, parse_choice, read_choices
 from jaxrl_llm.rewards.scorers.answer.choosing import ChosenOptions, Mode, choose
 from jaxrl_llm.rewards.scorers.answer.expressions import is_name, unboxed
-from jaxrl_llm.rewards.scorers.answer.extraction import Extraction, Methods, collapse, extract, reference
+from jaxrl_llm.rewards.scorers.answer.extraction import (
+  Extraction,
+  Methods,
+  collapse,
+  extract,
+  reference,
+)
 from jaxrl_llm.rewards.scorers.answer.intervals import intervals_agree
 from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.lists import sets_agree, tuples_agree
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, parse_number
 from jaxrl_llm.rewards.scorers.answer.short_text import aliases, normalise, texts_agree
 from jaxrl_llm.rewards.scorers.answer.solutions import answer_key, solutions_agree, unlabelled
-from jaxrl_llm.rewards.scorers.answer.units import Quantity, Units, parse_quantity, quantities_agree, quantity_key
+from jaxrl_llm.rewards.scorers.answer.units import (
+  Quantity,
+  Units,
+  parse_quantity,
+  quantities_agree,
+  quantity_key,
+)
 from jaxrl_llm.rewards.scorers.answer.values import exact_number, real_value
 
 LIBRARIES = ('math_verify',)
@@ -38,10 +51,14 @@ NO_TRUTH = 'the task has no truth'
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, and elsewhere from each truth."""
+  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, and elsewhere
+  from each truth.
+  """
   extraction: Methods | None = None
-  """Extraction method; of several, the first that finds anything decides. None: chosen with the mode. It does not apply
-  to the truth, whose form is recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
+  """Extraction method; of several, the first that finds anything decides. None: chosen with the
+  mode. It does not apply to the truth, whose form is recognised (`…#### 42`, `\\boxed{42}`,
+  `42`).
+  """
   tag: str = 'answer'
   ignore_case: bool = False
   """Mode `exact`: ignore the difference between upper and lower case."""
@@ -49,23 +66,29 @@ class AnswerOptions:
   """Mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """Mode `numeric`: an answer may differ by max(absolute, relative · |truth|); both 0: it must equal the truth
-  exactly."""
+  """Mode `numeric`: an answer may differ by max(absolute, relative · |truth|); both 0: it must
+  equal the truth exactly.
+  """
   choices_field: str = 'choices'
   """Mode `choice`: field of the task's row, or of its `extra_info`, that holds the choices."""
   truth_is_index: bool = False
   """Mode `choice`: the truth is the index of the right choice, from 0."""
   aliases_field: str = 'aliases'
-  """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list of texts."""
+  """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list
+  of texts.
+  """
   on_timeout: Literal['zero', 'none'] = 'zero'
-  """Value if scoring runs out of time, memory or stack. zero: 0, since the completion is to blame (`OverrunIsZero`);
-  none: no value."""
+  """Value if scoring runs out of time, memory or stack. zero: 0, since the completion is to blame
+  (`OverrunIsZero`); none: no value.
+  """
 
   def __post_init__(self):
     for name in ('absolute_tolerance', 'relative_tolerance'):
       tolerance = getattr(self, name)
       if not 0 <= tolerance < float('inf'):
-        raise ValueError(f'option {name} is {tolerance}, wanted a finite number that is not negative')
+        raise ValueError(
+          f'option {name} is {tolerance}, wanted a finite number that is not negative'
+        )
     if self.extraction is not None and not self.extraction:
       raise ValueError('option extraction is empty, wanted at least one method')
 
@@ -82,7 +105,9 @@ def field_of(task: Task, name: str) -> Json:
 
 
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
-  """Reads a number from text that states it, assigns it to a name (`x = 3`) or computes it correctly (`4 · 3 = 12`)."""
+  """Reads a number from text that states it, assigns it to a name (`x = 3`) or computes it
+  correctly (`4 · 3 = 12`).
+  """
   text = unboxed(text)
   if (plainly := _stated(text, options)) is not None:
     return plainly
@@ -90,7 +115,9 @@ def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
   *sides, value = unlabelled(text).split('=')
   quantity = _stated(value.strip(), options) or _in_one_piece(value.strip())
   for place, side in enumerate(sides):
-    if quantity is None or not ((place == 0 and is_name(side)) or real_value(side.strip()) == quantity.number.value):
+    if quantity is None or not (
+      (place == 0 and is_name(side)) or real_value(side.strip()) == quantity.number.value
+    ):
       return None
   return quantity
 
@@ -158,7 +185,9 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
 
 
 def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
-  """Returns a key shared by all spellings of an answer; the key is text if the answer cannot be read as a value."""
+  """Returns a key shared by all spellings of an answer; the key is text if the answer cannot be
+  read as a value.
+  """
   match options.mode:
     case 'exact':
       return collapse(text)
@@ -178,7 +207,11 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
   """Extracts the completion's single answer, as it is written there."""
-  choices = read_choices(field_of(attempt.task, options.choices_field)) if options.mode == 'choice' else None
+  choices = (
+    read_choices(field_of(attempt.task, options.choices_field))
+    if options.mode == 'choice'
+    else None
+  )
   return extract(
     attempt.completion,
     method=options.extraction,
@@ -189,19 +222,31 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values in `chosen` for options left open: `extraction`, and `mode` together with `units`."""
+  """Returns the values in `chosen` for options left open: `extraction`, and `mode` together with
+  `units`.
+  """
   if options.mode is None:
-    return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
+    return {
+      name: value
+      for name, value in chosen.items()
+      if name != 'extraction' or options.extraction is None
+    }
   return {'extraction': chosen['extraction']}
 
 
-def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> ChosenOptions | None:
+def choose_options(
+  given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]
+) -> ChosenOptions | None:
   """Chooses the options left open for tasks with these truths; None if none are."""
   options = read_options(AnswerOptions, given, 'answer')
   if options.mode is not None and options.extraction is not None:
     return None
   chosen = choose(truths())
-  further = {name: value for name, value in _left_open(options, chosen.options).items() if given.get(name) is None}
+  further = {
+    name: value
+    for name, value in _left_open(options, chosen.options).items()
+    if given.get(name) is None
+  }
   return chosen._replace(options=further)
 
 
@@ -213,14 +258,17 @@ def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
 
 
 def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
-  """Scores 1.0 if the completion's answer agrees with the task's truth, else 0.0; None without a readable truth."""
+  """Scores 1.0 if the completion's answer agrees with the task's truth, else 0.0; None without a
+  readable truth.
+  """
   if attempt.task.truth is None or not attempt.task.truth.strip():
     return Verdict(value=None, evidence={'reason': NO_TRUTH})
   options = _settled(options, attempt.task.truth)
   truth = reference(attempt.task.truth)
   extraction = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
-  # The truth is read even without an answer, since whether a task can be scored must not depend on the completion.
+  # The truth is read even without an answer, since whether a task can be scored must not depend on
+  # the completion.
   agree = _agree(truth, extraction.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
@@ -230,7 +278,9 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …); options: `AnswerOptions`."""
+  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …); options:
+  `AnswerOptions`.
+  """
   read = read_options(AnswerOptions, options, 'answer')
   scorer = functools.partial(score_answer, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -1,6 +1,7 @@
 """Comparison of short answers in words, ignoring case, articles, punctuation and spacing.
 
-Punctuation that changes the meaning does count: within numbers (`3.5`), as a sign (`-5`), in symbols (`C++`, `50%`).
+Punctuation that changes the meaning does count: within numbers (`3.5`), as a sign (`-5`), in
+symbols (`C++`, `50%`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ _ARTICLES = ('a', 'an', 'the')
 def normalise(text: str) -> str:
   """Returns the normal form of a short text; equal forms are the same answer.
 
-  The steps, in order: remove LaTeX text commands and bold marks; convert full-width characters; fold case; replace `&`
-  with `and`; remove thousands separators, the dots in abbreviations (`U.S.A.`) and apostrophes; replace other
-  punctuation with spaces; remove a leading article, and every `the` except as the last word.
+  The steps, in order: remove LaTeX text commands and bold marks; convert full-width characters;
+  fold case; replace `&` with `and`; remove thousands separators, the dots in abbreviations
+  (`U.S.A.`) and apostrophes; replace other punctuation with spaces; remove a leading article, and
+  every `the` except as the last word.
   """
   text = plain(unboxed(text))
   wide = lambda c: unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))
-  text = unicodedata.normalize('NFC', ''.join(unicodedata.normalize('NFKC', c) if wide(c) else c for c in text))
+  text = unicodedata.normalize(
+    'NFC', ''.join(unicodedata.normalize('NFKC', c) if wide(c) else c for c in text)
+  )
   text = text.casefold().replace('\u2212', '-').replace('&', ' and ')
   text = _THOUSANDS.sub(lambda match: match.group().replace(',', ''), text)
   text = _APOSTROPHES.sub('', _DOTTED.sub('', text))
@@ -54,6 +58,8 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is an accepted one; None if all accepted ones are empty after normalisation."""
+  """Whether the answer is an accepted one; None if all accepted ones are empty after
+  normalisation.
+  """
   wanted = {normalise(text) for text in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

@@ -1,7 +1,8 @@
-"""Comparison of mathematical answers of any form: the truth's form decides how the answer is compared.
+"""Comparison of mathematical answers of any form: the truth's form decides how the answer is
+compared.
 
-Invariant: an answer of another form than the truth's is accepted only if both mean the same (`x > 3` for `(3, ∞)`,
-`x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
+Invariant: an answer of another form than the truth's is accepted only if both mean the same (`x >
+3` for `(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from jaxrl_llm.rewards.scorers.answer.expressions import is_name, latex_agree, t
 from jaxrl_llm.rewards.scorers.answer.formula import read_formula
 from jaxrl_llm.rewards.scorers.answer.intervals import intervals_agree
 from jaxrl_llm.rewards.scorers.answer.latex import canonical
-from jaxrl_llm.rewards.scorers.answer.lists import inside, mathematical, named, names, sets_agree, split, tuples_agree
+from jaxrl_llm.rewards.scorers.answer.lists import (
+  inside,
+  mathematical,
+  named,
+  names,
+  sets_agree,
+  split,
+  tuples_agree,
+)
 from jaxrl_llm.rewards.scorers.answer.numbers import parse_number, plain
 from jaxrl_llm.rewards.scorers.answer.short_text import normalise
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
@@ -36,7 +45,9 @@ _WORDS = re.compile(
   re.IGNORECASE,
 )
 _CLOCK = re.compile(r'[\d\s:.]+')
-_NOTHING = frozenset({'no solution', 'no real solution', 'none', 'empty set', 'emptyset', 'no such number'})
+_NOTHING = frozenset(
+  {'no solution', 'no real solution', 'none', 'empty set', 'emptyset', 'no such number'}
+)
 _REAL = re.compile(r'[<>≤≥≠∪∞ℝ∈∖]')
 _RELATION = re.compile(r'\s*(<|>|≤|≥|≠)\s*')
 _FLIPPED = str.maketrans('<>≤≥', '><≥≤')
@@ -44,8 +55,9 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether the answer agrees with the truth, which may be a choice letter, words, a matrix, a ratio, a set of real
-  numbers, a list, a value or an equation; None for an empty truth."""
+  """Whether the answer agrees with the truth, which may be a choice letter, words, a matrix, a
+  ratio, a set of real numbers, a list, a value or an equation; None for an empty truth.
+  """
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))
   return _agree(truth, answer) if truth else None
 
@@ -75,7 +87,9 @@ def unlabelled(text: str) -> str:
 
 
 def answer_key(text: str) -> Hashable:
-  """Returns a key shared by all spellings of an answer: a choice letter, a number, or else the text."""
+  """Returns a key shared by all spellings of an answer: a choice letter, a number, or else the
+  text.
+  """
   text = canonical(unboxed(text))
   label = _label(text)
   if label or _LETTER.fullmatch(text):
@@ -97,10 +111,15 @@ def _choices(truth: str, answer: str) -> bool | None:
     value = unlabelled(answer)
     if value == answer:
       return None
-    return unlabelled(value) == value and _agree(truth, value)  # A second letter would be a second answer.
+    # A second letter would be a second answer.
+    return unlabelled(value) == value and _agree(truth, value)
   given = _label(answer)
   if wanted[1] and given and given[1]:
-    return given[0] == wanted[0] and not (_label(wanted[1]) or _label(given[1])) and _agree(wanted[1], given[1])
+    return (
+      given[0] == wanted[0]
+      and not (_label(wanted[1]) or _label(given[1]))
+      and _agree(wanted[1], given[1])
+    )
   chosen = parse_choice(answer, None)
   if chosen is not None or not wanted[1]:
     return chosen == {wanted[0]}
@@ -111,7 +130,9 @@ def _rows(text: str) -> list[list[str]] | None:
   match = _MATRIX.fullmatch(text)
   if not match or r'\begin' in match['rows']:
     return None
-  rows = [row.strip() for row in re.split(r'\\\\|\\cr(?![a-z])', match['rows'].replace(r'\hline', ''))]
+  rows = [
+    row.strip() for row in re.split(r'\\\\|\\cr(?![a-z])', match['rows'].replace(r'\hline', ''))
+  ]
   return [[cell.strip() for cell in row.split('&')] for row in rows if row] or None
 
 
@@ -123,7 +144,9 @@ def _matrices(truth: str, answer: str) -> bool | None:
     if rows is not None and 1 in (len(rows), len(rows[0])) and (wanted is None or got is None):
       vector = [cell for row in rows for cell in row]
       entries = f'({",".join(vector)})'
-      return bool(tuples_agree(entries, other)) if rows is wanted else bool(tuples_agree(other, entries))
+      return (
+        bool(tuples_agree(entries, other)) if rows is wanted else bool(tuples_agree(other, entries))
+      )
   if wanted is None or got is None:
     return None
   return [len(row) for row in wanted] == [len(row) for row in got] and all(
@@ -155,8 +178,13 @@ def _ratios(truth: str, answer: str) -> bool | None:
 
 
 def _words(answer: str) -> str:
-  """Returns an answer in words as it is compared: normalised, in the singular, and 'none' if it says no solution."""
-  words = [word[:-1] if len(word) > 3 and word.endswith('s') else word for word in normalise(answer).split()]
+  """Returns an answer in words as it is compared: normalised, in the singular, and 'none' if it
+  says no solution.
+  """
+  words = [
+    word[:-1] if len(word) > 3 and word.endswith('s') else word
+    for word in normalise(answer).split()
+  ]
   text = ' '.join(words)
   return 'none' if text in _NOTHING or tight(answer) == r'\{\}' else text
 
@@ -182,9 +210,13 @@ def _members(text: str) -> str:
 
 
 def _is_real_set(text: str) -> bool:
-  """Whether signs or unequal brackets, as in `[1, 2)`, show that the text is a set of real numbers or a relation."""
+  """Whether signs or unequal brackets, as in `[1, 2)`, show that the text is a set of real numbers
+  or a relation.
+  """
   ends = text[:1] + text[-1:]
-  return bool(_REAL.search(text)) or (ends[:1] in '([]' and ends[-1:] in ')][' and ends not in ('', '()', '[]'))
+  return bool(_REAL.search(text)) or (
+    ends[:1] in '([]' and ends[-1:] in ')][' and ends not in ('', '()', '[]')
+  )
 
 
 def _real_sets(truth: str, answer: str) -> bool | None:
@@ -202,21 +234,33 @@ def _real_sets(truth: str, answer: str) -> bool | None:
 def _relations(truth: str, answer: str) -> bool:
   """Whether two inequalities are equivalent up to a factor and the order of their sides."""
   wanted, got = _RELATION.split(truth), _RELATION.split(answer)
-  if len(wanted) != len(got) or len(wanted) < 3 or any(re.search(r'\b(?:and|or)\b', text) for text in (truth, answer)):
+  if (
+    len(wanted) != len(got)
+    or len(wanted) < 3
+    or any(re.search(r'\b(?:and|or)\b', text) for text in (truth, answer))
+  ):
     return False
   for sides in (got, [part.translate(_FLIPPED) for part in got[::-1]]):
-    if wanted[1::2] == sides[1::2] and all(latex_agree(w, s) for w, s in zip(wanted[::2], sides[::2])):
+    if wanted[1::2] == sides[1::2] and all(
+      latex_agree(w, s) for w, s in zip(wanted[::2], sides[::2])
+    ):
       return True
   formulas = [read_formula(side.strip()) for side in (*wanted[::2], *got[::2])]
   if len(wanted) > 3 or None in formulas:
     return False
-  sign = inequalities_equal((formulas[0], formulas[1]), (formulas[2], formulas[3]), seed=truth + answer)
+  sign = inequalities_equal(
+    (formulas[0], formulas[1]), (formulas[2], formulas[3]), seed=truth + answer
+  )
   return bool(sign) and got[1] == (wanted[1] if sign > 0 else wanted[1].translate(_FLIPPED))
 
 
 def _single(text: str) -> bool:
   """Whether the text is a single value, so that its commas belong to a number."""
-  return parse_number(text) is not None or parse_quantity(text) is not None or read_formula(text) is not None
+  return (
+    parse_number(text) is not None
+    or parse_quantity(text) is not None
+    or read_formula(text) is not None
+  )
 
 
 def _entries(text: str) -> list[str]:
@@ -227,7 +271,9 @@ def _entries(text: str) -> list[str]:
 def _records(text: str) -> list[str] | None:
   """Returns the tuples of `p = 5, q = 2; p = 7, q = 2`; None for other text."""
   groups = [split(group) for group in text.split(';')]
-  if len(groups) < 2 or any(len(group) < 2 or not all(named(part)[0] for part in group) for group in groups):
+  if len(groups) < 2 or any(
+    len(group) < 2 or not all(named(part)[0] for part in group) for group in groups
+  ):
     return None
   return [f'({",".join(named(part)[1] for part in group)})' for group in groups]
 
@@ -253,7 +299,9 @@ def _lists(truth: str, answer: str) -> bool | None:
     return sets_agree(wanted, got)
   if _bracketed(value) and not _single(value):
     other = named(got)[1]
-    if got.startswith(r'\{') or (len(split(value[1:-1])) == 2 and {value[0], other[:1]} == {'(', '['}):
+    if got.startswith(r'\{') or (
+      len(split(value[1:-1])) == 2 and {value[0], other[:1]} == {'(', '['}
+    ):
       return False  # A set, or an interval with different ends.
     return tuples_agree(wanted, got)
   several, given = _entries(wanted), _entries(got)

@@ -1,8 +1,8 @@
 """Parsing, exact conversion and comparison of numbers with units.
 
-A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other words name what is
-counted (`42 red apples`). Tons, bytes, temperatures, and months to days are not converted: they are ambiguous or have
-no common zero.
+A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other
+words name what is counted (`42 red apples`). Tons, bytes, temperatures, and months to days are not
+converted: they are ambiguous or have no common zero.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Literal, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plain, split_number
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
-"""refused: text after a number makes it unreadable; ignored: words and units after a number do not count; stated: if
-both sides state a unit, the units must agree, after conversion if they are known; required: as with stated, and the
-answer must have a unit if the truth does."""
+"""refused: text after a number makes it unreadable; ignored: words and units after a number do not
+count; stated: if both sides state a unit, the units must agree, after conversion if they are known;
+required: as with stated, and the answer must have a unit if the truth does.
+"""
 
 
 class Unit(NamedTuple):
@@ -68,10 +69,19 @@ _PREFIXED = {
   'amount': {'mol mole': '1'},
 }
 _PLAIN = {
-  'length': {'in inch inche': '0.0254', 'ft foot feet': '0.3048', 'yd yard': '0.9144', 'mi mile': '1609.344'},
+  'length': {
+    'in inch inche': '0.0254',
+    'ft foot feet': '0.3048',
+    'yd yard': '0.9144',
+    'mi mile': '1609.344',
+  },
   'area': {'ha hectare': '10000', 'acre': '4046.8564224'},
   'mass': {'t tonne': '1000', 'lb pound': '0.45359237', 'oz ounce': '0.028349523125'},
-  'volume': {'gal gallon': '0.003785411784', 'qt quart': '0.000946352946', 'pt pint': '0.000473176473'},
+  'volume': {
+    'gal gallon': '0.003785411784',
+    'qt quart': '0.000946352946',
+    'pt pint': '0.000473176473',
+  },
   'time': {'min minute': '60', 'h hr hour': '3600', 'd day': '86400', 'week': '604800'},
   'pressure': {'atm atmosphere': '101325', 'bar': '100000'},
 }
@@ -102,7 +112,9 @@ _NO_UNIT = re.compile(
   'crore|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|'
   'squared|cubed|factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
-"""Matches words after a number that are neither units nor things counted: connectives, numerals, operations."""
+"""Matches words after a number that are neither units nor things counted: connectives, numerals,
+operations.
+"""
 _TOKEN = re.compile(
   r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?(?P<power>\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d\s*\}|[-+]?\d)|[²³]|'
   r'[23](?!\d))?|(?P<over>/)|(?P<times>[·*\-,]|\\cdot|\\times))'
@@ -152,7 +164,9 @@ def _known(word: str) -> Unit | None:
 
 
 def parse_unit(text: str) -> Unit | None:
-  """Parses the text after a number; None if it is not a unit (another number, a connective, a single letter)."""
+  """Parses the text after a number; None if it is not a unit (another number, a connective, a
+  single letter).
+  """
   position, factor, powers, words = 0, Fraction(1), {}, set()
   sign, exponent, last = 1, 1, None
   for short, written in _SHORT.items():
@@ -175,7 +189,9 @@ def parse_unit(text: str) -> Unit | None:
         powers[base] = powers.get(base, 0) + power * last[1] * more
     elif word:
       unit = _known(word)
-      if _NO_UNIT.fullmatch(word.lower()) or (unit is None and len(word) == 1 and word.lower() != word.upper()):
+      if _NO_UNIT.fullmatch(word.lower()) or (
+        unit is None and len(word) == 1 and word.lower() != word.upper()
+      ):
         return None
       if unit is None:
         words.add(_singular(word.casefold()))
@@ -186,7 +202,9 @@ def parse_unit(text: str) -> Unit | None:
           powers[base] = powers.get(base, 0) + power * raised
         last = unit, sign
       sign, exponent = 1, 1
-  return Unit(factor, frozenset((base, power) for base, power in powers.items() if power), frozenset(words))
+  return Unit(
+    factor, frozenset((base, power) for base, power in powers.items() if power), frozenset(words)
+  )
 
 
 def _power(written: str | None) -> int:
@@ -196,7 +214,9 @@ def _power(written: str | None) -> int:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-  """Parses a text that is a single number, with or without unit, such as `1 hour 30 minutes`; None for other text."""
+  """Parses a text that is a single number, with or without unit, such as `1 hour 30 minutes`; None
+  for other text.
+  """
   text = plain(text)
   if len(text) > _MAX_LENGTH:
     return None
@@ -206,7 +226,12 @@ def parse_quantity(text: str) -> Quantity | None:
     return None
   first, *rest = parts
   for part in rest:
-    if not (first.unit and part.unit and first.unit.dimensions and first.unit.dimensions == part.unit.dimensions):
+    if not (
+      first.unit
+      and part.unit
+      and first.unit.dimensions
+      and first.unit.dimensions == part.unit.dimensions
+    ):
       return None
     if part.unit.factor >= first.unit.factor or first.number.value < 0:
       return None
@@ -233,12 +258,16 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerances, of which `absolute` is in the truth's unit."""
+  """Whether the quantities are equal within the tolerances, of which `absolute` is in the truth's
+  unit.
+  """
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:
     return numbers_agree(truth.number, number, absolute=absolute, relative=relative)
   if answer.unit is None:
-    return units == 'stated' and numbers_agree(truth.number, number, absolute=absolute, relative=relative)
+    return units == 'stated' and numbers_agree(
+      truth.number, number, absolute=absolute, relative=relative
+    )
   if truth.unit.dimensions != answer.unit.dimensions:
     return False
   if truth.unit.dimensions:

@@ -1,6 +1,7 @@
 """Evaluation of formulas: exact for rationals, otherwise in floating point with guard digits.
 
-Invariant: no number grows beyond `MAX_BITS`, so evaluation time is bounded by the size of the formula.
+Invariant: no number grows beyond `MAX_BITS`, so evaluation time is bounded by the size of the
+formula.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.formula import Formula, Node, read_formula
 
 MAX_BITS = 20_000
-"""Maximum number of bits in a numerator or denominator, and maximum binary exponent; larger numbers are refused."""
+"""Maximum number of bits in a numerator or denominator, and maximum binary exponent; larger numbers
+are refused.
+"""
 DIGITS = 60
-"""Precision of floating-point values in decimal digits, on top of the digits of the largest intermediate result."""
+"""Precision of floating-point values in decimal digits, on top of the digits of the largest
+intermediate result.
+"""
 _MAX_LOST = 1_000
 """Maximum number of decimal digits in an irrational intermediate result."""
 
@@ -45,12 +50,16 @@ class _Evaluation:
     """Binary exponent of the largest intermediate result."""
     self.complex = False
     self.lossy: float | None = None
-    """Binary exponent of the largest operand whose digits may have cancelled; None if nothing could cancel."""
+    """Binary exponent of the largest operand whose digits may have cancelled; None if nothing could
+    cancel.
+    """
 
   def tiny(self) -> Any:
     """Returns the magnitude below which a value may be zero up to rounding."""
     return (
-      self.mp.mpf(0) if self.lossy is None else self.mp.ldexp(self.mp.mpf(10) ** (10 - self.digits), int(self.lossy))
+      self.mp.mpf(0)
+      if self.lossy is None
+      else self.mp.ldexp(self.mp.mpf(10) ** (10 - self.digits), int(self.lossy))
     )
 
   def of(self, node: Node) -> Any:
@@ -63,7 +72,9 @@ class _Evaluation:
     if not self.mp.isfinite(value):
       raise Undefined('not finite')
     if isinstance(value, self.mp.mpc):
-      if value.imag == 0 or abs(value.imag) < abs(value.real) * self.mp.mpf(10) ** (-self.digits + 10):
+      if value.imag == 0 or abs(value.imag) < abs(value.real) * self.mp.mpf(10) ** (
+        -self.digits + 10
+      ):
         value = value.real
       else:
         self.complex = True
@@ -74,7 +85,9 @@ class _Evaluation:
     return value
 
   def float(self, value: Any) -> Any:
-    return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+    return (
+      self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+    )
 
   def value(self, node: Node) -> Any:
     match node.kind:
@@ -164,7 +177,9 @@ class _Evaluation:
     if name == 'log':
       if abs(value) <= self.tiny():
         raise Undefined('logarithm of zero')
-      base = values[1] if len(values) > 1 else None if self.log_base is None else mp.mpf(self.log_base)
+      base = (
+        values[1] if len(values) > 1 else None if self.log_base is None else mp.mpf(self.log_base)
+      )
       if base is not None and (self.is_zero(base) or self.is_zero(base - 1)):
         raise Undefined('base of a logarithm')
       return mp.log(value) if base is None else mp.log(value) / mp.log(base)
@@ -175,12 +190,16 @@ class _Evaluation:
       return getattr(mp, reciprocals[name])(1 / value)
     if name in ('tan', 'sec') and self.is_zero(mp.cos(value)):
       raise Undefined(name)
-    if name in ('cot', 'csc', 'coth') and self.is_zero(mp.sinh(value) if name == 'coth' else mp.sin(value)):
+    if name in ('cot', 'csc', 'coth') and self.is_zero(
+      mp.sinh(value) if name == 'coth' else mp.sin(value)
+    ):
       raise Undefined(name)
     return getattr(mp, name.replace('arc', 'a'))(value)
 
 
-def _folded(operation: Callable[[Fraction, Fraction], Fraction], values: Sequence[Fraction]) -> Fraction:
+def _folded(
+  operation: Callable[[Fraction, Fraction], Fraction], values: Sequence[Fraction]
+) -> Fraction:
   result = values[0]
   for value in values[1:]:
     result = operation(result, value)
@@ -215,7 +234,9 @@ def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
         if exponent <= 0:
           raise Undefined('a power of zero')
         return first
-      if abs(exponent) * max(first.numerator.bit_length(), first.denominator.bit_length()) > MAX_BITS:
+      if (
+        abs(exponent) * max(first.numerator.bit_length(), first.denominator.bit_length()) > MAX_BITS
+      ):
         if abs(first) != 1:
           raise Undefined('too large')
         return first ** (exponent % 2)
@@ -227,10 +248,16 @@ def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
     case 'binomial' if first.denominator == values[1].denominator == 1 and first >= 0:
       if first > 10_000:
         raise Undefined('too large')
-      return Fraction(math.comb(first.numerator, values[1].numerator)) if values[1] >= 0 else Fraction(0)
+      return (
+        Fraction(math.comb(first.numerator, values[1].numerator)) if values[1] >= 0 else Fraction(0)
+      )
     case 'root' if len(values) == 1 and first >= 0:
       above, below = math.isqrt(first.numerator), math.isqrt(first.denominator)
-      return Fraction(above, below) if (above**2, below**2) == (first.numerator, first.denominator) else None
+      return (
+        Fraction(above, below)
+        if (above**2, below**2) == (first.numerator, first.denominator)
+        else None
+      )
   return None
 
 
@@ -243,7 +270,9 @@ class Value(NamedTuple):
   """Magnitude below which differences are rounding errors."""
 
 
-def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None) -> Value:
+def evaluate(
+  formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None
+) -> Value:
   """Evaluates a formula at a point. Raises Undefined if it has no value there."""
   import mpmath
 
@@ -253,7 +282,13 @@ def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int
       evaluation = _Evaluation(symbols, digits, log_base=log_base)
       try:
         number = evaluation.of(formula.root)
-      except (ZeroDivisionError, OverflowError, ValueError, RecursionError, mpmath.libmp.ComplexResult) as error:
+      except (
+        ZeroDivisionError,
+        OverflowError,
+        ValueError,
+        RecursionError,
+        mpmath.libmp.ComplexResult,
+      ) as error:
         raise Undefined(str(error)) from None
       lost = int(max(evaluation.peak, 0) * 0.302)
       if isinstance(number, Fraction) or digits - lost >= DIGITS - 15:
@@ -265,7 +300,9 @@ def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int
 
 
 def real_value(text: str) -> Any:
-  """Returns the real value of a text in canonical LaTeX, a Fraction or an mpmath number; None for other text."""
+  """Returns the real value of a text in canonical LaTeX, a Fraction or an mpmath number; None for
+  other text.
+  """
   formula = read_formula(text)
   if formula is None or formula.symbols or formula.bases:
     return None
@@ -279,8 +316,9 @@ def real_value(text: str) -> Any:
 
 
 def exact_number(text: str) -> Fraction | None:
-  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`; None for other
-  text."""
+  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`;
+  None for other text.
+  """
   formula = read_formula(text)
   if formula is None or formula.bases:
     return None

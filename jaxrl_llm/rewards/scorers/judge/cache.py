@@ -1,6 +1,7 @@
 """Cache of judge answers, so that the same question is paid for once.
 
-Invariant: `get` only returns answers that were written completely, by this run or another one with the same file.
+Invariant: `get` only returns answers that were written completely, by this run or another one with
+the same file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _CACHE_ENTRIES = 100_000
 
 
 class Cache:
-  """Answers keyed by request digest; with a file, one JSON line per answer, shared with other runs."""
+  """Answers keyed by request digest; with a file, one JSON line per answer, shared with other
+  runs.
+  """
 
   def __init__(self, file: str | None):
     self._path = None if file is None else pathlib.Path(file)
@@ -41,7 +44,9 @@ class Cache:
       if last and not last.endswith('\n'):
         self._file.write('\n')
     except OSError as error:
-      raise UserError(f"scorer 'judge': cache_file {self._path}: cannot be used ({error})") from None
+      raise UserError(
+        f"scorer 'judge': cache_file {self._path}: cannot be used ({error})"
+      ) from None
 
   def close(self) -> None:
     if self._file is not None:
@@ -58,7 +63,9 @@ class Cache:
       self._file.write(json.dumps({'key': key, 'answer': answer}, ensure_ascii=False) + '\n')
       self._file.flush()
     except OSError as error:
-      logging.warning('Judge: cache_file %s cannot be written (%s): continuing without it', self._path, error)
+      logging.warning(
+        'Judge: cache_file %s cannot be written (%s): continuing without it', self._path, error
+      )
       self._file = None
 
   def _keep(self, key: str, answer: dict[str, Json]) -> None:

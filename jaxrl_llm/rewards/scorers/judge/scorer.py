@@ -1,8 +1,8 @@
 """LLM-as-a-judge scorer over any OpenAI-compatible server (`/v1/chat/completions`).
 
-Invariants: a score comes from a single JSON object of the required form; if the judge gives none, even after retries,
-the scorer has failed. The same question is paid for once: answers are cached by the digest of the whole request, and
-identical requests in flight share one answer.
+Invariants: a score comes from a single JSON object of the required form; if the judge gives none,
+even after retries, the scorer has failed. The same question is paid for once: answers are cached by
+the digest of the whole request, and identical requests in flight share one answer.
 """
 
 from __future__ import annotations
@@ -41,24 +41,33 @@ from jaxrl_llm.rewards.scorers.judge.texts import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeOptions(RemoteOptions):
-  """Options of the judge; addresses are `http://host:port`, optionally with `/v1`, or `unix:/path/to.sock`."""
+  """Options of the judge; addresses are `http://host:port`, optionally with `/v1`, or
+  `unix:/path/to.sock`.
+  """
 
   model: str
   """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """score: the judge gives each answer a number; pairwise: it says which of two answers of a group is better."""
+  """score: the judge gives each answer a number; pairwise: it says which of two answers of a group
+  is better.
+  """
   against: Literal['all', 'next', 'first'] = 'all'
-  """Mode `pairwise`. all: each attempt is compared with all others; next: with its two neighbours in a ring; first: all
-  are compared with the first."""
+  """Mode `pairwise`. all: each attempt is compared with all others; next: with its two neighbours
+  in a ring; first: all are compared with the first.
+  """
   template: str | None = None
-  """Prompt with the fields {question} and {completion} (pairwise: {first} and {second}) and, optionally, {truth};
-  literal braces are doubled. None: a built-in template, with the truth if the task has one."""
+  """Prompt with the fields {question} and {completion} (pairwise: {first} and {second}) and,
+  optionally, {truth}; literal braces are doubled. None: a built-in template, with the truth if the
+  task has one.
+  """
   max_tokens: int = 1024
   """Maximum number of tokens in an answer, including its reasoning."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields to add to each request or to override in it, such as `response_format`."""
   malformed_retries: int = 2
-  """Maximum number of times the judge is asked again after a malformed answer; it is told the reason."""
+  """Maximum number of times the judge is asked again after a malformed answer; it is told the
+  reason.
+  """
   cache_file: str | None = None
   """JSONL file that keeps answers beyond the run; None: answers are kept in memory only."""
 
@@ -66,13 +75,16 @@ class JudgeOptions(RemoteOptions):
     super().check(where)
     if self.max_tokens < 1 or self.malformed_retries < 0:
       raise UserError(
-        f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, wanted at '
+        f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, '
+        'wanted at '
         'least 1 and 0'
       )
     if self.template is not None:
       check_template(self.template, self.mode, where)
     if self.cache_file is not None and not pathlib.Path(self.cache_file).absolute().parent.is_dir():
-      raise UserError(f'{where}: the directory of cache_file {self.cache_file} does not exist; create it')
+      raise UserError(
+        f'{where}: the directory of cache_file {self.cache_file} does not exist; create it'
+      )
 
 
 def _question(task: Task) -> str:
@@ -111,13 +123,19 @@ class Judge(ServiceClient):
     self._cache.close()
 
   async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
-    """Returns the judge's answer to a prompt. Raises RemoteError if the judge gives none that `read` accepts.
+    """Returns the judge's answer to a prompt. Raises RemoteError if the judge gives none that
+    `read` accepts.
 
     Args:
       read: parses the verdict in a text; raises Malformed if it is malformed.
     """
     options = self.options
-    body = {'model': options.model, 'max_tokens': options.max_tokens, 'temperature': 0, **options.request}
+    body = {
+      'model': options.model,
+      'max_tokens': options.max_tokens,
+      'temperature': 0,
+      **options.request,
+    }
     body['messages'] = [{'role': 'user', 'content': prompt}]
     key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
     known = self._cache.get(key)
@@ -135,7 +153,9 @@ class Judge(ServiceClient):
     if not task.cancelled():
       task.exception()  # Retrieved, so that asyncio does not complain if every caller has given up.
 
-  async def _answer(self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]) -> dict[str, Json]:
+  async def _answer(
+    self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]
+  ) -> dict[str, Json]:
     messages = list(body['messages'])
     for tries in itertools.count(1):
       text, cut = _content(await self.post({**body, 'messages': messages}))
@@ -145,7 +165,9 @@ class Judge(ServiceClient):
         answer = read(text)
       except Malformed as wrong:
         if tries > self.options.malformed_retries:
-          raise Malformed(f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}') from None
+          raise Malformed(
+            f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}'
+          ) from None
         hint = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
         messages = [
           *body['messages'],
@@ -168,7 +190,9 @@ def _content(answer: Json) -> tuple[str, bool]:
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:
-  """Returns the task's texts for the template; None if the template shows the truth and the task has none."""
+  """Returns the task's texts for the template; None if the template shows the truth and the task
+  has none.
+  """
   if 'truth' not in fields_of(template):
     return {'question': _question(task)}
   return None if task.truth is None else {'question': _question(task), 'truth': task.truth}
@@ -185,8 +209,14 @@ class ScoringJudge(Judge):
     texts = _texts(attempt.task, template)
     if texts is None:
       return _NO_TRUTH
-    said = await self.ask(fill(template, 'score', {**texts, 'completion': attempt.completion}), read_score)
-    evidence = {'reasoning': said.answer['reasoning'], 'model': self.options.model, 'cached': said.cached}
+    said = await self.ask(
+      fill(template, 'score', {**texts, 'completion': attempt.completion}), read_score
+    )
+    evidence = {
+      'reasoning': said.answer['reasoning'],
+      'model': self.options.model,
+      'cached': said.cached,
+    }
     return Verdict(value=said.answer['score'], evidence=evidence)
 
 
@@ -200,19 +230,27 @@ def pairs(count: int, against: str) -> list[tuple[int, int]]:
 
 
 class ComparingJudge(Judge):
-  """Judge that compares attempts of a group, each pair in both orders; an attempt's value is its mean result."""
+  """Judge that compares attempts of a group, each pair in both orders; an attempt's value is its
+  mean result.
+  """
 
-  async def __call__(self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> tuple[Verdict, ...]:
+  async def __call__(
+    self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
+  ) -> tuple[Verdict, ...]:
     task, count = attempts[0].task, len(attempts)
     template = self.options.template or (COMPARE if task.truth is None else COMPARE_BY_TRUTH)
     texts = _texts(task, template)
     if texts is None:
       return (_NO_TRUTH,) * count
     if count == 1:
-      return (Verdict(value=None, evidence={'reason': 'a group of one has nothing to be compared with'}),)
+      return (
+        Verdict(value=None, evidence={'reason': 'a group of one has nothing to be compared with'}),
+      )
     games = pairs(count, self.options.against)
     completions = [attempt.completion for attempt in attempts]
-    compare = lambda first, second: self._compare(template, texts, completions[first], completions[second])
+    compare = lambda first, second: self._compare(
+      template, texts, completions[first], completions[second]
+    )
     try:
       async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(compare(first, second)) for first, second in games]
@@ -221,18 +259,29 @@ class ComparingJudge(Judge):
     results = [task.result() for task in tasks]
     return tuple(_standing(index, games, results, self.options.model) for index in range(count))
 
-  async def _compare(self, template: str, texts: Mapping[str, str], first: str, second: str) -> tuple[float, bool]:
-    """Returns the result of `first` against `second` (1, 0 or, for a tie, 0.5), and whether both orders agree."""
+  async def _compare(
+    self, template: str, texts: Mapping[str, str], first: str, second: str
+  ) -> tuple[float, bool]:
+    """Returns the result of `first` against `second` (1, 0 or, for a tie, 0.5), and whether both
+    orders agree.
+    """
     if first == second:
       return 0.5, True
-    orders = [{**texts, 'first': first, 'second': second}, {**texts, 'first': second, 'second': first}]
-    said = await asyncio.gather(*(self.ask(fill(template, 'pairwise', order), read_winner) for order in orders))
+    orders = [
+      {**texts, 'first': first, 'second': second},
+      {**texts, 'first': second, 'second': first},
+    ]
+    said = await asyncio.gather(
+      *(self.ask(fill(template, 'pairwise', order), read_winner) for order in orders)
+    )
     values = {'A': 1.0, 'B': 0.0, 'tie': 0.5}
     straight, turned = values[said[0].answer['winner']], 1.0 - values[said[1].answer['winner']]
     return (straight, True) if straight == turned else (0.5, False)
 
 
-def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str) -> Verdict:
+def _standing(
+  index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str
+) -> Verdict:
   """Returns the mean result of an attempt over its comparisons."""
   values, disagree = [], 0
   for (first, second), (value, agreed) in zip(games, results, strict=True):
@@ -250,7 +299,9 @@ def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[floa
 
 
 def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
-  """LLM judge on an OpenAI-compatible server, by score or by pairwise comparison; options: `JudgeOptions`."""
+  """LLM judge on an OpenAI-compatible server, by score or by pairwise comparison; options:
+  `JudgeOptions`.
+  """
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")
   if read.mode == 'pairwise':

@@ -1,10 +1,11 @@
 """Prompts for judges, and the parsing of their answers.
 
-Invariants: each text to be judged is enclosed in markers with a key that occurs in none of the texts; an answer is a
-verdict only if it contains exactly one JSON object of the required form.
+Invariants: each text to be judged is enclosed in markers with a key that occurs in none of the
+texts; an answer is a verdict only if it contains exactly one JSON object of the required form.
 
-The key is a digest of all the texts, so a completion can neither close its marker nor predict the key. This keeps the
-texts apart, but does not make a judge immune to what they say (docs/guides/rewards.md).
+The key is a digest of all the texts, so a completion can neither close its marker nor predict the
+key. This keeps the texts apart, but does not make a judge immune to what they say
+(docs/guides/rewards.md).
 """
 
 from __future__ import annotations
@@ -87,12 +88,17 @@ _FORMS = {
   'score': '{"reasoning": "why, in a few sentences", "score": a number from 0 to 1}',
   'pairwise': '{"reasoning": "why, in a few sentences", "winner": "A", "B" or "tie"}',
 }
-_FIELDS = {'score': {'question', 'completion', 'truth'}, 'pairwise': {'question', 'first', 'second', 'truth'}}
+_FIELDS = {
+  'score': {'question', 'completion', 'truth'},
+  'pairwise': {'question', 'first', 'second', 'truth'},
+}
 _OBJECT = re.compile(r'\{\s*"')
 _MAX_TEXT = 100_000
 """Maximum number of characters of a judge's answer that are parsed."""
 _MAX_BROKEN = 64
-"""Maximum number of malformed JSON objects tolerated in an answer, since each may be scanned to the end of the text."""
+"""Maximum number of malformed JSON objects tolerated in an answer, since each may be scanned to the
+end of the text.
+"""
 _MAX_REASONING = 1000
 """Maximum number of characters of a judge's reasoning that are kept."""
 
@@ -107,9 +113,13 @@ def check_template(template: str, mode: str, where: str) -> None:
   fields = _FIELDS[mode]
   try:
     present = fields_of(template)
-    plain = not any(spec or conversion for _, _, spec, conversion in string.Formatter().parse(template))
+    plain = not any(
+      spec or conversion for _, _, spec, conversion in string.Formatter().parse(template)
+    )
   except ValueError as error:
-    raise UserError(f'{where}: template does not parse ({error}); literal braces are doubled') from None
+    raise UserError(
+      f'{where}: template does not parse ({error}); literal braces are doubled'
+    ) from None
   missing, unknown = fields - {'truth', 'question'} - present, present - fields
   if missing or unknown or not plain:
     flaw = (
@@ -119,27 +129,35 @@ def check_template(template: str, mode: str, where: str) -> None:
       if unknown
       else 'has a format specification or conversion'
     )
-    raise UserError(f'{where}: template {flaw}; wanted plain fields from {sorted(fields)} in mode {mode}')
+    raise UserError(
+      f'{where}: template {flaw}; wanted plain fields from {sorted(fields)} in mode {mode}'
+    )
 
 
 def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
   """Returns 2·`size` hexadecimal digits, derived from `seed`, that occur in none of the texts."""
-  keys = (hashlib.blake2b(f'{number}{seed}'.encode(), digest_size=size).hexdigest() for number in itertools.count())
+  keys = (
+    hashlib.blake2b(f'{number}{seed}'.encode(), digest_size=size).hexdigest()
+    for number in itertools.count()
+  )
   return next(key for key in keys if not any(key in text for text in texts))
 
 
 def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
-  """Builds the judge's prompt: the template with its texts between markers, the rules, and the required answer form."""
+  """Builds the judge's prompt: the template with its texts between markers, the rules, and the
+  required answer form.
+  """
   key = marker_key(list(texts.values()), json.dumps([template, mode, dict(sorted(texts.items()))]))
   marked = {name: f'<text-{key}>\n{text}\n</text-{key}>' for name, text in texts.items()}
   return template.format(**marked) + _RULES.format(key=key, form=_FORMS[mode])
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
-  """Returns the JSON object with the key `wanted` in a judge's answer; it may be fenced, or follow prose or thoughts.
+  """Returns the JSON object with the key `wanted` in a judge's answer; it may be fenced, or follow
+  prose or thoughts.
 
-  Raises Malformed, with a message for the judge, if there is no such object, or if two differ: if a judge quotes a
-  verdict from the text and then gives its own, it is unclear which counts.
+  Raises Malformed, with a message for the judge, if there is no such object, or if two differ: if a
+  judge quotes a verdict from the text and then gives its own, it is unclear which counts.
   """
   text = text[:_MAX_TEXT].lstrip()
   if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.
@@ -169,7 +187,10 @@ def read_score(text: str) -> dict[str, Json]:
   answer = read_answer(text, 'score')
   if not is_number(answer['score']) or not 0 <= answer['score'] <= 1:
     raise Malformed(f'"score" is {json.dumps(answer["score"]):.80}, wanted a number from 0 to 1')
-  return {'score': float(answer['score']), 'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING]}
+  return {
+    'score': float(answer['score']),
+    'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING],
+  }
 
 
 def read_winner(text: str) -> dict[str, Json]:
@@ -177,4 +198,7 @@ def read_winner(text: str) -> dict[str, Json]:
   answer = read_answer(text, 'winner')
   if answer['winner'] not in ('A', 'B', 'tie'):
     raise Malformed(f'"winner" is {json.dumps(answer["winner"]):.80}, wanted "A", "B" or "tie"')
-  return {'winner': answer['winner'], 'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING]}
+  return {
+    'winner': answer['winner'],
+    'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING],
+  }

@@ -1,7 +1,8 @@
 """Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
-Invariants: only verifiers known not to evaluate run outside a sandbox, so unknown ones are sandboxed. Each answer gets
-its own sandbox, forked from a process with the libraries loaded, so no answer can change the verdict on another.
+Invariants: only verifiers known not to evaluate run outside a sandbox, so unknown ones are
+sandboxed. Each answer gets its own sandbox, forked from a process with the libraries loaded, so no
+answer can change the verdict on another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, Preload
-from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, ProgramOutcome, SandboxError, Sandboxes
+from jaxrl_llm.rewards.sandbox.sandbox import (
+  Ending,
+  Limits,
+  ProgramOutcome,
+  SandboxError,
+  Sandboxes,
+)
 from jaxrl_llm.rewards.scorers.answer.effort import explodes
 
 T = TypeVar('T')
@@ -39,17 +46,21 @@ PLAIN = frozenset({
   'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
   'zebra_puzzles',
 })  # fmt: skip
-"""Verifiers whose source was reviewed and does not evaluate answers (`tests/rewards/scorers/evaluating_test.py`)."""
+"""Verifiers whose source was reviewed and does not evaluate answers
+(`tests/rewards/scorers/evaluating_test.py`).
+"""
 
-LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
+LIMITS = Limits(
+  wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64
+)
 """Resource limits for the sandbox of one answer."""
 MAX_LENGTH = 2000
 """Maximum length, in characters, of an answer that is evaluated."""
 BUDGET_S = 8.0
 """Time limit in seconds for an answer, including the start of its sandbox.
 
-It is below the default call deadline: a call that misses its deadline counts against the answer, but a sandbox that
-starts slowly must not.
+It is below the default call deadline: a call that misses its deadline counts against the answer,
+but a sandbox that starts slowly must not.
 """
 
 _FUNCTIONS = frozenset({
@@ -69,30 +80,39 @@ def _is_arithmetic(answer: str, reference: str) -> bool:
 
 
 def _is_symbolic(answer: str, reference: str) -> bool:
-  """Whether the answer is arithmetic with one-letter symbols, common functions and names in the reference answer."""
+  """Whether the answer is arithmetic with one-letter symbols, common functions and names in the
+  reference answer.
+  """
   if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
     return False
   names = {name for name in _NAME.findall(answer) if len(name) > 1}
-  return names <= _FUNCTIONS | (set(_NAME.findall(reference)) if _SYMBOLIC.fullmatch(reference) else set())
+  return names <= _FUNCTIONS | (
+    set(_NAME.findall(reference)) if _SYMBOLIC.fullmatch(reference) else set()
+  )
 
 
 def is_list(text: str) -> bool:
-  """Whether the text has only numbers, strings, commas and brackets, so that evaluating it only builds lists."""
+  """Whether the text has only numbers, strings, commas and brackets, so that evaluating it only
+  builds lists.
+  """
   return _LITERAL.fullmatch(text) is not None
 
 
 def _is_literal(answer: str, reference: str) -> bool:
-  """Whether the answer has only capitals, underscores and digits, or is a list of numbers and strings.
+  """Whether the answer has only capitals, underscores and digits, or is a list of numbers and
+  strings.
 
-  Neither form permits a name before a bracket, so nothing can be called. Lower-case names are excluded because one may
-  be a variable in the verifier: evaluating `oracle_answer` would return the reference answer.
+  Neither form permits a name before a bracket, so nothing can be called. Lower-case names are
+  excluded because one may be a variable in the verifier: evaluating `oracle_answer` would return
+  the reference answer.
   """
   return _WORDS.fullmatch(answer) is not None or is_list(answer)
 
 
 GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'binary_matrix': _is_literal,
-  'bitwise_arithmetic': lambda answer, reference: True,  # It evaluates the task's problem, not the answer.
+  # It evaluates the task's problem, not the answer.
+  'bitwise_arithmetic': lambda answer, reference: True,
   'countdown': _is_arithmetic,
   'intermediate_integration': _is_symbolic,
   'n_queens': _is_literal,
@@ -102,13 +122,15 @@ GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'spiral_matrix': _is_literal,
   'string_insertion': _is_literal,
 }
-"""Grammars, keyed by verifier: functions of (answer, reference answer) that return whether the answer may be evaluated.
-The answer is exactly the text that the verifier gets."""
+"""Grammars, keyed by verifier: functions of (answer, reference answer) that return whether the
+answer may be evaluated. The answer is exactly the text that the verifier gets.
+"""
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text as code; false only for those in `PLAIN` and classes derived from
-  them."""
+  """Whether verifier `name` may evaluate text as code; false only for those in `PLAIN` and classes
+  derived from them.
+  """
   if name in PLAIN:
     return False
   from reasoning_gym.factory import DATASETS
@@ -116,7 +138,11 @@ def evaluates(name: str) -> bool:
   if name not in DATASETS:
     return True
   plain = {DATASETS[known][0] for known in PLAIN & DATASETS.keys()}
-  bases = [base for base in DATASETS[name][0].__mro__ if base.__module__.partition('.')[0] == 'reasoning_gym']
+  bases = [
+    base
+    for base in DATASETS[name][0].__mro__
+    if base.__module__.partition('.')[0] == 'reasoning_gym'
+  ]
   return any(base not in plain and base.__module__ != 'reasoning_gym.dataset' for base in bases)
 
 
@@ -130,7 +156,8 @@ def may_evaluate(name: str, answer: str, reference: str) -> bool:
   return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
 
 
-# Warm-up: parsing, differentiation and simplification trigger imports and fill caches for later calls.
+# Warm-up: parsing, differentiation and simplification trigger imports and fill caches for later
+# calls.
 _PRELOAD = """
 import reasoning_gym, sympy
 x = sympy.Symbol('x')
@@ -153,14 +180,18 @@ print(json.dumps(score))
 """
 
 
-def _directories(libraries: Collection[str] = ('reasoning_gym', 'sympy', 'numpy')) -> tuple[str, ...]:
+def _directories(
+  libraries: Collection[str] = ('reasoning_gym', 'sympy', 'numpy'),
+) -> tuple[str, ...]:
   """Returns the directories in which the libraries are installed."""
   origins = [pathlib.Path(importlib.util.find_spec(library).origin) for library in libraries]
   return tuple(dict.fromkeys(str(origin.absolute().parents[1]) for origin in origins))
 
 
 def _open(isolation: Isolation) -> Sandboxes:
-  return Sandboxes(LIMITS, isolation=isolation, preload=Preload(path=_directories(), source=_PRELOAD))
+  return Sandboxes(
+    LIMITS, isolation=isolation, preload=Preload(path=_directories(), source=_PRELOAD)
+  )
 
 
 _opening = threading.Lock()
@@ -176,7 +207,9 @@ def _sandboxes(isolation: Isolation) -> Sandboxes:
 
 
 def _within_budget(work: Callable[[], T]) -> T:
-  """Returns the result of `work`. Raises SandboxError after `BUDGET_S` seconds; `work` then continues in its thread."""
+  """Returns the result of `work`. Raises SandboxError after `BUDGET_S` seconds; `work` then
+  continues in its thread.
+  """
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
   def run() -> None:
@@ -189,12 +222,16 @@ def _within_budget(work: Callable[[], T]) -> T:
   try:
     return result.result(BUDGET_S)
   except TimeoutError:
-    raise SandboxError(f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may be starting') from None
+    raise SandboxError(
+      f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may be starting'
+    ) from None
 
 
 @functools.cache
 def check_isolation(isolation: Isolation) -> None:
-  """Raises NoIsolation if this machine cannot provide the isolation, or if the libraries do not load in a sandbox."""
+  """Raises NoIsolation if this machine cannot provide the isolation, or if the libraries do not
+  load in a sandbox.
+  """
   _open(isolation).close()
 
 

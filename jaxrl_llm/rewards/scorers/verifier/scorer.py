@@ -1,10 +1,12 @@
-"""Scorer that checks answers to procedural tasks with the verifier of the generator that made the task.
+"""Scorer that checks answers to procedural tasks with the verifier of the generator that made the
+task.
 
-The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with partial credit sum
-floats, and a right answer followed by junk can reach 0.9999999999999999.
+The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with
+partial credit sum floats, and a right answer followed by junk can reach 0.9999999999999999.
 
-Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. These run in a sandbox and
-get only answers within a strict grammar (`evaluating`). The others run in this process, under a watch (`watch`).
+Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. These
+run in a sandbox and get only answers within a strict grammar (`evaluating`). The others run in this
+process, under a watch (`watch`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from typing import Any, Literal
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, ScorerConfig, Verdict, in_force, read_options
+from jaxrl_llm.rewards.api import (
+  Attempt,
+  OverrunIsZero,
+  Scorer,
+  ScorerConfig,
+  Verdict,
+  in_force,
+  read_options,
+)
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, NoIsolation
 from jaxrl_llm.rewards.scorers.answer.extraction import Method, extract
 from jaxrl_llm.rewards.scorers.verifier.evaluating import (
@@ -41,7 +51,9 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Strip white space at both ends of the answer; extractions other than `whole` always strip it."""
+  """Strip white space at both ends of the answer; extractions other than `whole` always strip
+  it.
+  """
   partial_credit: bool = False
   """Use the verifier's number as the value, instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
@@ -77,11 +89,12 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 
 
 def runs_code(answer: str) -> bool:
-  """Whether `eval` of the answer could do more than compute: the answer calls a builtin (other than `_HARMLESS`) or a
-  method, passes a string to any call, contains a lambda, or uses a dunder name.
+  """Whether `eval` of the answer could do more than compute: the answer calls a builtin (other than
+  `_HARMLESS`) or a method, passes a string to any call, contains a lambda, or uses a dunder name.
 
-  This check, for verifiers without a known grammar, keeps answers from deciding their own scores. It does not protect
-  the host, since a verifier may rewrite what Python cannot parse (`3!`) before it evaluates; the sandbox does.
+  This check, for verifiers without a known grammar, keeps answers from deciding their own scores.
+  It does not protect the host, since a verifier may rewrite what Python cannot parse (`3!`) before
+  it evaluates; the sandbox does.
   """
   try:
     tree = ast.parse(answer.strip(), mode='eval')
@@ -90,7 +103,10 @@ def runs_code(answer: str) -> bool:
   for node in ast.walk(tree):
     match node:
       case ast.Call(func=ast.Name(id=name)) if name not in _BUILTINS:
-        if any(isinstance(inner, ast.Constant) and isinstance(inner.value, str | bytes) for inner in ast.walk(node)):
+        if any(
+          isinstance(inner, ast.Constant) and isinstance(inner.value, str | bytes)
+          for inner in ast.walk(node)
+        ):
           return True
       case ast.Call() | ast.Lambda():
         return True
@@ -100,7 +116,9 @@ def runs_code(answer: str) -> bool:
 
 
 def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
-  """Returns the verifier's number; 0 if it raises on this answer but not on the reference answer."""
+  """Returns the verifier's number; 0 if it raises on this answer but not on the reference
+  answer.
+  """
   score_answer = _score_answer(name)
   # Some verifiers (`number_sorting`) evaluate the reference answer, which is a list.
   with watched(name, entry['answer'] if is_list(str(entry['answer'])) else None):
@@ -120,9 +138,12 @@ def _refusal(name: str, answer: str, reference: str) -> str | None:
   return None
 
 
-def _ask_in_sandbox(name: str, answer: str, entry: dict[str, Any], options: VerifierOptions) -> float | Verdict:
-  """Returns the verifier's number like `_ask`, but runs it in a sandbox; a Verdict if the answer is refused or the
-  verifier hits a limit."""
+def _ask_in_sandbox(
+  name: str, answer: str, entry: dict[str, Any], options: VerifierOptions
+) -> float | Verdict:
+  """Returns the verifier's number like `_ask`, but runs it in a sandbox; a Verdict if the answer is
+  refused or the verifier hits a limit.
+  """
   if reason := _refusal(name, answer, entry['answer']):
     return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
   score, outcome = score_in_sandbox(name, answer, entry, options.isolation)
@@ -131,25 +152,36 @@ def _ask_in_sandbox(name: str, answer: str, entry: dict[str, Any], options: Veri
   reason = f'the verifier met a limit of its sandbox ({outcome.ended})'
   if options.on_timeout == 'none':
     raise TimeoutError(reason)
-  return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200], 'detail': outcome.detail})
+  return Verdict(
+    value=0.0, evidence={'reason': reason, 'answer': answer[:200], 'detail': outcome.detail}
+  )
 
 
 def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
   """Scores the completion's answer with the task's verifier; None for a task without a verifier."""
   fields = attempt.task.fields
   if 'reasoning_gym' not in fields or 'entry' not in fields:
-    return Verdict(value=None, evidence={'reason': 'the task has no verifier (fields reasoning_gym, entry)'})
+    return Verdict(
+      value=None, evidence={'reason': 'the task has no verifier (fields reasoning_gym, entry)'}
+    )
   if options.extraction == 'whole':
-    answer, reason = attempt.completion.strip() if options.strip else attempt.completion, 'no answer'
+    answer, reason = (
+      attempt.completion.strip() if options.strip else attempt.completion,
+      'no answer',
+    )
   else:
     prompts = [message['content'] for message in attempt.task.prompt]
-    extraction = extract(attempt.completion, method=options.extraction, tag=options.tag, prompts=prompts)
+    extraction = extract(
+      attempt.completion, method=options.extraction, tag=options.tag, prompts=prompts
+    )
     answer, reason = extraction.answer, extraction.reason
   if not answer:
     return Verdict(value=0.0, evidence={'reason': reason})
   name, entry = fields['reasoning_gym'], fields['entry']
   _score_answer(name)  # Raises for an unknown verifier.
-  score = _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
+  score = (
+    _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
+  )
   if isinstance(score, Verdict):
     return score
   evidence = {'answer': answer[:200], 'verifier': score if math.isfinite(score) else str(score)}
@@ -157,11 +189,15 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
 
 
 def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> None:
-  """Raises UserError for tasks whose verifiers evaluate answers if this machine has no sandbox for them."""
+  """Raises UserError for tasks whose verifiers evaluate answers if this machine has no sandbox for
+  them.
+  """
   if not any(scorer.implementation == 'verifier' for scorer in scorers):
     return
   named = {
-    (task.domain, task.taskset, name) for task in tasks if isinstance(name := task.fields.get('reasoning_gym'), str)
+    (task.domain, task.taskset, name)
+    for task in tasks
+    if isinstance(name := task.fields.get('reasoning_gym'), str)
   }
   for domain, taskset, name in sorted(named):
     for scorer in in_force(scorers, domain, taskset) if evaluates(name) else ():
@@ -171,9 +207,12 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
         check_isolation(read_options(VerifierOptions, scorer.options, 'verifier').isolation)
       except NoIsolation as error:
         raise UserError(
-          f'taskset {taskset}: verifier {name!r} evaluates answers, which needs a sandbox, and this machine does not '
-          f'isolate programs ({error.reasons}); permit unprivileged user namespaces, install bubblewrap, or set the '
-          "scorer's option isolation='none' to accept that an answer might do whatever this user can"
+          f'taskset {taskset}: verifier {name!r} evaluates answers, which needs a sandbox, and '
+          'this machine does not '
+          f'isolate programs ({error.reasons}); permit unprivileged user namespaces, install '
+          'bubblewrap, or set the '
+          "scorer's option isolation='none' to accept that an answer might do whatever this user "
+          'can'
         ) from None
 
 
