@@ -151,7 +151,10 @@ def attention_part(model: str) -> dict[str, object]:
   rows, length = (2, 64) if _TINY.value else (4, _CHUNK_LEN.value)
   heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.num_key_value_heads)
   keys = jax.random.split(jax.random.key(0), 4)
-  shape = lambda n: (rows, length, n, spec.head_dim)
+
+  def shape(n):
+    return (rows, length, n, spec.head_dim)
+
   arrays = [jax.random.normal(key, shape(n), jnp.bfloat16) for key, n in zip(keys, heads)]
   weight = jax.random.normal(keys[3], shape(heads[0]), jnp.float32)
   # Segments of unequal lengths, and padding at the end of every row.
@@ -162,7 +165,10 @@ def attention_part(model: str) -> dict[str, object]:
     + 1
   )
   positions = np.arange(length) - np.searchsorted(ids, ids)
-  tiled = lambda row: jnp.asarray(np.tile(row, (rows, 1)), jnp.int32)
+
+  def tiled(row):
+    return jnp.asarray(np.tile(row, (rows, 1)), jnp.int32)
+
   places = Places(tiled(np.where(ids == 4, 0, ids)), tiled(positions))
 
   def values_and_gradients(name, dtype):
@@ -176,7 +182,10 @@ def attention_part(model: str) -> dict[str, object]:
 
     both = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))
     given = [x.astype(dtype) for x in arrays]
-    run = lambda: jax.block_until_ready(both(*given))
+
+    def run():
+      return jax.block_until_ready(both(*given))
+
     (_, out), grads = run()
     real = np.asarray(places.segment_ids > 0)[..., None, None]
     return [np.asarray(x, np.float32) * real for x in (out, *grads)], run
@@ -246,13 +255,16 @@ def torch_step(model: str) -> dict[str, float]:
   def loss(ids, advantage):
     with torch.autocast(device, torch.bfloat16):
       hidden, kernel = decoder(ids)
-      head = lambda row: torch.utils.checkpoint.checkpoint(
-        logprobs,
-        hidden[row, prompt_len - 1 : -1],
-        kernel,
-        ids[row, prompt_len:],
-        use_reentrant=False,
-      )
+
+      def head(row):
+        return torch.utils.checkpoint.checkpoint(
+          logprobs,
+          hidden[row, prompt_len - 1 : -1],
+          kernel,
+          ids[row, prompt_len:],
+          use_reentrant=False,
+        )
+
       found = torch.stack([head(row) for row in range(len(ids))])
     ratio = torch.exp(found - found.detach())
     clipped = ratio.clamp(0.8, 1.2)
@@ -318,9 +330,14 @@ def torch_decoder(spec: ModelSpec):
       self.gate_up, self.down = linear(d, 2 * ff, bias=False), linear(ff, d, bias=False)
 
     def forward(self, x, cos, sin):
-      heads = lambda y: y.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+      def heads(y):
+        return y.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+
       q, k, v = map(heads, self.qkv(self.first(x)).split(self.sizes, -1))
-      turn = lambda y: y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin
+
+      def turn(y):
+        return y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin
+
       q, k = turn(q).to(v.dtype), turn(k).to(v.dtype)
       mixed = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
@@ -359,7 +376,10 @@ def offload() -> dict[str, float]:
   count = 1 << (16 if _TINY.value else 28)
   on_device = jax.device_put(jnp.ones(count, jnp.float32), here)
   on_host = jax.block_until_ready(jax.device_put(on_device, there))
-  move = lambda x, to: seconds(lambda: jax.block_until_ready(jax.device_put(x, to)))
+
+  def move(x, to):
+    return seconds(lambda: jax.block_until_ready(jax.device_put(x, to)))
+
   return {
     name: 4e-9 * count / move(x, to)
     for name, x, to in (('out', on_device, there), ('in', on_host, here))

@@ -82,7 +82,9 @@ def sequence_values(
     )
     return jnp.where(mask, found.logprobs, 0.0).sum()
 
-  padded = lambda values: np.pad(values, (0, _LENGTH - len(values)))[None]
+  def padded(values):
+    return np.pad(values, (0, _LENGTH - len(values)))[None]
+
   return np.array(
     [
       float(one(padded(s.tokens), padded(np.ones(len(s.tokens), np.int32)), padded(s.loss_mask)))

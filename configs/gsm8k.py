@@ -26,13 +26,15 @@ from jaxrl_llm.api import (
 
 
 def get_config(directory: str = 'gsm8k') -> Config:
-  taskset = lambda name: TasksetConfig(
-    name=name,
-    source=f'{directory}/{name}.jsonl',
-    domain='math',
-    prompt='{question}\n',
-    truth='{answer:after ####}',
-  )
+  def taskset(name):
+    return TasksetConfig(
+      name=name,
+      source=f'{directory}/{name}.jsonl',
+      domain='math',
+      prompt='{question}\n',
+      truth='{answer:after ####}',
+    )
+
   return Config(
     name='gsm8k',
     policy=PolicyConfig(

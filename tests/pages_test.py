@@ -67,7 +67,10 @@ class Hub:
 def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
   names, (stop, *_) = {}, tokenizer.stop_ids
   exec(code('docs/develop/add_workflow.md', 'two_turns.py'), names)
-  said = lambda text: [*tokenizer.encode(text), stop]
+
+  def said(text):
+    return [*tokenizer.encode(text), stop]
+
   # One sample is right at once, the other one in its second turn.
   hub = Hub(said('cba'), said('ab'), said('cba'))
   workflow = names['TwoTurns'](hub, tokenizer, max_tokens=9, hint='d')

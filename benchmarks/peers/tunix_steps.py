@@ -57,9 +57,10 @@ def main(folder, micro_batch):
     eval_every_n_steps=1_000_000, gradient_accumulation_steps=parts if parts > 1 else None
   )
   actor = trainer.Trainer(load(f'{folder}/model'), optimizer, config, dict)
-  loss = lambda model, train_example, algo_config: algo_core.grpo_loss_fn(
-    model, train_example, algo_config, **IDS
-  )
+
+  def loss(model, train_example, algo_config):
+    return algo_core.grpo_loss_fn(model, train_example, algo_config, **IDS)
+
   actor = actor.with_loss_fn(loss, has_aux=True)
   actor = actor.with_gen_model_input_fn(lambda x: {'train_example': x, 'algo_config': algorithm})
   step, _ = actor.jit_train_and_eval_step(cache_nnx_graph=True)

@@ -101,7 +101,10 @@ async def run(
   """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-  request_stop = lambda signum: stop.done() or stop.set_result(signum)
+
+  def request_stop(signum):
+    return stop.done() or stop.set_result(signum)
+
   coordinator = Coordinator(device, on_signal=request_stop)
   begun = asyncio.Event()
   if on_start is None:

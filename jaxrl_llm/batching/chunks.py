@@ -76,7 +76,10 @@ def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeS
   """Returns the shape and dtype of each field of `Chunks`, given the axes before `time` or
   `segments`.
   """
-  width = lambda name: segments if name in _PER_SEGMENT else time
+
+  def width(name):
+    return segments if name in _PER_SEGMENT else time
+
   return {
     name: jax.ShapeDtypeStruct((*leading, width(name)), dtype) for name, dtype in _DTYPES.items()
   }

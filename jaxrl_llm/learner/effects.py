@@ -54,9 +54,10 @@ def surrogate_needs(options: Any) -> dict[str, Need]:
   """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that
   reads the option.
   """
-  fields = lambda kind: (
-    kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
-  )
+
+  def fields(kind):
+    return kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
+
   chosen = fields(named_pair(options.policy_loss, 'policy_loss', SURROGATES)[0])
   readers: dict[str, list[str]] = {}
   for surrogate, (kind, _) in SURROGATES.items():

@@ -108,12 +108,17 @@ def _build_pass(
   """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
-    run_one = lambda i: outputs(params, micro_batch(batch, i))
+    def run_one(i):
+      return outputs(params, micro_batch(batch, i))
+
     count = batch.tokens.shape[0]
     start = jax.tree.map(
       lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(run_one, 0)
     )
-    put = lambda i, all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
+
+    def put(i, all, new):
+      return jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
+
     return jax.lax.fori_loop(
       0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, run_one(i)), start
     )

@@ -70,7 +70,10 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.segments
-    summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
+
+    def summed(values):
+      return segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
+
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
     # Sum in the outputs' dtype, like all sums over time: the mesh decides the order of summation,

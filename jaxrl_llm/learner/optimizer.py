@@ -79,11 +79,12 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 
   Every transformation treats each parameter independently: `apply_update` relies on this.
   """
+
   # Select parameters by name, not by rank: with scanned layers, norms and biases have two
   # dimensions too.
-  decayed = lambda params: jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key in _DECAYED, params
-  )
+  def decayed(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
+
   return optax.chain(
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
     optax.add_decayed_weights(config.weight_decay, mask=decayed),
@@ -106,7 +107,10 @@ def optimizer_shardings(
     offload: whether the parameter-shaped leaves are in host memory.
   """
   shapes = jax.eval_shape(optimizer.init, params)
-  place = lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding
+
+  def place(_, sharding):
+    return sharding.with_memory_kind(HOST) if offload else sharding
+
   return optax.tree_map_params(
     optimizer, place, shapes, shardings, transform_non_params=lambda _: whole
   )
@@ -135,7 +139,10 @@ def apply_update(
   if not any(map(is_offloaded, jax.tree.leaves(shardings))):
     return _applied(optimizer, grads, opt_state, params, take)
   structure = jax.tree.structure(params)
-  like_params = lambda node: jax.tree.structure(node) == structure
+
+  def like_params(node):
+    return jax.tree.structure(node) == structure
+
   nodes, of_state = jax.tree.flatten(opt_state, is_leaf=like_params)
   copies = [jax.tree.leaves(node) if like_params(node) else None for node in nodes]
   places = [jax.tree.leaves(node) for node in jax.tree.leaves(shardings, is_leaf=like_params)]
@@ -144,7 +151,9 @@ def apply_update(
     zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
   ):
     # Keep the parameter's name: it decides whether weight decay applies.
-    as_tree = lambda leaf, name=path[-1].key: {name: leaf}
+    def as_tree(leaf, name=path[-1].key):
+      return {name: leaf}
+
     there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
     fetched = [
       node if copy is None else as_tree(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
@@ -170,7 +179,10 @@ def apply_update(
 
 def _applied(optimizer, grads, opt_state, params, take):
   steps, after = optimizer.update(grads, opt_state, params)
-  choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
+
+  def choose(new, old):
+    return jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
+
   return choose(optax.apply_updates(params, steps), params), choose(after, opt_state)
 
 

@@ -262,9 +262,12 @@ def _group_advantages(
     estimate = leave_one_out
   else:
     by_std = config.norm_adv_by_std and config.adv_estimator == 'grpo'
-    estimate = lambda r, g: group_advantages(
-      r, g, normalize_by_std=by_std, ddof=config.adv_ddof, eps=config.adv_eps
-    )
+
+    def estimate(r, g):
+      return group_advantages(
+        r, g, normalize_by_std=by_std, ddof=config.adv_ddof, eps=config.adv_eps
+      )
+
   return _compared(config, closed.rows, rewards, estimate)
 
 
@@ -386,9 +389,10 @@ def policy_terms(
   logprobs, segments = outputs.logprobs, chunks.segments
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
-  of = lambda values, weight: term(
-    values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale
-  )
+
+  def of(values, weight):
+    return term(values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale)
+
   tokens = SurrogateTokens(
     logprobs, proximal, chunks.advantages, mask, chunks.segment_ids, segments
   )

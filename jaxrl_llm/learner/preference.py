@@ -154,5 +154,8 @@ def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> 
   """
   hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
   count = there.sum().astype(jnp.float32)
-  total = lambda values: Stat(jnp.where(there, values, 0.0).sum(), count)
+
+  def total(values):
+    return Stat(jnp.where(there, values, 0.0).sum(), count)
+
   return {'rewards/accuracies': total(hits), 'rewards/margins': total(margins)}

@@ -87,7 +87,10 @@ def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
   """Initialises only the trained parameters of `init_params`."""
-  trained = lambda key: lora.split(model.init(key), model.spec, model.options)[0]
+
+  def trained(key):
+    return lora.split(model.init(key), model.spec, model.options)[0]
+
   return jax.jit(trained, out_shardings=trained_shardings(model, mesh))(jax.random.key(seed))
 
 
@@ -96,9 +99,12 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
   and feeds its own devices.
   """
   shardings = flatten(param_shardings(model, mesh))
-  place = lambda array, sharding: jax.make_array_from_callback(
-    array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
-  )
+
+  def place(array, sharding):
+    return jax.make_array_from_callback(
+      array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
+    )
+
   return unflatten({name: place(array, shardings[name]) for name, array in flatten(params).items()})
 
 
@@ -122,7 +128,10 @@ def init_state(
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-  zero = lambda: jax.device_put(jnp.zeros((), jnp.int32), whole)
+
+  def zero():
+    return jax.device_put(jnp.zeros((), jnp.int32), whole)
+
   return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
 
 
@@ -168,8 +177,13 @@ def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> Train
 
 def with_schedule(opt_state: PyTree, other: PyTree) -> PyTree:
   """Returns `opt_state` with the schedule position of `other`."""
-  of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
-  choose = lambda fresh, kept: kept if of_schedule(fresh) else fresh
+
+  def of_schedule(node):
+    return isinstance(node, optax.ScaleByScheduleState)
+
+  def choose(fresh, kept):
+    return kept if of_schedule(fresh) else fresh
+
   return jax.tree.map(choose, opt_state, other, is_leaf=of_schedule)
 
 

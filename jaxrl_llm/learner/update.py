@@ -95,9 +95,9 @@ def gradients(
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
   # Accumulate gradients with the parameters' sharding, so that no device holds more than its shard.
   shardings = None if model.mesh is None else trained_shardings(model, model.mesh)
-  placed = lambda tree: (
-    tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
-  )
+
+  def placed(tree):
+    return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
   def body(i, total: Gradients) -> Gradients:
     (part, (stats, outputs)), grads = value_and_grad(params, micro_batch(batch, i))
@@ -233,7 +233,9 @@ def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> 
   def measure(
     params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants
   ) -> dict[str, Stat]:
-    of = lambda i: one(params, micro_batch(batch, i), constants)
+    def of(i):
+      return one(params, micro_batch(batch, i), constants)
+
     start = jax.tree.map(_zeros, jax.eval_shape(of, 0))
     return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, of(i)), start)
 

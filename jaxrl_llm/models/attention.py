@@ -99,7 +99,10 @@ def _over(
   """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its
   spec.
   """
-  spec = lambda x, axes: sharding(mesh, axes, x.shape).spec
+
+  def spec(x, axes):
+    return sharding(mesh, axes, x.shape).spec
+
   of_query = spec(query, QUERIES)
   # If query heads are sharded but key-value heads are not, each device picks the key-value heads
   # that its query heads share.

@@ -34,8 +34,11 @@ def pair_sums(
     label: 1 chosen, -1 rejected; 0 only where `pair` is 0.
   """
   index, label = pair.reshape(-1), label.reshape(-1)
+
   # Sequences of no pair fall into segment 0, which is left out.
-  total = lambda x: jax.ops.segment_sum(x, index, num_segments=index.size + 1)[1:]
+  def total(x):
+    return jax.ops.segment_sum(x, index, num_segments=index.size + 1)[1:]
+
   signed = values.reshape(-1) * label.astype(values.dtype)
   present = (total((label > 0).astype(jnp.int32)) == 1) & (
     total((label < 0).astype(jnp.int32)) == 1

@@ -186,7 +186,10 @@ def _unblocked(
 
 def _placed(places: Places, block: int) -> Places:
   """Splits places into blocks, with padding at the end."""
-  fill = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(x.shape[0], -1, block)
+
+  def fill(x):
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(x.shape[0], -1, block)
+
   return Places(fill(places.segment_ids), fill(places.positions))
 
 

@@ -118,7 +118,10 @@ def run_splash(
 
   wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
   query = (wide * query.shape[-1] ** -0.5).astype(query.dtype)
-  by_head = lambda x: jnp.moveaxis(x, 2, 1)
+
+  def by_head(x):
+    return jnp.moveaxis(x, 2, 1)
+
   mixed = jax.vmap(kernel)(
     by_head(query), by_head(key), by_head(value), SegmentIds(segment_ids, key_segment_ids)
   )

@@ -34,15 +34,21 @@ def _backward(kept, dy):
 def _by_kernel(x, dy, dtype: jnp.dtype):
   """Σ over the tokens of dy · xᵀ."""
   tokens = tuple(range(x.ndim - 1))
-  product = lambda a, b: jax.lax.dot_general(
-    a, b, ((tokens, tokens), ((), ())), preferred_element_type=dtype
-  )
-  plain = lambda x, dy: product(dy, x)
+
+  def product(a, b):
+    return jax.lax.dot_general(a, b, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
+
+  def plain(x, dy):
+    return product(dy, x)
+
   if dy.shape[-1] <= x.shape[-1]:
     return plain(x, dy)
+
   # XLA:CPU takes a third less time if the second factor is the wider; without the barrier it swaps
   # the factors back.
-  turned = lambda x, dy: jax.lax.optimization_barrier(product(x, dy)).T
+  def turned(x, dy):
+    return jax.lax.optimization_barrier(product(x, dy)).T
+
   return jax.lax.platform_dependent(x, dy, cpu=turned, default=plain)
 
 

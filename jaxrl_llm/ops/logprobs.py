@@ -117,14 +117,23 @@ def token_logprobs(
   if rows % row_shards:
     raise ValueError(f'row_shards {row_shards} does not divide the {rows} rows')
   cut = (row_shards, rows // row_shards, time_shards, time // time_shards)
-  wanted_or_all = lambda x: x if wanted is None else jnp.where(wanted, x, 0.0)
-  by_part = lambda x: (
-    x.reshape(*cut, *x.shape[2:]).swapaxes(1, 2).reshape(row_shards, time_shards, -1, *x.shape[2:])
-  )
-  by_row = lambda x: (
-    x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
-  )
-  following = lambda x: by_part(jnp.roll(x, -1, axis=1))
+
+  def wanted_or_all(x):
+    return x if wanted is None else jnp.where(wanted, x, 0.0)
+
+  def by_part(x):
+    return (
+      x.reshape(*cut, *x.shape[2:])
+      .swapaxes(1, 2)
+      .reshape(row_shards, time_shards, -1, *x.shape[2:])
+    )
+
+  def by_row(x):
+    return x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
+
+  def following(x):
+    return by_part(jnp.roll(x, -1, axis=1))
+
   states, targets, scale = by_part(hidden), following(tokens), following(temperature)
   chunks, positions = time // token_chunk, token_chunk // time_shards * cut[1]
   if wanted is None or chunks == 1:
@@ -133,7 +142,10 @@ def token_logprobs(
     asked = following(wanted)
     order = jnp.argsort(~asked, axis=-1, stable=True)
     places = jnp.argsort(order, axis=-1)
-    first = lambda x: jnp.take_along_axis(x, order, axis=-1)
+
+    def first(x):
+      return jnp.take_along_axis(x, order, axis=-1)
+
     used = -(-asked.sum(-1).max() // positions)
     results = _head(
       positions, _moved(states, order, places), kernel, first(targets), first(scale), used
@@ -264,7 +276,10 @@ def _head_backward(positions, kept, cotangents):
       hidden.dtype
     )
     d_states = jnp.einsum('tv,ve->te', d_logits, compute, preferred_element_type=d_kernel.dtype)
-    by_part = lambda x: x.reshape(len(d_kernel), -1, x.shape[-1])
+
+    def by_part(x):
+      return x.reshape(len(d_kernel), -1, x.shape[-1])
+
     d_kernel += jnp.einsum(
       'pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype
     )
@@ -292,16 +307,22 @@ def _chunk(arrays, i, positions):
   """Returns chunk `i` of arrays `[row part, time part, position, ...]`, each as `[positions of all
   parts, ...]`.
   """
-  part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * positions, positions, axis=2)
+
+  def part(x):
+    return jax.lax.dynamic_slice_in_dim(x, i * positions, positions, axis=2)
+
   return [part(x).reshape(-1, *x.shape[3:]) for x in arrays]
 
 
 def _with_chunk(arrays, chunks, i, positions):
   """Replaces chunk `i` in the arrays; the inverse of `_chunk`."""
-  part = lambda x, chunk: chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)
-  place = lambda x, chunk: jax.lax.dynamic_update_slice_in_dim(
-    x, part(x, chunk), i * positions, axis=2
-  )
+
+  def part(x, chunk):
+    return chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)
+
+  def place(x, chunk):
+    return jax.lax.dynamic_update_slice_in_dim(x, part(x, chunk), i * positions, axis=2)
+
   return tuple(place(x, chunk) for x, chunk in zip(arrays, chunks, strict=True))
 
 

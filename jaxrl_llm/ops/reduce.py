@@ -45,7 +45,10 @@ def segment_sums(
   """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and
   omitted.
   """
-  sum_chunk = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
+
+  def sum_chunk(v, s):
+    return jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
+
   return jax.vmap(sum_chunk)(values, segment_ids)
 
 

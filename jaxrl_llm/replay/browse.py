@@ -42,9 +42,12 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   # Without a write-ahead log (WAL), no process has the index open; opening it as immutable leaves
   # no files behind.
   log = path.with_name(f'{INDEX}-wal')
-  opened = lambda options: sqlite3.connect(
-    f'{path.resolve().as_uri()}?{options}', uri=True, isolation_level=None, timeout=5.0
-  )
+
+  def opened(options):
+    return sqlite3.connect(
+      f'{path.resolve().as_uri()}?{options}', uri=True, isolation_level=None, timeout=5.0
+    )
+
   alone = not log.exists()
   db = opened('immutable=1' if alone else 'mode=ro')
   reader = open_segment_reader(path.parent / SEGMENTS)
@@ -124,7 +127,10 @@ def summary(directory: str | os.PathLike) -> list[str]:
   sealed = sum(
     file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord')
   )
-  mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
+
+  def mean(value):
+    return 'no value' if value is None else f'mean {value:.4g}'
+
   return [
     *(_by_state(partition, counted[partition]) for partition in sorted(counted, reverse=True)),
     *(
@@ -158,7 +164,10 @@ def unclaimed(directory: str | os.PathLike) -> list[str]:
     name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')
   }
   aside = quarantine.files(directory, QUARANTINE)
-  size = lambda sizes: f'{sum(sizes.values()) / 1e6:,.1f} MB in {quarantine.listed([*sizes])}'
+
+  def size(sizes):
+    return f'{sum(sizes.values()) / 1e6:,.1f} MB in {quarantine.listed([*sizes])}'
+
   return [
     *(
       [f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}']

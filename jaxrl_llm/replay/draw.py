@@ -82,7 +82,10 @@ def draw(
   ready = sorted(
     (group for group in groups if _ready(group, config, step)), key=lambda group: group.group_id
   )
-  newness = lambda group: (-group.admitted, -group.issued)
+
+  def newness(group):
+    return (-group.admitted, -group.issued)
+
   match config.order:
     case 'newest':
       ready.sort(key=lambda group: (-group.version, *newness(group)))

@@ -59,7 +59,10 @@ def to_evict(
   ]
   kept = waiting[len(old) :]
   over = [] if capacity is None else kept[: max(len(kept) - capacity, 0)]
-  uids = lambda groups: [uid for group in groups for uid in group.uids]
+
+  def uids(groups):
+    return [uid for group in groups for uid in group.uids]
+
   return {'version': uids(old), 'capacity': uids(over)}
 
 

@@ -53,11 +53,14 @@ class StepWriter:
     """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change,
     even after a crash.
     """
-    content = lambda task: {
-      'prompt': [dict(message) for message in task.prompt],
-      'truth': task.truth,
-      'media': [{'kind': shown.kind, 'digest': shown.digest} for shown in task.media],
-    }
+
+    def content(task):
+      return {
+        'prompt': [dict(message) for message in task.prompt],
+        'truth': task.truth,
+        'media': [{'kind': shown.kind, 'digest': shown.digest} for shown in task.media],
+      }
+
     rows = [
       (task.uid, task.taskset, task.domain, self.step, self._attempt, json.dumps(content(task)))
       for task in tasks

@@ -223,7 +223,10 @@ def in_force(
   """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError for none: such tasks
   teach nothing.
   """
-  applies = lambda config: not config.tasksets or taskset in config.tasksets
+
+  def applies(config):
+    return not config.tasksets or taskset in config.tasksets
+
   chosen = tuple(c for c in configs if applies(c) and (not c.domains or domain in c.domains))
   if not chosen:
     known = sorted({d for c in configs for d in c.domains})

@@ -203,7 +203,10 @@ def payload(timeline: Timeline) -> dict[str, Any] | None:
     spans = [span for span in spans if span.end >= steps[0].start]
   zero, hidden = steps[0].start, max(0, len(spans) - MAX_SPANS)
   spans = spans[:MAX_SPANS]
-  place = lambda start, end: {'t': round(start - zero, 6), 'd': round(end - start, 6)}
+
+  def place(start, end):
+    return {'t': round(start - zero, 6), 'd': round(end - start, 6)}
+
   return {
     'lanes': [lane for lane in LANES if any(EDGES[span.edge].lane == lane for span in spans)],
     'edges': {

@@ -150,7 +150,10 @@ def answer_kind(config: AnswerKindConfig, context: ProcessorContext) -> Processo
     truth = (task.truth or '').strip()
     if 'boolean' in config.drop and truth.casefold().rstrip('.') in _BOOLEAN:
       return 'boolean'
-    listed = lambda letter: re.search(rf'(?<!\w)\(?{letter}[).:]', task.prompt[-1]['content'])
+
+    def listed(letter):
+      return re.search(rf'(?<!\w)\(?{letter}[).:]', task.prompt[-1]['content'])
+
     return (
       'choice'
       if 'choice' in config.drop and _LETTER.fullmatch(truth) and listed('A') and listed('B')

@@ -154,7 +154,9 @@ class Weighted:
     self._weights[task] = self._estimate.weight(self._known[task])
 
   def state(self) -> dict[str, Json]:
-    named = lambda by_task: {str(task): value for task, value in sorted(by_task.items())}
+    def named(by_task):
+      return {str(task): value for task, value in sorted(by_task.items())}
+
     return {'draws': self._draws, 'visits': named(self._visits), 'known': named(self._known)}
 
   def restore(self, state: Mapping[str, Json]) -> None:

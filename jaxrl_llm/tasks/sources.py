@@ -360,7 +360,10 @@ def _with_text(items: Any) -> Any:
   """Encodes the raw bytes in a media column as base64 text for JSON."""
   if not isinstance(items, list):
     return items
-  as_text = lambda value: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+  def as_text(value):
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
   return [
     {k: as_text(v) for k, v in item.items()} if isinstance(item, dict) else item for item in items
   ]

@@ -131,7 +131,10 @@ def test_a_field_that_a_source_took_over_is_answered_with_its_place(config, name
       if name in field_types(kind)
     }
     assert having and having == set(re.findall(r'[A-Z]\w+', place))
-  line = lambda where: f'^{re.escape(f"{where}.{name}: moved to {where}.{place}")}$'
+
+  def line(where):
+    return f'^{re.escape(f"{where}.{name}: moved to {where}.{place}")}$'
+
   with pytest.raises(UserError, match=line('StageConfig')):
     StageConfig(name='s', algorithm=AlgorithmConfig(name='grpo'), steps=1, **{name: None})
   with pytest.raises(UserError, match=line('StageConfig')):

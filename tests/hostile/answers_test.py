@@ -161,7 +161,9 @@ async def state(one):
 
 
 def differing(answers, found, others):
-  told = lambda score: (score.value, score.status)
+  def told(score):
+    return (score.value, score.status)
+
   return [
     (answer.task.fields.get('reasoning_gym', kind), answer.completion[:300], told(one), told(other))
     for (kind, answer), one, other in zip(answers, found, others, strict=True)

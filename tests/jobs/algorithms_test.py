@@ -106,7 +106,10 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
     'tests/support/fixtures/own_scorer',
   ):
     shutil.copy(job.ROOT / f'{name}.py', tmp_path)
-  config = lambda *more: (f'--config={tmp_path}/grpo.py', *job.small('grpo.py', *more)[1:])
+
+  def config(*more):
+    return (f'--config={tmp_path}/grpo.py', *job.small('grpo.py', *more)[1:])
+
   flags = (
     '--config.stages.1.algorithm.name=own_algorithm:ALGORITHM',
     '--config.stages.1.algorithm.options={"baseline":0.25}',

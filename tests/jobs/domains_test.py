@@ -155,13 +155,16 @@ def test_pictures_are_scored_from_recorded_answers(tmp_path):
   for scorer in ('box_iou', 'point', 'answer'):
     rows = [(said, truth, value) for name, said, truth, value in recorded if name == scorer]
     file, out = tmp_path / f'{scorer}.jsonl', tmp_path / f'{scorer}-scores.jsonl'
-    row = lambda said, truth: {
-      'prompt': 'Where?',
-      'completion': said,
-      'ability': 'vision',
-      'reward_model': {'style': 'rule', 'ground_truth': truth},
-      'images': [{'kind': 'image', 'bytes': PIXEL}],
-    }
+
+    def row(said, truth):
+      return {
+        'prompt': 'Where?',
+        'completion': said,
+        'ability': 'vision',
+        'reward_model': {'style': 'rule', 'ground_truth': truth},
+        'images': [{'kind': 'image', 'bytes': PIXEL}],
+      }
+
     file.write_text('\n'.join(json.dumps(row(said, truth)) for said, truth, _ in rows))
     job.call('launch/score.py', f'--scorer={scorer}', f'--rows={file}', f'--out={out}')
     assert [json.loads(line)['value'] for line in out.open()] == [value for *_, value in rows]

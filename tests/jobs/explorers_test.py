@@ -81,9 +81,10 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
     port = free.getsockname()[1]
   listen = {'processes': 0, 'listen': {'port': port, 'token_file': str(token)}}
   explore = ['launch/serve.py', '--role=explorer', f'--master=http://127.0.0.1:{port}']
-  start = lambda key: warm.start(
-    [*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment()
-  )
+
+  def start(key):
+    return warm.start([*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment())
+
   helper, stranger = start(token), None
   try:
     process = job.start(

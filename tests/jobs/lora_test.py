@@ -53,9 +53,10 @@ def test_adapters_alone_are_committed_and_move(adapted, base):
   arrays = job.newest_arrays(adapted)
   for path, (_, shape, _) in arrays.items():
     assert 'lora_' in path or not shape, path
-  of = lambda *words: [
-    path for path in arrays if 'lora_a' in path and all(word in path for word in words)
-  ]
+
+  def of(*words):
+    return [path for path in arrays if 'lora_a' in path and all(word in path for word in words)]
+
   targets = 2 * 7
   assert len(of("['params']")) == len(of("['reference']")) == targets
   assert len(of("['opt_state']")) == 2 * targets

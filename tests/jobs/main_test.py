@@ -194,9 +194,10 @@ def test_branches_from_a_run_with_init_from(finished, tmp_path):
     '--config.stages.sft.steps=1',
     '--config.stages.grpo.steps=1',
   )
-  score = lambda run: [
-    r['val-aux/eval/score/mean'] for r in job.rows(run) if 'val-aux/eval/score/mean' in r
-  ]
+
+  def score(run):
+    return [r['val-aux/eval/score/mean'] for r in job.rows(run) if 'val-aux/eval/score/mean' in r]
+
   assert score(workdir)[0] == score(finished)[-1] != score(finished)[0]
 
 

@@ -126,9 +126,10 @@ def test_broken_signals_teach_nothing(tmp_path, name, seed):
 def test_zero_reward_changes_no_bit_of_the_parameters(tmp_path):
   """The small job, for the same is true whatever it had learnt before."""
   steps = '--config.stages.grpo.steps={}'.format
-  train = lambda name, *flags: job.call(
-    'tests/support/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:]
-  )
+
+  def train(name, *flags):
+    return job.call('tests/support/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:])
+
   train('one', steps(1), '--config.rewards.scorers.0.options={}')
   train('eight', steps(8), '--config.rewards.scorers.0.options={}')
   one, eight = (job.files(tmp_path / name / 'hf')['model.safetensors'] for name in ('one', 'eight'))

@@ -129,7 +129,10 @@ def test_what_cannot_be_made_again_is_one_line(run, replay, tmp_path):
 def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run, tmp_path):
   copy = job.copy(run, tmp_path / 'copy')
   (copy / 'replay/index.sqlite').unlink()
-  found = lambda: {name: content for name, content in job.files(copy).items() if name != 'lock'}
+
+  def found():
+    return {name: content for name, content in job.files(copy).items() if name != 'lock'}
+
   before = found()
   error = job.train(copy, expect=2).stderr.splitlines()[-1]
   assert error.startswith('error: ') and 'cannot resume from its commit at step 20' in error

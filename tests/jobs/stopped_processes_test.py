@@ -184,9 +184,12 @@ def test_a_process_that_forks_sandboxes_and_is_stopped_is_replaced(monkeypatch):
 @pytest.mark.full
 def test_a_process_that_renders_templates_and_is_stopped_is_a_line_and_the_next_one_renders():
   template = TemplateProcess('{{ messages[0].content }}', RenderingLimits(wall_s=5.0))
-  render = lambda: template.render(
-    [{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={}
-  )
+
+  def render():
+    return template.render(
+      [{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={}
+    )
+
   assert render() == 'hi'
   (process,) = [
     child

@@ -146,12 +146,14 @@ def test_moments_in_host_memory_leave_the_devices():
 
 @pytest.mark.acceptance
 def test_without_their_moments_devices_hold_less_by_just_so_much():
-  compiled = lambda *flags: line_of(
-    'update',
-    dry_run(
-      'v5e:2x4', *CUT, '--config.policy.scan_layers=false', *flags, model=WIDE, rows=(512, 1536)
-    ),
-  )
+  def compiled(*flags):
+    return line_of(
+      'update',
+      dry_run(
+        'v5e:2x4', *CUT, '--config.policy.scan_layers=false', *flags, model=WIDE, rows=(512, 1536)
+      ),
+    )
+
   own, offloaded = compiled(), compiled('--config.stages.0.optimizer.offload=true')
   moments = megabytes('in host memory', offloaded)
   assert 'in host memory' not in own and moments > 10

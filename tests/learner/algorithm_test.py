@@ -69,7 +69,10 @@ def lost(config: PolicyGradientConfig, outputs, chunks):
 def tokens_of(algorithm, count: int = 1, length: int = 4):
   """Columns that such an annotation reads; every token but the first is trained."""
   mask = np.arange(length) > 0
-  values = lambda name: mask if name == 'loss_mask' else np.zeros(length, np.float32)
+
+  def values(name):
+    return mask if name == 'loss_mask' else np.zeros(length, np.float32)
+
   return {name: [values(name)] * count for name in algorithm.on_host}
 
 
@@ -94,7 +97,10 @@ def batch(
     mask += [False] + [bool(annotation.in_loss[i])] * len(own)
     advantages += [0.0] + [float(annotation.advantages[i])] * len(own)
     logprobs += [77.0] + [proximal + math.log(r) for r in own]
-  pad = lambda values, filler: jnp.array([values + [filler] * 4])
+
+  def pad(values, filler):
+    return jnp.array([values + [filler] * 4])
+
   segments, mask = pad(segments, 0), pad(mask, False)
   everywhere = jnp.ones(segments.shape, jnp.float32)
   chunks = Chunks(
@@ -183,7 +189,10 @@ def test_gradient_flows_only_through_unclipped_tokens_of_scored_rows():
   RATIOS.
   """
   outputs, chunks = batch()
-  loss = lambda logprobs: sum_of(lost(CONFIG, outputs._replace(logprobs=logprobs), chunks)[0])
+
+  def loss(logprobs):
+    return sum_of(lost(CONFIG, outputs._replace(logprobs=logprobs), chunks)[0])
+
   found = jax.grad(loss)(outputs.logprobs)[0] * 7
   # s1: 1.5 clipped, 0.5 not; s2: 0.5 clipped, 4 held by the dual clip, 1 not; s3; s4; s5
   # unscorable.
@@ -254,7 +263,10 @@ def test_hand_worked_kl_term_and_its_gradient(kind, unbiased, value, slope):
   assert mean(stats['actor/kl']) == pytest.approx(
     LN2 - 0.5 if kind == 'k3' else LN2**2 / 2, rel=1e-4
   )
-  loss = lambda logprobs: sum_of(lost(config, outputs._replace(logprobs=logprobs), chunks)[0])
+
+  def loss(logprobs):
+    return sum_of(lost(config, outputs._replace(logprobs=logprobs), chunks)[0])
+
   assert float(jax.grad(loss)(outputs.logprobs)[0, 1]) == pytest.approx(0.1 * slope, rel=1e-4)
 
 
@@ -580,11 +592,13 @@ def test_a_row_with_a_value_that_is_not_finite_leaves_the_loss_by_name_and_moves
 
 
 def test_a_divergence_that_is_not_finite_moves_no_coefficient():
-  tokens = lambda *references: dict(
-    loss_mask=[np.array([False, True, True])] * len(references),
-    proximal_logprobs=[np.array([0.0, -1.0, -1.0], np.float32)] * len(references),
-    reference_logprobs=[np.array([0.0, -2.0, value], np.float32) for value in references],
-  )
+  def tokens(*references):
+    return dict(
+      loss_mask=[np.array([False, True, True])] * len(references),
+      proximal_logprobs=[np.array([0.0, -1.0, -1.0], np.float32)] * len(references),
+      reference_logprobs=[np.array([0.0, -2.0, value], np.float32) for value in references],
+    )
+
   algorithm = grpo(ReinforcePlusPlusConfig(kl_reward_coef=0.5, kl_target=0.1, kl_horizon=10.0))
   rows = [row(0, 'a', 1.0, length=3), row(1, 'b', 1.0, length=3)]
   found = annotated(algorithm, rows, **tokens(-1.0, -math.inf))
@@ -705,7 +719,10 @@ def test_trajectories_are_mixed_by_what_they_share_a_baseline_with():
   """Both trajectories end with 1 and go through a step of 0: what the steps earn differs, the
   trajectories do not.
   """
-  steps = lambda i, name, step, reward: row(i, 'a', reward, trajectory=name, step_index=step)
+
+  def steps(i, name, step, reward):
+    return row(i, 'a', reward, trajectory=name, step_index=step)
+
   rows = [
     steps(0, 'x', 0, 0.0),
     steps(1, 'x', 1, 1.0),
@@ -732,7 +749,9 @@ def test_a_length_reward_waits_for_its_warm_up():
 
 
 def test_steps_of_a_trajectory_share_its_advantage():
-  steps = lambda i, name, step, reward: row(i, 'a', reward, trajectory=name, step_index=step)
+  def steps(i, name, step, reward):
+    return row(i, 'a', reward, trajectory=name, step_index=step)
+
   rows = [steps(0, 'x', 0, 0.0), steps(1, 'x', 1, 4.0), steps(2, 'y', 0, 0.0)]
   found = annotated(grpo(GrpoConfig(norm_adv_by_std=False)), rows)
   np.testing.assert_array_equal(found.advantages, [2, 2, -2])

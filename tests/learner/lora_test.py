@@ -134,9 +134,12 @@ def test_the_gradient_is_that_of_finite_differences(folder, kind):
     direction = {
       name: rng.normal(size=x.shape) * name.endswith(kind) for name, x in trained.items()
     }
-    loss = lambda step: (
-      function(unflatten({name: x + step * direction[name] for name, x in trained.items()})).loss
-    )
+
+    def loss(step):
+      return function(
+        unflatten({name: x + step * direction[name] for name, x in trained.items()})
+      ).loss
+
     length = np.sqrt(sum((x**2).sum() for x in direction.values()))
     direction = {name: x / length for name, x in direction.items()}
     grads = flatten(function(case.trained).grads)
@@ -193,17 +196,23 @@ def test_an_update_moves_the_adapters_alone(folder, axes):
   # the adapters.
   for name, leaf in flatten(case.base).items():
     np.testing.assert_array_equal(leaf, base[name])
-  sizes = lambda tree: sorted(x.shape for x in jax.tree.leaves(tree) if x.ndim)
+
+  def sizes(tree):
+    return sorted(x.shape for x in jax.tree.leaves(tree) if x.ndim)
+
   assert sizes(state.opt_state) == sorted(2 * [x.shape for x in after.values()])
 
 
 def test_what_is_restored_and_compiled_for_is_what_is_trained(folder):
   case = Adapted(folder, dtype='float32', axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
   _, state, _ = build(case)
-  describe = lambda tree: {
-    jax.tree_util.keystr(path): (x.shape, x.dtype, x.sharding)
-    for path, x in jax.tree.leaves_with_path(tree)
-  }
+
+  def describe(tree):
+    return {
+      jax.tree_util.keystr(path): (x.shape, x.dtype, x.sharding)
+      for path, x in jax.tree.leaves_with_path(tree)
+    }
+
   optimizer = build_optimizer(CONFIG, 10)
   assert describe(abstract_state(case.model, optimizer, case.mesh)) == describe(state)
   assert describe(abstract_base(case.model, case.mesh)) == describe(case.base)

@@ -267,18 +267,25 @@ def estimated(config, rows):
   in_loss = [reward is not None for reward in rewards]
   if config.mask_unmixed_groups:
     scores = of_trajectories(rows, [row.reward for row in rows])
-    of = lambda group: {
-      score for row, score in zip(rows, scores) if row.group == group and score is not None
-    }
+
+    def of(group):
+      return {score for row, score in zip(rows, scores) if row.group == group and score is not None}
+
     in_loss = [scored and len(of(group)) > 1 for scored, group in zip(in_loss, groups)]
   if config.mask_truncated:
     in_loss = [scored and not row.truncated for scored, row in zip(in_loss, rows)]
   live = [mask & scored for mask, scored in zip(masks, in_loss)]
   returns, kind = None, config.adv_estimator
-  minus_mean = lambda reward, values, _: reward - statistics.fmean(values)
+
+  def minus_mean(reward, values, _):
+    return reward - statistics.fmean(values)
+
   whole = of_trajectories(rows, rewards)
   if kind == 'grpo':
-    divisor = lambda values: statistics.stdev(values) + 1e-6 if config.norm_adv_by_std else 1.0
+
+    def divisor(values):
+      return statistics.stdev(values) + 1e-6 if config.norm_adv_by_std else 1.0
+
     by_row = oracles_advantages.of_group(
       whole, groups, lambda r, v, i: minus_mean(r, v, i) / divisor(v)
     )
@@ -314,7 +321,10 @@ def estimated(config, rows):
 
 def policy_parts(config, says_now, held, own, advantages, mask):
   """Per token of one row: the policy's loss with its weights, and the divergence."""
-  place = lambda x: np.asarray(x, np.float64)[None]
+
+  def place(x):
+    return np.asarray(x, np.float64)[None]
+
   logprobs, before, mask = place(says_now.logprobs), place(held.logprobs), mask[None]
   behaviour, advantages, ids = (
     place(own['behaviour_logprobs']),
@@ -411,7 +421,10 @@ def mix_oracle(config, rows, now, held) -> float:
 def opmd_oracle(config, rows, now, held) -> float:
   rewards, groups = of_trajectories(rows, shaped(config, rows)), [row.group for row in rows]
   if config.baseline == 'mean':
-    rule = lambda reward, values, _: reward - statistics.fmean(values)
+
+    def rule(reward, values, _):
+      return reward - statistics.fmean(values)
+
     advantages = oracles_advantages.of_group(rewards, groups, rule)
   else:
     advantages = oracles_advantages.log_partition(rewards, groups, config.tau)
@@ -475,9 +488,10 @@ def oracle(label: str):
   of = functools.partial(
     ORACLES.get(label) or ORACLES.get(name) or policy_oracle, CONFIGS[label], subject.rows
   )
-  outputs = lambda params: {
-    row.index: says(params, subject.head, row.index) for row in subject.rows
-  }
+
+  def outputs(params):
+    return {row.index: says(params, subject.head, row.index) for row in subject.rows}
+
   return lambda params, held: of(outputs(params), outputs(held))
 
 

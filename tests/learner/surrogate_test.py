@@ -74,7 +74,10 @@ def test_the_recipe_shows_this_file_and_the_built_in_code():
   )
   for part in (surrogates.SapoOptions, surrogates.sapo):
     assert inspect.getsource(part) in source
-  without_name = lambda text: re.sub(r'policy_loss: str = .*', '', text)
+
+  def without_name(text):
+    return re.sub(r'policy_loss: str = .*', '', text)
+
   assert without_name(inspect.getsource(policy_options.SapoConfig)) in without_name(source)
 
 

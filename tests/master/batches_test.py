@@ -297,7 +297,9 @@ def test_what_is_held_out_is_named_where_the_step_ends_with_an_evaluation():
 
 
 def test_the_deal_is_a_function_of_seed_and_step():
-  deal = lambda step, seed: close(step, make_stage(minibatches=2), seed=seed)[0].optimizer_steps
+  def deal(step, seed):
+    return close(step, make_stage(minibatches=2), seed=seed)[0].optimizer_steps
+
   assert deal(12, 0) == deal(12, 0)
   assert len({deal(step, seed) for step in range(10, 16) for seed in range(4)}) > 2
 
@@ -308,7 +310,9 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
     for i, t in enumerate(exploring.make_tasks(7))
   ]
   write_segment(tmp_path, 'sft.arrayrecord', [encode(sample) for sample in samples])
-  make = lambda: StreamBatches(RowStream(tmp_path, 'sft.arrayrecord', rows=3, seed=1))
+
+  def make():
+    return StreamBatches(RowStream(tmp_path, 'sft.arrayrecord', rows=3, seed=1))
 
   async def main():
     batches, drawn, states = make(), [], []
@@ -341,7 +345,9 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
   stores = iter(exploring.new_store(tmp_path / str(i) / 'replay') for i in range(10))
 
   def make():
-    judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
+    def judge(attempt):
+      return None if exploration.number(attempt) == 1 else 1.0
+
     exploration = exploring.Exploration(tokenizer, next(stores), judge)
     return rollouts_of(exploration)
 
@@ -402,7 +408,10 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
 
   def make():
     store = exploring.new_store(tmp_path / str(next(stores)) / 'replay')
-    judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
+
+    def judge(attempt):
+      return None if exploration.number(attempt) == 1 else 1.0
+
     exploration = exploring.Exploration(tokenizer, store, judge)
     experts = StreamBatches(RowStream(tmp_path, source, rows=3, seed=5))
     return MixedBatches(exploration.explorer, experts), store
@@ -479,7 +488,10 @@ def test_rows_of_one_sample_share_its_place_and_its_pairs_stay_together(tmp_path
 
   async def main():
     store = exploring.new_store(tmp_path / 'replay')
-    judge = lambda attempt: float(attempt.uid.endswith('/2'))
+
+    def judge(attempt):
+      return float(attempt.uid.endswith('/2'))
+
     selection = SelectionConfig(kind='pairs', pairs_per_group=2)
     batches = rollouts_of(
       exploring.Exploration(tokenizer, store, judge, group_size=3, selection=selection)

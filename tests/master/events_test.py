@@ -47,7 +47,10 @@ def explored(tmp_path):
 
 def test_every_group_is_asked_for_scored_and_stored_once_or_dropped(explored):
   tasks, found, issued = explored
-  name = lambda i: f'grpo/{tasks[i].uid}/0'
+
+  def name(i):
+    return f'grpo/{tasks[i].uid}/0'
+
   asked = collections.defaultdict(dict)
   answered = {event.of: event for event in found if event.kind == 'reply'}
   for event in found:

@@ -44,20 +44,22 @@ TASKS = exploring.make_tasks(4, 'eval')
 
 
 def stages(*, explores=False):
-  make = lambda name, start: Stage(
-    name=name,
-    start=start,
-    end=start + 2,
-    algorithm=sft(SftConfig(), Setting(max_response_length=8)),
-    policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
-    keep_optimizer=False,
-    shape=SHAPE,
-    token_chunk=8,
-    minibatches=1,
-    epochs=1,
-    evaluate_every=None,
-    explores=explores,
-  )
+  def make(name, start):
+    return Stage(
+      name=name,
+      start=start,
+      end=start + 2,
+      algorithm=sft(SftConfig(), Setting(max_response_length=8)),
+      policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
+      keep_optimizer=False,
+      shape=SHAPE,
+      token_chunk=8,
+      minibatches=1,
+      epochs=1,
+      evaluate_every=None,
+      explores=explores,
+    )
+
   return make('first', 0), make('second', 2)
 
 
@@ -240,7 +242,10 @@ class Run:
 def written(workdir):
   """(stage, step, 'train' or the suite) of each row of metrics.jsonl."""
   rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  kind = lambda row: next((s for s in SUITES if f'val-core/{s}/acc/greedy' in row), 'train')
+
+  def kind(row):
+    return next((s for s in SUITES if f'val-core/{s}/acc/greedy' in row), 'train')
+
   return [(row['stage'], row['training/global_step'], kind(row)) for row in rows]
 
 

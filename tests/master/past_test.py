@@ -138,7 +138,10 @@ def test_a_killed_run_draws_what_it_would_have_drawn(tokenizer, tmp_path, step):
   after, _, _, report = run(
     tokenizer, tmp_path / 'replay', steps=9, start=step, state=states[step], delays=2
   )
-  strip = lambda plans: [[(row.uid, row.reward) for row in plan.rows] for plan in plans]
+
+  def strip(plans):
+    return [[(row.uid, row.reward) for row in plan.rows] for plan in plans]
+
   assert strip(before[:step] + after) == strip(whole)
   assert max(report.uses) <= 4
 

@@ -120,7 +120,10 @@ class Training:
     self._process = Process(coordinator=coordinator, device=self._device, mesh=self._mesh)
     has_critic = stage.algorithm.critic_loss is not None
     self._roles = Roles(bigram(), bigram('value') if has_critic else None)
-    draw = lambda model, seed: jax.device_get(model.init(jax.random.key(seed)))
+
+    def draw(model, seed):
+      return jax.device_get(model.init(jax.random.key(seed)))
+
     self._policy = draw(self._roles.model, 0)
     self._critic = draw(self._roles.critic, 1) if has_critic else None
     self._trainer = StageTrainer(
@@ -134,7 +137,10 @@ class Training:
   def begin(self, policy=None, reference=None) -> Learned:
     """What the stage begins with; host arrays may be given instead."""
     policy, algorithm = self._policy if policy is None else policy, self._stage.algorithm
-    place = lambda params: place_params(self._roles.model, self._mesh, params)
+
+    def place(params):
+      return place_params(self._roles.model, self._mesh, params)
+
     learned = Learned(
       init_state(place(policy), self._stage.policy.optimizer, self._mesh), reference_step=BEGIN
     )
@@ -257,17 +263,23 @@ def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, num
   done = with_critic[number]
   assert len(done.batch.steps) == 4 and done.passes == {'old_log_prob', 'values'}
   policy, critic = done.before.policy.params, done.before.critic.params
-  reward = lambda sample: ROWS[sample.sample_index].reward
-  expected = lambda sample: values_of(critic, sample)
+
+  def reward(sample):
+    return ROWS[sample.sample_index].reward
+
+  def expected(sample):
+    return values_of(critic, sample)
+
   assert_column(done.batch, 'values', expected)
   assert_column(done.batch, 'proximal_logprobs', lambda sample: forward(policy, sample))
   assert_column(
     done.batch, 'returns', lambda sample: np.full(len(sample.tokens) - 1, reward(sample))
   )
   surprise = np.concatenate([(reward(s) - expected(s))[s.loss_mask[1:]] for s in SAMPLES])
-  whitened = lambda s: (
-    (reward(s) - expected(s) - surprise.mean()) / np.sqrt(surprise.var(ddof=1) + 1e-8)
-  )
+
+  def whitened(s):
+    return (reward(s) - expected(s) - surprise.mean()) / np.sqrt(surprise.var(ddof=1) + 1e-8)
+
   assert_column(done.batch, 'advantages', whitened)
   moved = [np.abs(values_of(done.after.critic.params, s) - expected(s)).max() for s in SAMPLES]
   assert max(moved) > 0.01, 'the updates would not be seen'
@@ -287,7 +299,10 @@ def test_after_a_cut_comes_what_the_critic_expects_there(folder):
   embed, head = (np.asarray(critic[name]['kernel'], np.float64) for name in ('embed', 'head'))
   ahead = [row.truncated * float(embed[s.tokens[-1]] @ head[0]) for row, s in zip(rows, SAMPLES)]
   assert min(abs(ahead[i]) for i in (0, 3, 6)) > 0.1, 'the values would not be seen'
-  wanted = lambda s: np.full(len(s.tokens) - 1, rows[s.sample_index].reward + ahead[s.sample_index])
+
+  def wanted(s):
+    return np.full(len(s.tokens) - 1, rows[s.sample_index].reward + ahead[s.sample_index])
+
   assert_column(done.batch, 'returns', wanted)
   assert_column(done.batch, 'values', lambda sample: values_of(critic, sample))
   assert done.passes == {'old_log_prob', 'values'}
@@ -443,7 +458,10 @@ def test_an_averaged_reference_and_an_optimizer_that_starts_afresh(folder):
 
 def paired(rows):
   """Rows of preference pairs: each even one against the one after it."""
-  fields = lambda i: dict(pair=f'p{i // 2}', label=1 - 2 * (i % 2), reward=None)
+
+  def fields(i):
+    return dict(pair=f'p{i // 2}', label=1 - 2 * (i % 2), reward=None)
+
   return tuple(dataclasses.replace(row, **fields(i)) for i, row in enumerate(rows))
 
 
@@ -520,7 +538,10 @@ def logs_of(folder, stage, tokenizer) -> Logs:
 
 def drawn(like, rng):
   """Arrays of those shapes, dtypes and shardings."""
-  of = lambda x: (100 * rng.standard_normal(x.shape)).astype(x.dtype)
+
+  def of(x):
+    return (100 * rng.standard_normal(x.shape)).astype(x.dtype)
+
   return jax.tree.map(lambda x: jax.device_put(of(x), x.sharding), like)
 
 

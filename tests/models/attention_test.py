@@ -38,8 +38,13 @@ def draw(dtype, time=40, rows=((10, 20), (40,), (), (7, 9, 11), (33, 3), (1, 1, 
   rng = np.random.default_rng(0)
   ids = [[i + 1 for i, n in enumerate(row) for _ in range(n)] for row in rows]
   at = [[p for n in row for p in range(n)] for row in rows]
-  full = lambda lists: jnp.array([x + [0] * (time - len(x)) for x in lists], jnp.int32)
-  shape = lambda heads: (len(rows), time, heads, 16)
+
+  def full(lists):
+    return jnp.array([x + [0] * (time - len(x)) for x in lists], jnp.int32)
+
+  def shape(heads):
+    return (len(rows), time, heads, 16)
+
   arrays = tuple(jnp.asarray(rng.normal(size=shape(heads)), dtype) for heads in (12, 3, 3, 12))
   return arrays, Places(full(ids), full(at))
 

@@ -71,7 +71,10 @@ def test_a_replaced_head_makes_the_tree_of_the_other_model(scan_layers, before, 
   kept = flatten(params)
   kernel = fresh_head(spec, jax.random.key(1))
   found = replace_head(params, spec, kernel)
-  shape = lambda leaf: (leaf.shape, leaf.dtype)
+
+  def shape(leaf):
+    return (leaf.shape, leaf.dtype)
+
   assert jax.tree.map(shape, found) == jax.tree.map(shape, shapes_of(spec, scan_layers=scan_layers))
   assert head_kernel(found, spec) is kernel
   after_it = flatten(found)

@@ -47,9 +47,9 @@ def test_hand_worked_weights(options, wanted):
 
 def test_hand_worked_sequence_mask():
   # Geometric means: sqrt(3 * 0.1) = 0.548 and sqrt(1.5 * 0.8) = 1.095.
-  keep = lambda low, high: sequence_mask(PROXIMAL, ZERO, MASK, IDS, segments=3, low=low, high=high)[
-    0
-  ].tolist()
+  def keep(low, high):
+    return sequence_mask(PROXIMAL, ZERO, MASK, IDS, segments=3, low=low, high=high)[0].tolist()
+
   assert keep(0.54, 1.10) == [True] * 6
   assert keep(0.56, 1.10) == [False, False, True, True, True, True]
   assert keep(0.54, 1.09) == [True, True, False, False, True, True]
@@ -75,9 +75,10 @@ def test_hand_worked_negative_sequence_mask():
 @pytest.mark.parametrize('seed', [0, 1])
 def test_weights_equal_the_loops(options, dtype, seed):
   b = packed(seed)
-  call = lambda d: importance_weights(
-    d.proximal, d.behaviour, d.mask, d.ids, segments=SEGMENTS, **options
-  )
+
+  def call(d):
+    return importance_weights(d.proximal, d.behaviour, d.mask, d.ids, segments=SEGMENTS, **options)
+
   found = evaluate(call, b, dtype=dtype)
   wanted = oracles.importance_weights(b.proximal, b.behaviour, b.mask, b.ids, **options)
   np.testing.assert_allclose(found, wanted, rtol=5 * ACCURACY[dtype])
@@ -88,17 +89,23 @@ def test_weights_equal_the_loops(options, dtype, seed):
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_masks_equal_the_loops(dtype, seed):
   b = packed(seed, extreme=False)
-  call = lambda d: sequence_mask(
-    d.proximal, d.behaviour, d.mask, d.ids, segments=SEGMENTS, low=0.8, high=1.1
-  )
+
+  def call(d):
+    return sequence_mask(
+      d.proximal, d.behaviour, d.mask, d.ids, segments=SEGMENTS, low=0.8, high=1.1
+    )
+
   found = evaluate(call, b, dtype=dtype)
   wanted = oracles.sequence_mask(b.proximal, b.behaviour, b.mask, b.ids, low=0.8, high=1.1)
   np.testing.assert_array_equal(found, wanted)
   assert not found.all() and found[b.mask].any()
   options = {'threshold': 0.0}
-  call = lambda d: negative_sequence_mask(
-    d.behaviour, d.logprobs, d.advantages, d.mask, d.ids, segments=SEGMENTS, **options
-  )
+
+  def call(d):
+    return negative_sequence_mask(
+      d.behaviour, d.logprobs, d.advantages, d.mask, d.ids, segments=SEGMENTS, **options
+    )
+
   found = evaluate(call, b, dtype=dtype)
   wanted = oracles.negative_sequence_mask(
     b.behaviour, b.logprobs, b.advantages, b.mask, b.ids, **options

@@ -20,7 +20,9 @@ PROXIMAL = np.log([0.4, 0.35, 0.25])
 
 def test_hand_worked_kl():
   # d = log p - log q = ln 2:  k1 = ln 2;  k2 = ln²2 / 2;  k3 = 1/2 + ln 2 - 1.
-  kl = lambda kind: float(kl_estimate(jnp.full((1, 1), LN2), jnp.zeros((1, 1)), kind=kind)[0, 0])
+  def kl(kind):
+    return float(kl_estimate(jnp.full((1, 1), LN2), jnp.zeros((1, 1)), kind=kind)[0, 0])
+
   assert kl('k1') == pytest.approx(LN2, rel=1e-6)
   assert kl('k2') == pytest.approx(LN2**2 / 2, rel=1e-6)
   assert kl('k3') == pytest.approx(LN2 - 0.5, rel=1e-5)
@@ -31,7 +33,10 @@ def test_hand_worked_unbiased_kl():
   # 3 ln 2.
   proximal, mask = jnp.full((1, 1), LN2 - np.log(3.0)), jnp.ones((1, 1), bool)
   for kind, value in (('k3', 3 * (LN2 - 0.5)), ('k2', 1.5 * LN2**2)):
-    loss = lambda lp, kind=kind: unbiased_kl(lp, jnp.zeros((1, 1)), proximal, mask, kind=kind).sum()
+
+    def loss(lp, kind=kind):
+      return unbiased_kl(lp, jnp.zeros((1, 1)), proximal, mask, kind=kind).sum()
+
     assert float(loss(jnp.full((1, 1), LN2))) == pytest.approx(value, rel=1e-5)
     assert float(jax.grad(loss)(jnp.full((1, 1), LN2))[0, 0]) == pytest.approx(3 * LN2, rel=1e-5)
 
@@ -53,9 +58,10 @@ def test_estimators_are_unbiased_under_the_policy(kind):
 def test_values_equal_the_loops(kind, dtype, seed):
   b = packed(seed)
   b.reference[2, [0, 8]] = b.logprobs[2, [0, 8]] + [3.0, 40.0]  # both over the limits of k3
-  close = lambda found, wanted: np.testing.assert_allclose(
-    found, wanted, rtol=ACCURACY[dtype], atol=ACCURACY[dtype]
-  )
+
+  def close(found, wanted):
+    return np.testing.assert_allclose(found, wanted, rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
+
   found = evaluate(
     lambda d: kl_estimate(d.logprobs, d.reference, kind=kind, mask=d.mask), b, dtype=dtype
   )
@@ -72,8 +78,13 @@ def test_values_equal_the_loops(kind, dtype, seed):
 @pytest.mark.parametrize('kind', KINDS)
 def test_gradient_of_the_estimate_equals_differences(kind):
   b = packed(2, extreme=False)
-  loss = lambda d: kl_estimate(d.logprobs, d.reference, kind=kind, mask=d.mask).sum()
-  expected = lambda b: oracles.kl_estimate(b.logprobs, b.reference, b.mask, kind=kind).sum()
+
+  def loss(d):
+    return kl_estimate(d.logprobs, d.reference, kind=kind, mask=d.mask).sum()
+
+  def expected(b):
+    return oracles.kl_estimate(b.logprobs, b.reference, b.mask, kind=kind).sum()
+
   gradient = assert_gradient(loss, expected, b, 'logprobs')
   np.testing.assert_array_equal(gradient != 0, b.mask)
 
@@ -87,7 +98,9 @@ def test_unbiased_gradient_equals_differences(kind):
     ratio = np.exp(oracles.token_log_ratio(at, b.proximal, b.mask))
     return (ratio * oracles.kl_estimate(shifted.logprobs, b.reference, b.mask, kind=kind)).sum()
 
-  loss = lambda d: unbiased_kl(d.logprobs, d.reference, d.proximal, d.mask, kind=kind).sum()
+  def loss(d):
+    return unbiased_kl(d.logprobs, d.reference, d.proximal, d.mask, kind=kind).sum()
+
   gradient = assert_gradient(loss, expected, b, 'logprobs')
   np.testing.assert_array_equal(gradient != 0, b.mask)
 
@@ -117,9 +130,9 @@ def reverse_kl_gradient(logits=LOGITS, reference=REFERENCE):
 
 
 def test_expected_gradients_of_the_estimators_on_policy():
-  estimate = lambda kind: expected_gradient(
-    lambda lp: kl_estimate(lp, jnp.asarray(REFERENCE)[None], kind=kind)
-  )
+  def estimate(kind):
+    return expected_gradient(lambda lp: kl_estimate(lp, jnp.asarray(REFERENCE)[None], kind=kind))
+
   np.testing.assert_allclose(estimate('k1'), 0.0, atol=1e-12)
   np.testing.assert_allclose(estimate('k2'), reverse_kl_gradient(), atol=1e-12)
   assert np.abs(estimate('k3') - reverse_kl_gradient()).max() > 1e-2
@@ -143,9 +156,12 @@ def test_unbiased_kl_has_the_reverse_gradient_off_policy(kind):
 def test_unbiased_gradient_is_exact_wherever_the_value_is_limited(kind, p, q):
   """k3 reaches its limit of 10 where the policy is 2.61 nats below the reference."""
   logits, reference = np.log([p, 1 - p]), np.log([q, 1 - q])
-  estimate = lambda lp: unbiased_kl(
-    lp, jnp.asarray(reference)[None], jax.lax.stop_gradient(lp), jnp.ones((1, 2), bool), kind=kind
-  )
+
+  def estimate(lp):
+    return unbiased_kl(
+      lp, jnp.asarray(reference)[None], jax.lax.stop_gradient(lp), jnp.ones((1, 2), bool), kind=kind
+    )
+
   found = expected_gradient(estimate, logits=logits)
   np.testing.assert_allclose(found, reverse_kl_gradient(logits, reference), rtol=1e-9, atol=1e-15)
 
@@ -162,9 +178,10 @@ def test_unbiased_gradient_pulls_to_the_reference_from_everywhere(kind):
     (40.0, 10.0),
     (-30.0, np.exp(-20.0)),
   ):
-    loss = lambda lp, ahead=ahead: unbiased_kl(
-      lp, jnp.zeros_like(lp), difference - ahead, mask, kind=kind
-    ).sum()
+
+    def loss(lp, ahead=ahead):
+      return unbiased_kl(lp, jnp.zeros_like(lp), difference - ahead, mask, kind=kind).sum()
+
     np.testing.assert_allclose(
       jax.grad(loss)(difference), ratio * np.clip(difference, -20, 20), rtol=1e-5
     )
@@ -174,7 +191,10 @@ def test_what_is_masked_has_no_value_and_no_gradient_whatever_it_holds():
   logprobs, mask = jnp.array([[-1.0, jnp.nan, -jnp.inf]]), jnp.array([[True, False, False]])
   nothing = jnp.full((1, 3), jnp.nan).at[0, 0].set(-2.0)
   for kind in ('k2', 'k3'):
-    loss = lambda lp, kind=kind: unbiased_kl(lp, nothing, nothing, mask, kind=kind)
+
+    def loss(lp, kind=kind):
+      return unbiased_kl(lp, nothing, nothing, mask, kind=kind)
+
     assert float(loss(logprobs)[0, 0]) > 0 and (np.asarray(loss(logprobs))[0, 1:] == 0).all()
     gradient = np.asarray(jax.grad(lambda lp, loss=loss: loss(lp).sum())(logprobs))
     assert gradient[0, 0] == pytest.approx(np.e, rel=1e-6) and (gradient[0, 1:] == 0).all()
@@ -183,7 +203,10 @@ def test_what_is_masked_has_no_value_and_no_gradient_whatever_it_holds():
 @pytest.mark.parametrize('kind', KINDS)
 def test_which_configurations_have_an_expected_gradient(kind):
   reference = jnp.asarray(REFERENCE)[None]
-  estimate = lambda lp: kl_estimate(lp, reference, kind=kind)
+
+  def estimate(lp):
+    return kl_estimate(lp, reference, kind=kind)
+
   in_loss = expected_gradient(estimate)
   # -advantage * logprob
   in_reward = expected_gradient(lambda lp: jax.lax.stop_gradient(estimate(lp)) * lp)

@@ -36,7 +36,10 @@ def test_the_definitions_agree_with_each_other():
   """By finite differences; and the KL of the whole is the sum over prefixes of the conditional
   ones.
   """
-  log_softmax = lambda table: np.log(np.exp(table) / np.exp(table).sum(1, keepdims=True))
+
+  def log_softmax(table):
+    return np.log(np.exp(table) / np.exp(table).sum(1, keepdims=True))
+
   step = np.zeros_like(e.POLICY)
   step[1, 2] = 1e-6
   with jax.enable_x64(True):

@@ -91,13 +91,18 @@ def test_hand_worked_cispo(ratio, advantage, weight, cut):
   found = cispo(one(np.log(ratio)), one(-0.7), one(advantage), **CLIP)
   np.testing.assert_allclose(found.loss, [[0.7 * weight * advantage]], rtol=1e-6)
   assert bool(found.clipped[0, 0]) == cut and not found.clipped_lower.any()
-  loss = lambda lp: cispo(lp - one(-0.7 - np.log(ratio)), lp, one(advantage), **CLIP).loss.sum()
+
+  def loss(lp):
+    return cispo(lp - one(-0.7 - np.log(ratio)), lp, one(advantage), **CLIP).loss.sum()
+
   np.testing.assert_allclose(jax.grad(loss)(one(-0.7)), [[-weight * advantage]], rtol=1e-6)
 
 
 def test_hand_worked_opmd():
   # -(0.5 * 2) + 0.1 / 2 * 0.25 = -0.9875; gradient -2 + 0.1 * 0.5 = -1.95.
-  loss = lambda s: opmd_loss(s, one(2.0), tau=0.1).sum()
+  def loss(s):
+    return opmd_loss(s, one(2.0), tau=0.1).sum()
+
   assert float(loss(one(0.5))) == pytest.approx(-0.9875)
   np.testing.assert_allclose(jax.grad(loss)(one(0.5)), [[-1.95]], rtol=1e-6)
 
@@ -105,10 +110,16 @@ def test_hand_worked_opmd():
 def test_opmd_is_the_squared_error_of_the_regularised_optimum():
   rng, tau = np.random.default_rng(0), 0.3
   s, reward, baseline = rng.normal(size=(3, 2, 4))
-  squared = lambda s: ((reward - baseline - tau * s) ** 2 / (2 * tau)).sum()
+
+  def squared(s):
+    return ((reward - baseline - tau * s) ** 2 / (2 * tau)).sum()
+
   with jax.enable_x64(True):
     s = jnp.asarray(s)
-    loss = lambda s: opmd_loss(s, jnp.asarray(reward - baseline), tau=tau).sum()
+
+    def loss(s):
+      return opmd_loss(s, jnp.asarray(reward - baseline), tau=tau).sum()
+
     np.testing.assert_allclose(jax.grad(loss)(s), jax.grad(squared)(s), rtol=1e-12)
     constant = ((reward - baseline) ** 2).sum() / (2 * tau)
     np.testing.assert_allclose(loss(s) + constant, squared(s), rtol=1e-12)
@@ -218,8 +229,13 @@ def test_sequence_ratio_has_the_gradient_of_the_sequence_objective():
   with jax.enable_x64(True):
     logprobs, proximal = jnp.asarray(rng.normal(size=(2, 1, 6)))
     mask, ids = jnp.ones((1, 6), bool), jnp.ones((1, 6), jnp.int32)
-    by_token = lambda lp: jnp.exp(sequence_log_ratio(lp, proximal, mask, ids, segments=1)).mean()
-    by_sequence = lambda lp: jnp.exp((lp - proximal).mean())
+
+    def by_token(lp):
+      return jnp.exp(sequence_log_ratio(lp, proximal, mask, ids, segments=1)).mean()
+
+    def by_sequence(lp):
+      return jnp.exp((lp - proximal).mean())
+
     found, wanted = (jax.value_and_grad(f)(logprobs) for f in (by_token, by_sequence))
   np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
   np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12)
@@ -227,8 +243,13 @@ def test_sequence_ratio_has_the_gradient_of_the_sequence_objective():
 
 def test_gradient_on_policy_is_minus_advantage():
   mask = jnp.ones((1, 2), bool)
-  on_policy = lambda lp: token_log_ratio(lp, jax.lax.stop_gradient(lp), mask)
-  loss = lambda lp: clipped_surrogate(on_policy(lp), jnp.array([[1.5, -2.0]]), **DUAL).loss.sum()
+
+  def on_policy(lp):
+    return token_log_ratio(lp, jax.lax.stop_gradient(lp), mask)
+
+  def loss(lp):
+    return clipped_surrogate(on_policy(lp), jnp.array([[1.5, -2.0]]), **DUAL).loss.sum()
+
   np.testing.assert_allclose(jax.grad(loss)(jnp.array([[-1.0, -3.0]])), [[-1.5, 2.0]], rtol=1e-6)
 
 

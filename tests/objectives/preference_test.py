@@ -89,7 +89,9 @@ def test_gradient_over_sequences_equals_differences(options):
 def test_hand_worked_dpo():
   # h = 3 - 1 = 2. sigmoid, β 0.5: -log σ(1) = 0.3132617; with ε 0.1 also 0.1 * 1, as -log σ(-1) = 1
   # + 0.3132617. ipo, β 0.25: (2 - 1 / 0.5)² = 0; β 0.1: (2 - 5)² = 9.
-  call = lambda **options: float(dpo_loss(jnp.array([3.0]), jnp.array([1.0]), **options)[0])
+  def call(**options):
+    return float(dpo_loss(jnp.array([3.0]), jnp.array([1.0]), **options)[0])
+
   assert call(beta=0.5) == pytest.approx(0.3132617, rel=1e-6)
   assert call(beta=0.5, label_smoothing=0.1) == pytest.approx(0.3132617 + 0.1, rel=1e-6)
   assert call(beta=0.25, kind='ipo') == pytest.approx(0.0, abs=1e-9)
@@ -129,7 +131,10 @@ def test_reward_model_losses_equal_the_loops(dtype):
 
 def test_reward_model_gradients_equal_differences():
   b = SimpleNamespace(margin=np.random.default_rng(7).normal(size=12) * 4)
-  expected = lambda b: -sum(oracles.log_sigmoid(m - 0.5) for m in b.margin)
+
+  def expected(b):
+    return -sum(oracles.log_sigmoid(m - 0.5) for m in b.margin)
+
   assert_gradient(
     lambda d: bradley_terry_loss(d.margin, target_margin=0.5).sum(), expected, b, 'margin'
   )

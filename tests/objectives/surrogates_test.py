@@ -29,11 +29,17 @@ def expected(b, options=APART):
 
 def of_token(ratio, advantage, options=DEFAULTS):
   """Loss of one token with this ratio, and its gradient over the logprob."""
-  column = lambda value: jnp.full((1, 1), value, jnp.float32)
+
+  def column(value):
+    return jnp.full((1, 1), value, jnp.float32)
+
   tokens = SurrogateTokens(
     column(0.0), column(-np.log(ratio)), column(advantage), column(1) > 0, column(1), 1
   )
-  loss = lambda logprobs: sapo(tokens._replace(logprobs=logprobs), options).loss.sum()
+
+  def loss(logprobs):
+    return sapo(tokens._replace(logprobs=logprobs), options).loss.sum()
+
   return tuple(float(value.sum()) for value in jax.value_and_grad(loss)(tokens.logprobs))
 
 
@@ -66,7 +72,10 @@ def test_sapo_equals_the_loop(dtype, seed):
 @pytest.mark.parametrize('seed', [0, 1])
 def test_sapo_gradient_equals_differences_and_its_closed_form(seed):
   b = packed(seed)
-  loss = lambda d: jnp.where(d.mask, token_losses(d), 0.0).sum()
+
+  def loss(d):
+    return jnp.where(d.mask, token_losses(d), 0.0).sum()
+
   gradient = assert_gradient(loss, lambda shifted: expected(shifted).sum(), b, 'logprobs')
   log_ratio = oracles.token_log_ratio(b.logprobs, b.proximal, b.mask)
   limited, ratio = np.abs(log_ratio) >= 20.0, np.exp(log_ratio)
@@ -81,7 +90,10 @@ def test_masked_positions_and_neighbours_change_no_gradient():
   other = oracles.replaced(
     b, proximal=np.where(b.mask, b.proximal, 5.0), ids=np.where(b.mask, b.ids, 0)
   )
-  loss = lambda d: jnp.where(d.mask, token_losses(d), 0.0).sum()
+
+  def loss(d):
+    return jnp.where(d.mask, token_losses(d), 0.0).sum()
+
   np.testing.assert_array_equal(
     gradient_of(loss, b, 'logprobs'), gradient_of(loss, other, 'logprobs')
   )

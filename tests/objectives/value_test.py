@@ -21,7 +21,9 @@ RANGES = [0.2, 0.5, None]
   ],
 )
 def test_hand_worked_value_loss(value, old, cliprange, loss, clipped):
-  one = lambda x: jnp.full((1, 1), x)
+  def one(x):
+    return jnp.full((1, 1), x)
+
   found = value_loss(one(value), one(old), one(2.0), cliprange_value=cliprange)
   assert float(found.loss[0, 0]) == pytest.approx(loss)
   assert bool(found.clipped[0, 0]) == clipped
@@ -32,9 +34,10 @@ def test_hand_worked_value_loss(value, old, cliprange, loss, clipped):
 @pytest.mark.parametrize('seed', [0, 1])
 def test_value_loss_equals_the_loops(cliprange, dtype, seed):
   b = packed(seed)
-  call = lambda d: value_loss(
-    d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask
-  )
+
+  def call(d):
+    return value_loss(d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask)
+
   found = evaluate(call, b, dtype=dtype)
   loss, clipped = oracles.value_loss(b.values, b.old_values, b.returns, b.mask, cliprange=cliprange)
   np.testing.assert_allclose(found.loss, loss, rtol=ACCURACY[dtype], atol=ACCURACY[dtype])
@@ -58,11 +61,16 @@ def test_values_within_the_range_are_not_clipped():
 @pytest.mark.parametrize('cliprange', RANGES)
 def test_gradient_equals_differences(cliprange):
   b = packed(2)
-  loss = lambda d: value_loss(
-    d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask
-  ).loss.sum()
-  expected = lambda b: oracles.value_loss(
-    b.values, b.old_values, b.returns, b.mask, cliprange=cliprange
-  )[0].sum()
+
+  def loss(d):
+    return value_loss(
+      d.values, d.old_values, d.returns, cliprange_value=cliprange, mask=d.mask
+    ).loss.sum()
+
+  def expected(b):
+    return oracles.value_loss(b.values, b.old_values, b.returns, b.mask, cliprange=cliprange)[
+      0
+    ].sum()
+
   gradient = assert_gradient(loss, expected, b, 'values')
   assert (gradient[~b.mask] == 0).all() and np.abs(gradient).max() > 0.1

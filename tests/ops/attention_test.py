@@ -116,7 +116,10 @@ def naive(case, query, key, value):
 def slope(case, inputs, n, direction, step=1e-5):
   """How the naive outputs change with input `n` in that direction, by central differences."""
   inputs = [np.asarray(x, np.float64) for x in inputs]
-  at = lambda shift: naive(case, *inputs[:n], inputs[n] + shift * direction, *inputs[n + 1 :])
+
+  def at(shift):
+    return naive(case, *inputs[:n], inputs[n] + shift * direction, *inputs[n + 1 :])
+
   return (at(step) - at(-step)) / (2 * step)
 
 
@@ -190,7 +193,9 @@ def test_blocks_that_are_not_seen_are_not_even_read(window, readers):
   # 0 · NaN.
   case = Case(((32, 16, 16),), time=64, window=window)
   query, key, value, weight = case.draw('float32')
-  blocks = lambda x: np.isfinite(np.asarray(x)).all((0, 2, 3)).reshape(-1, 8).all(1).tolist()
+
+  def blocks(x):
+    return np.isfinite(np.asarray(x)).all((0, 2, 3)).reshape(-1, 8).all(1).tolist()
 
   def loss(query, value):
     out = EXACT['blockwise'](query, key, value, *case.places(), **case.rule)
@@ -207,7 +212,10 @@ def test_blocks_that_are_not_seen_are_not_even_read(window, readers):
 
 def temporaries(implementation, time):
   """Bytes that value and gradient take beside arguments and results."""
-  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
   ids = jax.ShapeDtypeStruct((1, time), jnp.int32)
 
   def loss(query, key, value, segment_ids, positions):

@@ -18,8 +18,13 @@ def draw(seed, *shape):
 @pytest.mark.parametrize('tokens', [(6,), (2, 3)])
 def test_values_and_gradients_are_those_of_the_plain_product(tokens, out):
   x, kernel, weight = draw(0, *tokens, 4), draw(1, out, 4), draw(2, *tokens, out)
-  loss = lambda product: lambda x, kernel: (product(x, kernel) * weight).sum()
-  plain = lambda x, kernel: jnp.einsum('...i,oi->...o', x, kernel)
+
+  def loss(product):
+    return lambda x, kernel: (product(x, kernel) * weight).sum()
+
+  def plain(x, kernel):
+    return jnp.einsum('...i,oi->...o', x, kernel)
+
   np.testing.assert_allclose(linear(x, kernel), plain(x, kernel), rtol=1e-6)
   for found, wanted in zip(
     jax.grad(loss(linear), (0, 1))(x, kernel), jax.grad(loss(plain), (0, 1))(x, kernel)

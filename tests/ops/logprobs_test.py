@@ -73,7 +73,10 @@ def plain(hidden, kernel, tokens, segment_ids, temperature):
   logp = jax.nn.log_softmax(hidden[:, :-1] @ kernel.T / temperature[:, 1:, None])
   chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[..., 0]
   continues = (segment_ids[:, 1:] > 0) & (segment_ids[:, 1:] == segment_ids[:, :-1])
-  first = lambda x: jnp.pad(jnp.where(continues, x, 0), ((0, 0), (1, 0)))
+
+  def first(x):
+    return jnp.pad(jnp.where(continues, x, 0), ((0, 0), (1, 0)))
+
   return first(chosen), first(-(jnp.exp(logp) * logp).sum(-1))
 
 
@@ -92,7 +95,10 @@ def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
       return (weights[0] * logprobs + weights[1] * entropy).sum()
 
     states = {name: wide[name] for name in ('hidden', 'kernel')}
-    gradient = lambda of: jax.jit(jax.value_and_grad(lambda states: loss(of, **states)))(states)
+
+    def gradient(of):
+      return jax.jit(jax.value_and_grad(lambda states: loss(of, **states)))(states)
+
     wanted, found = gradient(plain), gradient(functools.partial(token_logprobs, **cut))
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for name, one in wanted[1].items():
@@ -101,9 +107,9 @@ def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
 
 
 def test_the_temperature_has_no_gradient(batch):
-  loss = lambda temperature: token_logprobs(
-    **{**batch, 'temperature': temperature}, token_chunk=4
-  ).logprobs.sum()
+  def loss(temperature):
+    return token_logprobs(**{**batch, 'temperature': temperature}, token_chunk=4).logprobs.sum()
+
   np.testing.assert_array_equal(jax.grad(loss)(batch['temperature']), 0)
 
 
@@ -113,9 +119,12 @@ def test_many_chunks_add_up_in_float32(kernel_dtype):
   # lose all after 256.
   time = 1024
   ones, ids = jnp.ones((1, time, 1), jnp.bfloat16), jnp.ones((1, time), jnp.int32)
-  loss = lambda kernel: token_logprobs(
-    ones, kernel, 0 * ids, ids, jnp.ones((1, time)), token_chunk=1
-  ).logprobs.sum()
+
+  def loss(kernel):
+    return token_logprobs(
+      ones, kernel, 0 * ids, ids, jnp.ones((1, time)), token_chunk=1
+    ).logprobs.sum()
+
   found = jax.grad(loss)(jnp.zeros((2, 1), kernel_dtype))
   assert found.dtype == kernel_dtype
   np.testing.assert_allclose(
@@ -125,9 +134,9 @@ def test_many_chunks_add_up_in_float32(kernel_dtype):
 
 @pytest.mark.parametrize('token_chunk', [3, 12])
 def test_logits_are_not_kept_for_the_backward_pass(batch, token_chunk):
-  of = lambda hidden, kernel: token_logprobs(
-    **{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk
-  )
+  def of(hidden, kernel):
+    return token_logprobs(**{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk)
+
   _, backward = jax.vjp(of, batch['hidden'], batch['kernel'])
   kept = [leaf.size for leaf in jax.tree.leaves(backward)]
   assert max(kept) == batch['hidden'].size < ROWS * TIME * VOCAB
@@ -135,7 +144,10 @@ def test_logits_are_not_kept_for_the_backward_pass(batch, token_chunk):
 
 def shapes(rows, time, embed, vocab):
   whole = jax.ShapeDtypeStruct((rows, time), jnp.int32)
-  single = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def single(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
   return single(rows, time, embed), single(vocab, embed), whole, whole, single(rows, time)
 
 
@@ -209,7 +221,10 @@ def sharded(axes, states, kernel, wanted=None, **cut):
     rng.uniform(0.5, 2.0, (rows, time)).astype(np.float32),
   ]
   arguments += [] if wanted is None else [wanted]
-  of = lambda *names: NamedSharding(mesh(axes), PartitionSpec(*names))
+
+  def of(*names):
+    return NamedSharding(mesh(axes), PartitionSpec(*names))
+
   places = [of(*states), of(*kernel), *[of(*states)] * (len(arguments) - 2)]
   program = jax.jit(
     value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2]))

@@ -29,7 +29,9 @@ def test_hand_worked_aggregations(mode, numerator, denominator):
   'mode', ['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm']
 )
 def test_junk_at_masked_positions_reaches_neither_value_nor_gradient(mode):
-  numerator = lambda v: aggregate(v, MASK, SEGMENTS, segments=3, mode=mode)[0]
+  def numerator(v):
+    return aggregate(v, MASK, SEGMENTS, segments=3, mode=mode)[0]
+
   gradient = jax.grad(numerator)(VALUES)
   assert np.isfinite(gradient).all()
   np.testing.assert_array_equal(gradient[0, [0, 5]], 0.0)

@@ -19,7 +19,10 @@ def test_values_and_gradients_are_those_of_the_formula():
   with jax.enable_x64(True):
     args = [jnp.asarray(np.asarray(x, np.float64)) for x in (GATE, UP)]
     np.testing.assert_allclose(swiglu(*args), plain(*args), rtol=1e-12)
-    loss = lambda f: lambda gate, up: (f(gate, up) * np.asarray(WEIGHT, np.float64)).sum()
+
+    def loss(f):
+      return lambda gate, up: (f(gate, up) * np.asarray(WEIGHT, np.float64)).sum()
+
     for found, wanted in zip(
       jax.grad(loss(swiglu), (0, 1))(*args), jax.grad(loss(plain), (0, 1))(*args)
     ):

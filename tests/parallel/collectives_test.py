@@ -33,15 +33,21 @@ def test_a_product_over_the_cut_dimension_is_one_reduction(cut):
 
 @pytest.mark.parametrize('layers', [1, 5])
 def test_a_loop_of_known_length_counts_that_often(cut, layers):
-  whole = lambda w: jax.lax.with_sharding_constraint(w, cut((8, 8)).sharding)
-  chain = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ whole(w)), None), x, ws)[0]
+  def whole(w):
+    return jax.lax.with_sharding_constraint(w, cut((8, 8)).sharding)
+
+  def chain(x, ws):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ whole(w)), None), x, ws)[0]
+
   found = traffic(compiled_text(chain, cut((16, 8), 'fsdp'), cut((layers, 8, 8), None, 'fsdp')))
   assert set(found) == {'all-gather'} and found['all-gather'][:2] == (layers, layers * 8 * 8 * 4)
 
 
 def test_a_loop_of_unknown_length_counts_once(cut):
   def loop(x, w, n):
-    step = lambda _, x: jnp.tanh(x @ w)
+    def step(_, x):
+      return jnp.tanh(x @ w)
+
     return jax.lax.fori_loop(0, n, step, x)
 
   text = compiled_text(loop, cut((16, 32), None, 'fsdp'), cut((32, 32), 'fsdp'), np.int32(3))

@@ -60,8 +60,13 @@ def make_batch(*, empty_row: bool):
   logits = rng.normal(size=(ROWS, 1 + TIME, VOCAB)).astype(np.float32)
   normalizer = np.log(np.exp(logits.astype(np.float64)).sum(-1))
   logprobs = np.take_along_axis(logits[:, :-1], tokens[..., None], -1)[..., 0] - normalizer[:, :-1]
-  normal = lambda *shape: narrow(rng.normal(size=shape))
-  near = lambda scale: narrow(logprobs + scale * normal(ROWS, TIME))
+
+  def normal(*shape):
+    return narrow(rng.normal(size=shape))
+
+  def near(scale):
+    return narrow(logprobs + scale * normal(ROWS, TIME))
+
   far = near(0.5)
   far[0, 0] -= 15.0
   far[1, 0] += 30.0
@@ -314,9 +319,12 @@ def test_trl_reward_model(name, center, trl, whole):
   config = RewardModelConfig(margin=float(whole['margin']), center_rewards_coefficient=center)
   with jax.enable_x64(True):
     chunks = chunks_of(whole)
-    loss = lambda x: total(
-      reward_model(config, SETTING).loss(SequenceScores(x.reshape(ROWS // 2, 2)), chunks, {})[0]
-    )
+
+    def loss(x):
+      return total(
+        reward_model(config, SETTING).loss(SequenceScores(x.reshape(ROWS // 2, 2)), chunks, {})[0]
+      )
+
     assert_equal(trl, name, loss, whole['scores'], tolerance=EXACT)
 
 
@@ -357,7 +365,10 @@ def test_tunix_policy_losses_down_to_the_logits(name, tunix, holed):
   loss = policy_loss(TUNIX[name], holed, advantages=holed['token_advantages'])
   # Its PPO knows no temperature.
   temperature = 1.0 if name.startswith('ppo') else holed['temperature']
-  composed = lambda logits: loss(*outputs_of(logits, holed, temperature))
+
+  def composed(logits):
+    return loss(*outputs_of(logits, holed, temperature))
+
   assert_equal(tunix, name, composed, holed['logits'], tolerance=SINGLE)
 
 
@@ -369,8 +380,11 @@ def test_every_tunix_case_says_something_of_its_own(tunix):
 def test_tunix_value_loss(tunix, holed):
   chunks = chunks_of(holed, values=holed['old_values'], returns=holed['returns'])
   critic = policy_gradient(PpoConfig(cliprange_value=0.2), SETTING).critic_loss
+
   # The value of the state before a token is read at the token before it.
-  loss = lambda values: total(critic(TokenValues(joined(values[:, :-1])), chunks, {})[0])
+  def loss(values):
+    return total(critic(TokenValues(joined(values[:, :-1])), chunks, {})[0])
+
   assert_equal(tunix, 'value loss', loss, holed['new_values'], tolerance=SINGLE)
 
 
@@ -385,7 +399,10 @@ def test_tunix_value_loss(tunix, holed):
 )
 def test_tunix_divergences(name, options, tunix, holed):
   """Of log ratios up to 30: without its limits ours grows as theirs does."""
-  found = lambda x: kl_estimate(x, jnp.asarray(holed['far_reference']), **options)
+
+  def found(x):
+    return kl_estimate(x, jnp.asarray(holed['far_reference']), **options)
+
   logprobs = jnp.asarray(holed['logprobs'])
   np.testing.assert_allclose(found(logprobs), tunix[f'{name}/values'], rtol=SINGLE, atol=1e-6)
   gradient = jax.grad(lambda x: found(x).sum())(logprobs)

@@ -59,9 +59,10 @@ def write(folder, name):
   rng = np.random.default_rng(7)
   trained = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), trained)
   whole = lora.join(trained, base)
-  write_model = lambda part, tree: export(
-    folder / part, tree, spec, tokenizer_dir=None, eos_ids=(EOS,), pad_id=PAD
-  )
+
+  def write_model(part, tree):
+    return export(folder / part, tree, spec, tokenizer_dir=None, eos_ids=(EOS,), pad_id=PAD)
+
   # A base is a language model, or at least has an output of its own; the trained one comes with the
   # adapter.
   write_model(

@@ -273,7 +273,10 @@ def estimate(as_theirs=None, **options):
   def check(case):
     roles = inputs_of(case)
     chunks = chunks_of(roles)
-    found = lambda x: kl_estimate(x, chunks.reference_logprobs, mask=chunks.loss_mask, **options)
+
+    def found(x):
+      return kl_estimate(x, chunks.reference_logprobs, mask=chunks.loss_mask, **options)
+
     values, gradient = by_row(found, roles['logprobs'])
     if as_theirs:
       values, gradient = as_theirs(
@@ -315,9 +318,10 @@ def unbiased(kind):
       lambda x: kl_estimate(x, columns[0], kind=kind, mask=columns[2]), roles['logprobs']
     )
     assert_same(case, 'values', np.clip(values, -10, 10))
-    slope = lambda **limits: by_row(
-      lambda x: unbiased_kl(x, *columns, kind='k2', **limits), roles['logprobs']
-    )[1]
+
+    def slope(**limits):
+      return by_row(lambda x: unbiased_kl(x, *columns, kind='k2', **limits), roles['logprobs'])[1]
+
     beyond = (roles['mask'] > 0) & (np.abs(distance(roles)) > 20)
     assert_same(case, 'gradient', slope(log_ratio_limit=np.inf))
     assert_same(case, 'gradient', slope(), where=~beyond)
@@ -339,10 +343,16 @@ def weighted_kl(kind, *, coefficient, proximal='logprobs'):
     mask, d, chunks = roles['mask'] > 0, distance(roles), chunks_of(roles)
     if kind == 'k3':
       columns = (chunks.reference_logprobs, joined(roles[proximal]), chunks.loss_mask)
-      found = lambda x: unbiased_kl(x, *columns, kind='k3', ratio_limit=np.inf)
+
+      def found(x):
+        return unbiased_kl(x, *columns, kind='k3', ratio_limit=np.inf)
+
       values, gradient = by_row(found, roles['logprobs'])
     else:
-      found = lambda x: kl_estimate(x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask)
+
+      def found(x):
+        return kl_estimate(x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask)
+
       values, _ = by_row(found, roles['logprobs'])
       gradient = np.where(mask, values + (1.0 if kind == 'k1' else d), 0.0)
     limited = (np.abs(values) >= 10) | (mask & (np.abs(d) > 20))
@@ -373,9 +383,12 @@ def slime_kl(*, coefficient, kind):
       jnp.asarray(roles['logprobs'])
     )
     ratio = np.where(mask, np.exp(roles['logprobs'] - roles['proximal']), 0.0)
-    found = lambda x: kl_estimate(
-      x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask, limit=np.inf
-    )
+
+    def found(x):
+      return kl_estimate(
+        x, chunks.reference_logprobs, kind=kind, mask=chunks.loss_mask, limit=np.inf
+      )
+
     values = ratio * by_row(found, roles['logprobs'])[0]
     slopes = ratio * d if kind == 'k3' else values + ratio * d
     if case['options']['kl_loss_type'] == 'low_var_kl':
@@ -415,7 +428,10 @@ def critic(*, times=lambda roles: 1.0, cliprange_value=0.5):
   def check(case):
     roles = inputs_of(case)
     chunks, loss = chunks_of(roles), policy_gradient(config, SETTING).critic_loss
-    value = lambda x: total(loss(TokenValues(joined(x)), chunks, {})[0])
+
+    def value(x):
+      return total(loss(TokenValues(joined(x)), chunks, {})[0])
+
     assert_loss(case, value, roles['values'], times=times(roles))
 
   return check
@@ -428,8 +444,13 @@ def critic_by_row(*, times=lambda roles: 1.0, cliprange_value=0.5):
     roles = inputs_of(case)
     chunks = chunks_of(roles)
     options = {'cliprange_value': cliprange_value, 'mask': chunks.loss_mask}
-    losses = lambda x: value_loss(joined(x), chunks.values, chunks.returns, **options).loss
-    loss = lambda x: aggregated(losses(x), chunks, 'seq-mean-token-mean')
+
+    def losses(x):
+      return value_loss(joined(x), chunks.values, chunks.returns, **options).loss
+
+    def loss(x):
+      return aggregated(losses(x), chunks, 'seq-mean-token-mean')
+
     assert_loss(case, loss, roles['values'], times=times(roles))
 
   return check
@@ -442,7 +463,10 @@ def critic_at_the_edge(case):
     chunks_of(roles),
     policy_gradient(PpoConfig(cliprange_value=0.5), SETTING).critic_loss,
   )
-  function = lambda x: total(loss(TokenValues(joined(x)), chunks, {})[0])
+
+  def function(x):
+    return total(loss(TokenValues(joined(x)), chunks, {})[0])
+
   value, gradient = jax.value_and_grad(function)(jnp.asarray(roles['values']))
   edge = (np.abs(roles['values'] - roles['old_values']) == 0.5) & (roles['mask'] > 0)
   assert edge.sum() == 2
@@ -468,7 +492,9 @@ def averaged_pairs(*, beta):
   def check(case):
     roles = inputs_of(case)
     mask = roles['mask'] > 0
-    means = lambda x: jnp.where(mask, x, 0.0).sum(-1) / mask.sum(-1)
+
+    def means(x):
+      return jnp.where(mask, x, 0.0).sum(-1) / mask.sum(-1)
 
     def loss(x):
       rewards = means(x - roles['reference'])
@@ -494,9 +520,10 @@ def pairs_of_sums(**options):
 def pairs_of_scores(case):
   roles = inputs_of(case)
   margins = jnp.asarray(roles.get('margin', np.zeros(len(roles['chosen']))))
-  loss = lambda x: bradley_terry_loss(
-    x - jnp.asarray(roles['rejected']), target_margin=margins
-  ).mean()
+
+  def loss(x):
+    return bradley_terry_loss(x - jnp.asarray(roles['rejected']), target_margin=margins).mean()
+
   assert_loss(case, loss, roles['chosen'])
 
 

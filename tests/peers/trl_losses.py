@@ -147,7 +147,9 @@ def policy_gradient_trainer(cls, options, model, folder, batch, rewards):
     num_iterations=2,
     max_completion_length=batch['tokens'].shape[1] + 3,
   )
-  cut = lambda name: [batch[name][i, :length].tolist() for i, length in enumerate(batch['lengths'])]
+
+  def cut(name):
+    return [batch[name][i, :length].tolist() for i, length in enumerate(batch['lengths'])]
 
   def rollout(prompts, trainer):
     fields = {

@@ -107,30 +107,36 @@ def policy(batch):
       ratio = jnp.exp(batch['proximal'] - batch['behaviour'])
       weights = jnp.minimum(ratio, config.sampler_is_threshold) * batch['mask']
     given = example(batch, reference=config.beta > 0, weights=weights)
-    loss = lambda model, given=given, config=config: algo_core.grpo_loss_fn(
-      model, given, config, **IDS
-    )
+
+    def loss(model, given=given, config=config):
+      return algo_core.grpo_loss_fn(model, given, config, **IDS)
+
     yield from results(name, loss, batch['logits'])
   for name, options in PPO.items():
     config = PPOConfig(**options)
     given = example(batch)
-    loss = lambda model, given=given, config=config: algo_core.ppo_policy_loss_fn(
-      model, given, config, **IDS
-    )
+
+    def loss(model, given=given, config=config):
+      return algo_core.ppo_policy_loss_fn(model, given, config, **IDS)
+
     yield from results(name, loss, batch['logits'])
 
 
 def critic(batch):
   given = example(batch)
-  loss = lambda model: algo_core.ppo_value_loss_fn(model, given, 0.2, **IDS)
+
+  def loss(model):
+    return algo_core.ppo_value_loss_fn(model, given, 0.2, **IDS)
+
   yield from results('value loss', loss, batch['new_values'][..., None])
 
 
 def divergences(batch):
   for name, options in KL.items():
-    found = lambda logprobs, o=options: common.compute_kl_divergence(
-      logprobs, batch['far_reference'], **o
-    )
+
+    def found(logprobs, o=options):
+      return common.compute_kl_divergence(logprobs, batch['far_reference'], **o)
+
     yield f'{name}/values', np.asarray(found(batch['logprobs']))
     yield f'{name}/gradient', np.asarray(jax.grad(lambda x, f=found: f(x).sum())(batch['logprobs']))
 
@@ -176,7 +182,10 @@ def dpo(batch):
     logits_to_keep=batch['tokens'].shape[1],
   )
   for name, options in DPO.items():
-    loss = lambda model, options=options: dpo_trainer.dpo_loss_fn(model, given, **options)
+
+    def loss(model, options=options):
+      return dpo_trainer.dpo_loss_fn(model, given, **options)
+
     yield from results(name, loss, batch['logits'])
 
 

@@ -94,9 +94,10 @@ def test_a_task_is_told_with_what_became_of_its_samples(run):
     with store.transaction():
       store.at(step).offer([task])
       group = f'g/{step}'
-      row = lambda i, group=group, step=step: Issue(
-        uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step
-      )
+
+      def row(i, group=group, step=step):
+        return Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step)
+
       store.at(step).issue([row(0), row(1)])
   store.at(3).drop(['g/2/0'], 'timeout')
   assert not audit(store).ok, 'the samples of before are of no task that is known'
@@ -112,7 +113,9 @@ def test_a_task_is_told_with_what_became_of_its_samples(run):
 
 
 def test_samples_are_found_by_state_and_task_those_that_changed_last_first(run):
-  found = lambda **wanted: [entry.uid for entry in browse.find(run / 'replay', **wanted)]
+  def found(**wanted):
+    return [entry.uid for entry in browse.find(run / 'replay', **wanted)]
+
   assert found() == ['g/3', 'g/2', 'g/1', 'g/0'] and found(limit=2) == ['g/3', 'g/2']
   assert found(state='trained') == ['g/1', 'g/0'] and found(state='void') == []
   (entry,) = browse.find(run / 'replay', state='dropped')

@@ -74,7 +74,10 @@ def test_a_used_group_rests_for_the_cooldown_and_an_old_one_is_left_out():
     group('old', version=3),
     group('new', version=4),
   ]
-  drawn = lambda step, **config: set(draw(groups, DrawConfig(**config), count=3, step=step, seed=0))
+
+  def drawn(step, **config):
+    return set(draw(groups, DrawConfig(**config), count=3, step=step, seed=0))
+
   assert 'used' not in drawn(6) and 'used' in drawn(7)  # used in batch 5, at rest in batch 6
   assert 'used' in drawn(6, cooldown=0) and 'used' not in drawn(5, cooldown=0)
   assert 'used' not in drawn(8, cooldown=3) and 'used' in drawn(9, cooldown=3)

@@ -225,9 +225,11 @@ def test_prune_forgets_bytes_only_of_what_the_commit_ended(tmp_path):
 
 
 def test_visits_are_those_of_the_named_stages_that_no_crash_made_void(tmp_path):
-  row = lambda stage, task, visit: Issue(
-    uid=f'{stage}/{task}/{visit}/0', group_id=f'{stage}/{task}/{visit}', task_id=task, visit=visit
-  )
+  def row(stage, task, visit):
+    return Issue(
+      uid=f'{stage}/{task}/{visit}/0', group_id=f'{stage}/{task}/{visit}', task_id=task, visit=visit
+    )
+
   store = open_store(tmp_path)
   store.at(0).issue(
     [row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)]

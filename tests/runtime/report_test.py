@@ -842,7 +842,10 @@ def timed(small, tmp_path_factory):
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, timed, scheme):
   opened(browser, timed, scheme=scheme)
-  bars = lambda edge: browser.find_elements(By.CSS_SELECTOR, f'.timeline rect[data-edge={edge}]')
+
+  def bars(edge):
+    return browser.find_elements(By.CSS_SELECTOR, f'.timeline rect[data-edge={edge}]')
+
   click(browser, '#timeline button[data-value="1"]')
   # The last step with what follows it: 0.1 s, and 0.1 s to the commit.
   assert len(bars('rollout')) == 5 and len(bars('training_data')) == 1

@@ -152,16 +152,19 @@ def expected_gradients(
     assert math.isclose(chances.sum(), 1.0, rel_tol=1e-12)
     parts.append(_packed(listed, columns, annotated))
     weights.append(chances)
+
   # JAX compiles each operation once for each size of its arrays: so they are filled up, with
   # batches of weight 0.
-  filled_up = lambda leaves: np.resize(np.concatenate(leaves), (MOST, *leaves[0].shape[1:]))
+  def filled_up(leaves):
+    return np.resize(np.concatenate(leaves), (MOST, *leaves[0].shape[1:]))
+
   setting = filled_up([np.full(len(listed), number) for number in range(len(settings))])
   tables = np.resize([policies.policy for policies in settings], (3, *POLICY.shape))
 
   def expected(tables):
-    one = lambda number, chunks: _loss(
-      algorithm, tables[number], chunks, annotated.constants, terms
-    )
+    def one(number, chunks):
+      return _loss(algorithm, tables[number], chunks, annotated.constants, terms)
+
     return (weight * jax.vmap(one)(setting, chunks)).sum()
 
   with jax.enable_x64(True):
@@ -246,7 +249,10 @@ def _packed(listed: Sequence[tuple[Group, ...]], columns: Columns, annotated: An
   row, position = np.array([p.row for p in places]), np.array([p.position for p in places])
   batch = np.arange(len(listed))[:, None, None]
   there = row >= 0
-  of_response = lambda name: np.where(there, columns[name][members[batch, row], position], 0)
+
+  def of_response(name):
+    return np.where(there, columns[name][members[batch, row], position], 0)
+
   mask = of_response('loss_mask').astype(bool) & annotated.in_loss[batch, row]
   per_token = {name: of_response(name) for name in columns if name != 'loss_mask'}
   per_segment = (len(listed), CHUNKS, SEGMENTS)
@@ -302,7 +308,10 @@ def _columns(policies: Policies) -> Columns:
   for i, response in enumerate(RESPONSES):
     tokens[i, 1 : 1 + len(response)], mask[i, 1 : 1 + len(response)] = response, True
   before = np.roll(tokens, 1, axis=1)
-  of = lambda table: np.where(mask, _log_softmax(table)[before, tokens], 0.0)
+
+  def of(table):
+    return np.where(mask, _log_softmax(table)[before, tokens], 0.0)
+
   logprobs = {
     f'{name}_logprobs': of(getattr(policies, name))
     for name in ('behaviour', 'proximal', 'reference')
@@ -488,7 +497,10 @@ def penalty_gradient(kind: by_token.Estimator) -> np.ndarray:
 
 def _shown(cosine: float, ratio: float) -> str:
   """'1' is exact: what is near it is shown with its digits."""
-  digits = lambda x: '1' if abs(x - 1.0) < 1e-12 else f'{x:.3f}'.replace('1.000', f'{x:.5f}')
+
+  def digits(x):
+    return '1' if abs(x - 1.0) < 1e-12 else f'{x:.3f}'.replace('1.000', f'{x:.5f}')
+
   return '0' if ratio == 0 else f'{digits(cosine)} × {digits(ratio)}'
 
 

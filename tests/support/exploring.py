@@ -138,7 +138,9 @@ class FakeScorers(ScorerPool):
 
 
 def make_tasks(count: int, taskset: str = 'train') -> list[Task]:
-  prompt = lambda i: ({'role': 'user', 'content': f'{LETTERS[i // 8]}{LETTERS[i % 8]}'},)
+  def prompt(i):
+    return ({'role': 'user', 'content': f'{LETTERS[i // 8]}{LETTERS[i % 8]}'},)
+
   return [
     Task(taskset=taskset, domain='general', prompt=prompt(i), truth='a', fields={})
     for i in range(count)

@@ -133,7 +133,10 @@ def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) ->
 
   def init(key):
     table, output = jax.random.split(key)
-    draw = lambda key, rows: 0.5 * jax.random.normal(key, (rows, WIDTH), jnp.float32)
+
+    def draw(key, rows):
+      return 0.5 * jax.random.normal(key, (rows, WIDTH), jnp.float32)
+
     return {
       'embed': {'kernel': draw(table, VOCAB)},
       'norm': {'scale': jnp.ones(WIDTH, jnp.float32)},

@@ -39,7 +39,10 @@ def packed(seed: int, *, extreme: bool = True) -> SimpleNamespace:
   mask[0, [1, 2, 5, 6, 7, 13, 14, 15, 16]] = True
   mask[2] = rng.uniform(size=20) < 0.8
   mask[2, [0, 8, 15, 17]] = True
-  draw = lambda scale: rng.normal(size=ids.shape) * scale
+
+  def draw(scale):
+    return rng.normal(size=ids.shape) * scale
+
   logprobs = -np.abs(draw(2.0)) - 0.05
   proximal, behaviour, reference = logprobs + draw(0.3), logprobs + draw(0.3), logprobs + draw(0.8)
   advantages = np.where(mask, draw(1.5), 0.0)
@@ -63,7 +66,9 @@ def replaced(batch: SimpleNamespace, **arrays) -> SimpleNamespace:
 
 
 def on_device(batch: SimpleNamespace, dtype: str = 'float64') -> SimpleNamespace:
-  place = lambda x: jnp.asarray(x, dtype if x.dtype.kind == 'f' else x.dtype)
+  def place(x):
+    return jnp.asarray(x, dtype if x.dtype.kind == 'f' else x.dtype)
+
   return SimpleNamespace(**{name: place(x) for name, x in vars(batch).items()})
 
 
@@ -137,7 +142,10 @@ def token_log_ratio(logprobs, proximal, mask, *, limit=20.0):
 def sequence_log_ratio(logprobs, proximal, mask, ids, *, limit=10.0, held=None):
   """`held`: the logprobs under the stop-gradients, those themselves unless given."""
   held = logprobs if held is None else held
-  value = lambda at: logprobs[at] - held[at] + mean_difference(held, proximal, mask, ids, at)
+
+  def value(at):
+    return logprobs[at] - held[at] + mean_difference(held, proximal, mask, ids, at)
+
   return each(mask, lambda at: min(value(at), limit))
 
 
@@ -156,8 +164,13 @@ def clipped_surrogate(log_ratio, advantages, mask, *, low, high, c):
 
 def cispo(log_ratio, logprobs, advantages, mask, *, low, high):
   """(loss, clipped); the weight comes from `log_ratio`, which the caller holds constant."""
-  weight = lambda at: clamp(math.exp(log_ratio[at]), 1 - low, 1 + high)
-  cut = lambda at: float(not 1 - low <= math.exp(log_ratio[at]) <= 1 + high)
+
+  def weight(at):
+    return clamp(math.exp(log_ratio[at]), 1 - low, 1 + high)
+
+  def cut(at):
+    return float(not 1 - low <= math.exp(log_ratio[at]) <= 1 + high)
+
   return each(mask, lambda at: -weight(at) * advantages[at] * logprobs[at]), each(mask, cut)
 
 
@@ -210,12 +223,16 @@ def importance_weights(proximal, behaviour, mask, ids, *, mode, threshold, lower
 
 
 def sequence_mask(proximal, behaviour, mask, ids, *, low, high):
-  inside = lambda at: low <= math.exp(mean_difference(proximal, behaviour, mask, ids, at)) <= high
+  def inside(at):
+    return low <= math.exp(mean_difference(proximal, behaviour, mask, ids, at)) <= high
+
   return ~mask | (each(mask, inside) > 0)
 
 
 def negative_sequence_mask(old, new, advantages, mask, ids, *, threshold):
-  drop = lambda at: advantages[at] < 0 and mean_difference(old, new, mask, ids, at) > threshold
+  def drop(at):
+    return advantages[at] < 0 and mean_difference(old, new, mask, ids, at) > threshold
+
   return ~(each(mask, drop) > 0)
 
 

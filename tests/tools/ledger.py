@@ -23,9 +23,12 @@ TABLE = pathlib.Path('docs/develop/acceptance_runs.md')
 
 def commit(root: pathlib.Path) -> tuple[str, bool]:
   """(Short hash of the commit, whether nothing but the table differs from it)."""
-  git = lambda *words: (
-    subprocess.run(['git', *words], cwd=root, capture_output=True, text=True, check=True).stdout
-  )
+
+  def git(*words):
+    return subprocess.run(
+      ['git', *words], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+
   lines = git('status', '--porcelain', '--untracked-files=all').splitlines()
   return git('rev-parse', '--short', 'HEAD').strip(), all(line[3:] == str(TABLE) for line in lines)
 

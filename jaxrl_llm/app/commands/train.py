@@ -170,7 +170,10 @@ def _leave_job(workdir: pathlib.Path) -> None:
   if count == 1:
     return
   port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
-  marker = lambda i: workdir / f'left-{port}-{i}'
+
+  def marker(i):
+    return workdir / f'left-{port}-{i}'
+
   if index > 0:
     jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
     marker(index).touch()

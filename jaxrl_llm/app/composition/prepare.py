@@ -379,9 +379,10 @@ def _take_over(
   )
   rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
   tasks = {task.uid: task for name in source.tasksets for task in tasksets[name].tasks}
-  text = lambda sample: completion_text(
-    tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
-  )
+
+  def text(sample):
+    return completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+
   taken, counts = [], collections.Counter()
   with tempfile.TemporaryDirectory() as scratch:
     store = open_copy(run / 'replay', pathlib.Path(scratch) / 'replay')

@@ -172,9 +172,10 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   begun = {stage.name: min(step, stage.end) for stage in stages if committed and stage.start < step}
   rollouts.discard_later(begun)
   evals.discard_later(begun)
-  runner = lambda of: GroupRunner(
-    of, workflow=rolling.workflow, scorers=scorers, events=process.events
-  )
+
+  def runner(of):
+    return GroupRunner(of, workflow=rolling.workflow, scorers=scorers, events=process.events)
+
   batches = {
     stage.name: _batches(setup, prepared, stage, store, runner)
     for stage in stages
@@ -281,9 +282,12 @@ def recorded_groups(
   tasks = {
     task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks
   }
-  text = lambda sample: completion_text(
-    prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
-  )
+
+  def text(sample):
+    return completion_text(
+      prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    )
+
   return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
 
 

@@ -45,7 +45,10 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 def print_list() -> None:
   """Prints everything that a configuration can refer to by name, one item per line."""
   console = Console(markup=False, highlight=False, soft_wrap=True)
-  first = lambda value: ' '.join((value.__doc__ or '').partition('\n\n')[0].split())
+
+  def first(value):
+    return ' '.join((value.__doc__ or '').partition('\n\n')[0].split())
+
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('surrogate', name, first(loss)) for name, (_, loss) in SURROGATES.items()]
@@ -87,7 +90,10 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   critic = critic_model(model)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   trained, _ = lora.split(shapes, model.spec, model.options)
-  count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+  def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
   adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
   console.print(f'run directory: {workdir}')
   console.print(

@@ -63,7 +63,9 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   def score(built: Any, of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
     return lambda: built.lower(lora.join(state.params, abstract_base(of, mesh)), *arrays)
 
-  flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
+  def flops(of, backward):
+    return model_flops(of.spec, tokens, pairs=pairs, backward=backward)
+
   policy_update = update(model, algorithm.loss, stage.policy, stage.updates)
   yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
@@ -92,7 +94,10 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
   arrays = shapes(
     shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments
   )
-  placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of_batch(mesh))
+
+  def placed(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of_batch(mesh))
+
   return Chunks(**{name: placed(array) for name, array in arrays.items()})
 
 
@@ -127,7 +132,10 @@ def held_bytes(tree: Any) -> tuple[int, int]:
   """Returns the bytes of a tree of sharded shapes: in total, counting copies once, and on each
   device.
   """
-  size = lambda shape, leaf: math.prod(shape) * np.dtype(leaf.dtype).itemsize
+
+  def size(shape, leaf):
+    return math.prod(shape) * np.dtype(leaf.dtype).itemsize
+
   leaves = jax.tree.leaves(tree)
   whole = sum(size(leaf.shape, leaf) for leaf in leaves)
   return whole, sum(size(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in leaves)

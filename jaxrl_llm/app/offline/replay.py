@@ -191,9 +191,12 @@ def taken(
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
   tasks = {task.uid: task for taskset in past.prepared.tasksets.values() for task in taskset.tasks}
-  text = lambda sample: completion_text(
-    past.prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
-  )
+
+  def text(sample):
+    return completion_text(
+      past.prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    )
+
   chosen = recall(store, uids, tasks=tasks.get, text=text, rewards=past.config.rewards)
   members = {choice.scored.sample.uid: choice.scored for choice in chosen}
   return {uid: members[uid] for uid in uids}
@@ -201,7 +204,10 @@ def taken(
 
 def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
   """Compares the metrics that the plan determines; numbers must agree in every bit."""
-  of_plan = lambda key: not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
+
+  def of_plan(key):
+    return not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
+
   return [
     Difference(key, row.get(key), recorded.get(key))
     for key in sorted(filter(of_plan, row.keys() | recorded.keys()))

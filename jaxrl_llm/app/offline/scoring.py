@@ -237,9 +237,10 @@ async def _scores(
   for place, attempt in enumerate(attempts):
     groups.setdefault(attempt.task.uid, []).append(place)
   by_place: dict[int, Score] = {}
-  judged = lambda places: pool.score_group(
-    [attempts[place] for place in places], [()] * len(places)
-  )
+
+  def judged(places):
+    return pool.score_group([attempts[place] for place in places], [()] * len(places))
+
   async for places, scores in _in_order((places, judged(places)) for places in groups.values()):
     by_place.update((place, score) for place, (score,) in zip(places, scores, strict=True))
   for place in range(len(attempts)):

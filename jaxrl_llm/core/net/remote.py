@@ -147,7 +147,10 @@ class ServiceClient:
     that served least.
     """
     now = asyncio.get_running_loop().time()
-    rests = lambda address: self._rests_until.get(address, now) > now
+
+    def rests(address):
+      return self._rests_until.get(address, now) > now
+
     return min(
       self._addresses,
       key=lambda address: (rests(address), self._busy[address], self._served[address]),

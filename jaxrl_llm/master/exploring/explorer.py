@@ -229,7 +229,9 @@ class Explorer:
   async def _batch_ready(self) -> None:
     # Takes the groups that started first, not those that ended first, which would bias the batch
     # towards short answers.
-    ended = lambda number: self._groups[number].chosen is not None
+    def ended(number):
+      return self._groups[number].chosen is not None
+
     while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
       await self._progress.wait()  # wait collect: bounded by the caller

@@ -23,9 +23,10 @@ class Past:
     """Draws from the groups trained on at least once but fewer than `max_uses` times, as `config`
     specifies.
     """
-    reusable = lambda group: (
-      group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
-    )
+
+    def reusable(group):
+      return group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
+
     oldest = None if self.config.max_age is None else step - self.config.max_age
     groups = {
       group.group_id: group

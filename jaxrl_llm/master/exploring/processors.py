@@ -190,7 +190,9 @@ def mask_truncated(options: Nothing) -> Processor:
   """
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
-    cut = lambda member: member.masked or member.sample.finish_reason == Finish.LENGTH
+    def cut(member):
+      return member.masked or member.sample.finish_reason == Finish.LENGTH
+
     return [dataclasses.replace(member, masked=cut(member)) for member in members]
 
   return run

@@ -164,7 +164,10 @@ class ScorerPool:
       raise ValueError(
         f'attempts at {sorted({a.task.uid for a in attempts})}, wanted attempts at one task'
       )
-    all_of = lambda: [score for of in scores for score in of]
+
+    def all_of():
+      return [score for of in scores for score in of]
+
     if not drops_group(all_of(), self.config) and (
       chosen := self._in_force(attempts[0], per_group=True)
     ):

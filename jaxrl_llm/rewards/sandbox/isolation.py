@@ -67,7 +67,10 @@ class Preload:
 
   def bound(self) -> tuple[str, ...]:
     """Returns the directories in `path` that `readable` does not cover."""
-    covered = lambda path: any(pathlib.Path(path).is_relative_to(known) for known in readable())
+
+    def covered(path):
+      return any(pathlib.Path(path).is_relative_to(known) for known in readable())
+
     return tuple(path for path in self.path if not covered(path))
 
   def options(self) -> dict[str, Any]:

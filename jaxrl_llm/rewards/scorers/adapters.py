@@ -321,7 +321,10 @@ def trl_verdicts(
     options.form == 'conversational' or (options.form == 'row' and isinstance(p, list))
     for p in row_prompts
   ]
-  message = lambda text: [{'role': 'assistant', 'content': text}]
+
+  def message(text):
+    return [{'role': 'assistant', 'content': text}]
+
   given = {
     **_columns(attempts, options.truth_column),
     'prompts': [

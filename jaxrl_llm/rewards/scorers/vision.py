@@ -73,7 +73,10 @@ def iou(a: Box, b: Box) -> Fraction:
   width = min(a.x2, b.x2) - max(a.x1, b.x1)
   height = min(a.y2, b.y2) - max(a.y1, b.y1)
   both = max(width, Fraction(0)) * max(height, Fraction(0))
-  area = lambda box: (box.x2 - box.x1) * (box.y2 - box.y1)
+
+  def area(box):
+    return (box.x2 - box.x1) * (box.y2 - box.y1)
+
   return both / (area(a) + area(b) - both)
 
 
@@ -85,11 +88,14 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
   except (ValueError, RecursionError):
     return None
-  numbers = lambda items, count: (
-    isinstance(items, list)
-    and len(items) == count
-    and all(isinstance(item, Fraction) for item in items)
-  )
+
+  def numbers(items, count):
+    return (
+      isinstance(items, list)
+      and len(items) == count
+      and all(isinstance(item, Fraction) for item in items)
+    )
+
   if numbers(value, 4):
     x1, y1, x2, y2 = value
     corners = (

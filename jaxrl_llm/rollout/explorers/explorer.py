@@ -207,7 +207,10 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
     welcome = await _patiently(lambda: link.call(wire.HELLO))
     tokenizer, config = _tokenizer(welcome['tokenizer']), _workflow(welcome['workflow'])
     under_way: dict[str, asyncio.Task] = {}
-    make = lambda lease: build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
+
+    def make(lease):
+      return build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
+
     async with asyncio.TaskGroup() as tasks:
       tasks.create_task(_say_alive(link, under_way))
       for _ in range(welcome['groups']):

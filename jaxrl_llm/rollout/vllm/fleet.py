@@ -502,9 +502,10 @@ class Fleet:
 
   def _named(self, completion: Completion) -> Completion:
     """Replaces relabelled versions with their new names."""
-    named = lambda segment: dataclasses.replace(
-      segment, version=self._names.get(segment.version, segment.version)
-    )
+
+    def named(segment):
+      return dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
+
     return dataclasses.replace(
       completion, segments=tuple(named(segment) for segment in completion.segments)
     )

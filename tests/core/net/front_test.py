@@ -597,12 +597,14 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
 def test_adapters_lie_below_the_publish_root(tmp_path, published):
   (published / 'ad').mkdir()
   (published / 'ad' / 'adapter_config.json').write_text('{}')
-  own = lambda path, **more: {
-    'lora_name': 'policy-0-1',
-    'lora_path': path,
-    'load_inplace': True,
-    **more,
-  }
+
+  def own(path, **more):
+    return {
+      'lora_name': 'policy-0-1',
+      'lora_path': path,
+      'load_inplace': True,
+      **more,
+    }
 
   async def main():
     async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):

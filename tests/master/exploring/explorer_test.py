@@ -56,7 +56,10 @@ def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(
     found.add(tuple((m.sample.uid, m.completion, m.reward.value) for m in members))
     store.close()
   (only,) = found
-  whole = lambda *numbers: [uid(tasks[n], i) for n in numbers for i in range(2)]
+
+  def whole(*numbers):
+    return [uid(tasks[n], i) for n in numbers for i in range(2)]
+
   assert [name for name, _, _ in only] == [*whole(0), uid(tasks[1], 1), *whole(3, 4, 6, 7)]
   assert [value for _, _, value in only] == [0, 0, 1, 3, 3, 4, 4, 6, 6, 7, 7]
 
@@ -244,7 +247,10 @@ def test_the_last_of_too_many_groups_is_told_as_it_was(tokenizer, store):
   """One sample unscorable, the other alone: what is to be looked at is the selection, not the
   scorer.
   """
-  judge = lambda attempt: None if attempt.uid.endswith('/0') else 1.0
+
+  def judge(attempt):
+    return None if attempt.uid.endswith('/0') else 1.0
+
   selection = SelectionConfig(kind='mixed')
   exploration = exploring.Exploration(
     tokenizer, store, judge, selection=selection, max_dropped_groups=0

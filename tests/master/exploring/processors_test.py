@@ -92,10 +92,11 @@ def test_groups_without_variance_are_left_out_before_any_rounding():
   spread = [member(0, 0.0), member(1, 1.0)]  # deviation 0.5
   assert len(run(spread, ('reward_std', {'min_std': 0.49})).members) == 2
   assert run(spread, ('reward_std', {'min_std': 0.5})).members == []
+
   # Turns count: they make the one group differ, and the other not.
-  earning = lambda member, *turns: dataclasses.replace(
-    member, reward=dataclasses.replace(member.reward, turn_values=turns)
-  )
+  def earning(member, *turns):
+    return dataclasses.replace(member, reward=dataclasses.replace(member.reward, turn_values=turns))
+
   assert len(run([earning(member(0, 1.0), 0.5), member(1, 1.0)], 'reward_std').members) == 2
   assert run([earning(member(0, 0.0), 0.75, 0.25), member(1, 1.0)], 'reward_std').members == []
 
@@ -270,7 +271,10 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
 
 def test_masked_answers_are_in_no_pair_and_not_imitated_and_a_group_of_them_alone_teaches_nothing():
   """The shortest correct answer is masked, and one of two wrong ones."""
-  mask = lambda m: dataclasses.replace(m, masked=True)
+
+  def mask(m):
+    return dataclasses.replace(m, masked=True)
+
   members = [
     mask(member(0, 1.0, correct=True, tokens=(5,))),
     member(1, 1.0, correct=True),
@@ -297,7 +301,9 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
     changed = dataclasses.replace(config, stages=(sft, stage))
     return build_stages(changed, build_mesh(changed.learner.mesh, jax.devices()[:1]), 29, {})
 
-  shaped = lambda key: (ProcessorConfig(name='shape', options={'key': key}),)
+  def shaped(key):
+    return (ProcessorConfig(name='shape', options={'key': key}),)
+
   assert len(build(processors=shaped('verifier/part'))) == 2
   with pytest.raises(UserError, match="no scorer is called 'judge'; configured are"):
     build(processors=shaped('judge/part'))

@@ -145,7 +145,10 @@ def enumerated(bound, publish_every):
   """Batch b starts with the first publication that permits it: the least multiple of the interval
   from b - bound on.
   """
-  lag = lambda b: b - publish_every * math.ceil(max(0, b - bound) / publish_every)
+
+  def lag(b):
+    return b - publish_every * math.ceil(max(0, b - bound) / publish_every)
+
   return collections.Counter(lag(b) for b in range(BATCHES))
 
 
@@ -234,7 +237,10 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(
   def explore(directory, delays, commit=0):
     store = open_store(directory, synchronous='normal')
     store.recover(commit)
-    judge = lambda attempt: float(attempt.uid.endswith('1'))
+
+    def judge(attempt):
+      return float(attempt.uid.endswith('1'))
+
     return exploring.Exploration(
       tokenizer, store, judge, delays=delays, bound=bound, batches=BATCHES, tasks=tasks
     ), store
@@ -250,7 +256,10 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(
   waiting = [g for g in json.loads(state)['explorer']['groups'] if g['ended']]
   again, store = explore(tmp_path / 'replay', 2, step)
   after = asyncio.run(go(again, publish_every=publish_every, start=step, state=state, turns=30))
-  groups = lambda plans: [row.group for plan in plans for row in plan.rows]
+
+  def groups(plans):
+    return [row.group for plan in plans for row in plan.rows]
+
   assert groups(before.plans[:step] + after.plans) == groups(expected.plans)
   assert waiting, 'nothing waited for its batch at the commit: the test shows less than it says'
   asked = {request.uid for request in again.engine.requests}
@@ -273,7 +282,9 @@ def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_serve
   that attempt.
   """
   tasks = exploring.make_tasks(30)
-  name = lambda i: f'grpo/{tasks[i].uid}/0'
+
+  def name(i):
+    return f'grpo/{tasks[i].uid}/0'
 
   def explore(hold, commit):
     store = open_store(tmp_path / 'replay', synchronous='normal')

@@ -196,7 +196,10 @@ def test_only_the_failure_of_a_scorer_that_says_so_drops_a_group():
   config = RewardsConfig(
     scorers=(ScorerConfig(name='strict', on_failure='drop_group'), ScorerConfig(name='lax'))
   )
-  score = lambda scorer, status, value: Score(uid='u', scorer=scorer, status=status, value=value)
+
+  def score(scorer, status, value):
+    return Score(uid='u', scorer=scorer, status=status, value=value)
+
   assert drops_group([score('lax', Status.OK, 1.0), score('strict', Status.CRASHED, None)], config)
   for kept in [
     ('strict', Status.OK, None),

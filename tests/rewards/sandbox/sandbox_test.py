@@ -445,9 +445,10 @@ def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes
 def test_a_program_that_a_busy_machine_keeps_waiting_is_the_scorers_failure(sandboxes, monkeypatch):
   """The supervisor's verdict; which programs are starved is `rewards_usage_test`'s."""
   receive = Channel.receive
-  starved = lambda channel: (
-    {**message, 'ended': 'starved'} if 'ended' in (message := receive(channel)) else message
-  )
+
+  def starved(channel):
+    return {**message, 'ended': 'starved'} if 'ended' in (message := receive(channel)) else message
+
   monkeypatch.setattr(Channel, 'receive', starved)
   for run in (
     lambda: sandboxes.run_cases('print("done")', ANY),
@@ -1644,7 +1645,10 @@ def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
   with contextlib.closing(opened(sandboxes.isolation, limits)) as brief:
     programs = [*hostile.EVERY.values(), *map(textwrap.dedent, CHEATS.values())]
     is_well(brief)
-    alive = lambda: len(hostile.descendants(os.getpid()))
+
+    def alive():
+      return len(hostile.descendants(os.getpid()))
+
     own = hostile.settled(alive)  # The sandbox that waits for the next program was still starting.
     host = hostile.Host(str(tmp_path))
     draws = random.Random(0)

@@ -37,7 +37,9 @@ def test_what_is_chosen_from_truths(truths, mode, extraction):
 
 
 def test_what_is_given_stays():
-  truths = lambda: ['#### 8']
+  def truths():
+    return ['#### 8']
+
   assert choose_options({}, truths).options == {
     'mode': 'numeric',
     'units': 'stated',

@@ -297,9 +297,9 @@ def test_hostile_completions_cost_their_own_score_in_a_pool(score):
 
 
 def test_a_deadline_below_that_of_programs_is_refused():
-  config = lambda deadline_s, **options: ScorerConfig(
-    name='c', kind='code', deadline_s=deadline_s, options=options
-  )
+  def config(deadline_s, **options):
+    return ScorerConfig(name='c', kind='code', deadline_s=deadline_s, options=options)
+
   for short in (config(8.0, wall_s=8.0), config(10.0, wall_s=10)):
     with pytest.raises(
       UserError, match=r"^scorer 'c': deadline_s is [0-9]+, and its programs may take wall_s="

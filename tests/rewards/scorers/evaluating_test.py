@@ -344,7 +344,9 @@ def no_sandbox(monkeypatch):
 
 
 def test_a_missing_sandbox_is_refused_at_startup_with_the_remedy(no_sandbox):
-  task = lambda name: attempt('', fields={'reasoning_gym': name, 'entry': {'answer': ''}}).task
+  def task(name):
+    return attempt('', fields={'reasoning_gym': name, 'entry': {'answer': ''}}).task
+
   scorers = (ScorerConfig(name='v', kind='verifier'),)
   with pytest.raises(
     UserError, match=r"taskset t: verifier 'countdown' .*namespaces: no.*isolation='none'"

@@ -29,7 +29,10 @@ def rows(request):
   """
   if not (DATA / 'test.jsonl').is_file():
     pytest.skip('no ../shared/data/gsm8k beside the checkout')
-  read = lambda name: [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+
+  def read(name):
+    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+
   test, train = read('test.jsonl'), read('train.jsonl')
   assert (len(test), len(train)) == (1319, 7473)
   return (test + random.Random(8).sample(train, TRAIN_ROWS))[:: request.param]

@@ -85,9 +85,11 @@ def test_units_that_are_stated_have_to_agree(truth, answer, stated, required):
 
 
 def test_a_tolerance_is_in_the_truths_unit():
-  close = lambda answer, **tolerance: quantities_agree(
-    parse_quantity('5 km'), parse_quantity(answer), units='stated', **tolerance
-  )
+  def close(answer, **tolerance):
+    return quantities_agree(
+      parse_quantity('5 km'), parse_quantity(answer), units='stated', **tolerance
+    )
+
   assert close('5100 m', absolute=0.1) and not close('5101 m', absolute=0.1)
   assert close('5100 m', relative=0.02) and not close('5101 m', relative=0.02)
 
@@ -202,10 +204,16 @@ def test_sets(truth, answer, agree):
 @settings(deadline=None, max_examples=50)
 def test_a_set_is_its_elements_in_any_order(numbers, data):
   other = data.draw(st.permutations(numbers))
-  write = lambda items: r'\{' + ', '.join(map(str, items)) + r'\}'
+
+  def write(items):
+    return r'\{' + ', '.join(map(str, items)) + r'\}'
+
   assert sets_agree(write(numbers), write(other)) is True
   assert sets_agree(write(numbers), write([*other, 10])) is False
-  pair = lambda items: f'({", ".join(map(str, items))})'
+
+  def pair(items):
+    return f'({", ".join(map(str, items))})'
+
   assert tuples_agree(pair(numbers), pair(other)) is (numbers == list(other))
 
 
@@ -283,9 +291,10 @@ def test_forms_of_choices_in_rows():
 
 def test_a_truth_may_count_the_choices():
   scorer = answer_scorer(mode='choice', truth_is_index=True)
-  said = lambda truth, answer: (
-    scorer(attempt(answer, truth=truth, fields={'choices': ['x', 'y', 'z']})).value
-  )
+
+  def said(truth, answer):
+    return scorer(attempt(answer, truth=truth, fields={'choices': ['x', 'y', 'z']})).value
+
   assert [said('0', 'A'), said('2', 'C'), said('2', 'z'), said('2', 'B')] == [1.0, 1.0, 1.0, 0.0]
   assert [said(truth, 'A') for truth in ('3', '-1', 'A', '1.0')] == [None] * 4
 
@@ -324,7 +333,10 @@ def test_a_truth_may_list_aliases():
     ['x'],
   ]
   scorer = answer_scorer(mode='text', extraction=ANYWHERE)
-  said = lambda text, **more: scorer(attempt(text, truth='["USA", "U.S."]', **more)).value
+
+  def said(text, **more):
+    return scorer(attempt(text, truth='["USA", "U.S."]', **more)).value
+
   assert [said('The answer is the USA.'), said('us'), said('UK')] == [1.0, 1.0, 0.0]
   assert (
     said('America', fields={'aliases': ['America']})
@@ -336,9 +348,10 @@ def test_a_truth_may_list_aliases():
 
 def test_several_methods_in_their_order():
   methods = ('boxed', 'hashes', 'phrase')
-  found = lambda text, methods=methods: extract(
-    text, method=methods, key=lambda t: parse_number(t) or t
-  )
+
+  def found(text, methods=methods):
+    return extract(text, method=methods, key=lambda t: parse_number(t) or t)
+
   assert found(r'The answer is 1. \boxed{2}').answer == '2'
   assert found('The answer is 1. #### 2').answer == '2'
   assert found('The answer is 1.').answer == '1' and found('1').answer is None

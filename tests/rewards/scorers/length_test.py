@@ -50,9 +50,10 @@ def test_a_named_scorer_says_what_is_correct():
     (Score(uid='u', scorer='format', value=1.0), Score(uid='u', scorer='answer', value=v))
     for v in (0.0, 1.0)
   )
-  values = lambda **options: [
-    one.value for one in length_scorer(**options).scorer(attempts, scores)
-  ]
+
+  def values(**options):
+    return [one.value for one in length_scorer(**options).scorer(attempts, scores)]
+
   assert values() == [0.5, -0.5]
   assert values(correct_by='answer') == [0.0, -0.5]
   with pytest.raises(UserError, match="no scorer 'judge' judged u; wanted one of"):

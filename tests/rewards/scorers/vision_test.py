@@ -87,16 +87,22 @@ boxes = st.tuples(
 def test_iou_is_symmetric_in_0_1_and_1_only_for_the_same(a, b, shift, scale):
   assert iou(a, b) == iou(b, a) and 0 <= iou(a, b) <= 1
   assert iou(a, a) == 1 and (iou(a, b) == 1) == (a == b)
-  moved = lambda box: Box(*(scale * number + shift for number in box))
+
+  def moved(box):
+    return Box(*(scale * number + shift for number in box))
+
   assert iou(moved(a), moved(b)) == iou(a, b)
 
 
 @given(a=st.tuples(*[st.integers(0, 6)] * 4), b=st.tuples(*[st.integers(0, 6)] * 4))
 def test_iou_counts_cells(a, b):
   a, b = (Box(*map(Fraction, (x, y, x + w + 1, y + h + 1))) for x, y, w, h in (a, b))
-  cells = lambda box: {
-    (x, y) for x in range(int(box.x1), int(box.x2)) for y in range(int(box.y1), int(box.y2))
-  }
+
+  def cells(box):
+    return {
+      (x, y) for x in range(int(box.x1), int(box.x2)) for y in range(int(box.y1), int(box.y2))
+    }
+
   assert iou(a, b) == Fraction(len(cells(a) & cells(b)), len(cells(a) | cells(b)))
 
 

@@ -372,7 +372,10 @@ def stepwise_logprobs(params, versions, prompt, tokens):
 def test_segments_say_which_version_drew_each_token(runner, opened, engine, params):
   requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
   old = runner.run(ask_all(engine, requests))
-  load = lambda: engine.load(Weights.of(params[V2], V2))
+
+  def load():
+    return engine.load(Weights.of(params[V2], V2))
+
   found = runner.run(load_between(engine, opened[1], requests, load, after_calls=2))
   new = runner.run(ask_all(engine, requests))
   assert engine.version == V2
@@ -418,7 +421,10 @@ def test_weights_by_another_name_change_the_name_alone(runner, opened, engine, p
   requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
   old = runner.run(ask_all(engine, requests))
   prefilled = engine.counts['prefilled_prompts']
-  relabel = lambda: engine.relabel(V2)
+
+  def relabel():
+    return engine.relabel(V2)
+
   found = runner.run(load_between(engine, opened[1], requests, relabel, after_calls=2))
   assert engine.version == V2
   assert engine.counts['prefilled_prompts'] == prefilled + 4, 'what is cached stays'

@@ -66,9 +66,12 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
       order = await quiet.call(wire.TAKE)
       first, *_ = await setting.made(quiet, order)
-      hand_in = lambda: quiet.call(
-        wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one'
-      )
+
+      def hand_in():
+        return quiet.call(
+          wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one'
+        )
+
       await hand_in()
       await hand_in()
       setting.come('b')
@@ -146,7 +149,9 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
         yield sample, text
 
   async def check():
-    build = lambda config, hub, tokenizer, most: Asking(hub, tokenizer, most)
+    def build(config, hub, tokenizer, most):
+      return Asking(hub, tokenizer, most)
+
     async with Setting(tmp_path, build).running('a') as setting:
       (task,) = make_tasks(1)
       shown = (Media(kind='image', digest='0' * 32, reference='a.png'),)
@@ -178,7 +183,9 @@ def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, lin
       yield
 
   async def check():
-    build = lambda config, hub, tokenizer, most: Failing(hub, tokenizer, max_tokens=most)
+    def build(config, hub, tokenizer, most):
+      return Failing(hub, tokenizer, max_tokens=most)
+
     async with Setting(tmp_path, build).running('a') as setting:
       with pytest.raises(RunError) as raised:
         await setting.samples(setting.crew, make_tasks(1)[0])
@@ -271,7 +278,9 @@ def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):
         yield run
 
   async def check():
-    build = lambda config, hub, tokenizer, most: Short(hub, tokenizer, max_tokens=most)
+    def build(config, hub, tokenizer, most):
+      return Short(hub, tokenizer, max_tokens=most)
+
     async with Setting(tmp_path, build).running('a') as setting:
       with pytest.raises(RunError, match='ended without sample 2 of 3'):
         await setting.samples(setting.crew, make_tasks(1)[0])
@@ -421,9 +430,10 @@ LONG = {
   'sampled': np.zeros(10_000, bool),
   'behaviour_logprobs': np.zeros(10_000, np.float32),
 }
-OLDER = lambda one: tuple(
-  dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments
-)
+
+
+def OLDER(one):
+  return tuple(dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments)
 
 
 def test_a_text_that_fails_is_the_workflows_fault_and_no_explorers(tmp_path):
@@ -570,7 +580,9 @@ def test_an_explorer_that_is_evicted_ends_and_the_others_do_its_work(tmp_path):
         yield dataclasses.replace(sample, uid='x'), text
 
   async def check():
-    build = lambda config, hub, tokenizer, most: Renaming(hub, tokenizer, max_tokens=most)
+    def build(config, hub, tokenizer, most):
+      return Renaming(hub, tokenizer, max_tokens=most)
+
     async with Setting(tmp_path, build, groups=2).running('bad') as setting:
       wanted = [asyncio.create_task(setting.samples(setting.crew, task)) for task in make_tasks(3)]
       with pytest.raises(BaseExceptionGroup) as ended:

@@ -104,7 +104,9 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-  encode = lambda text: None if text is None else text.encode()
+  def encode(text):
+    return None if text is None else text.encode()
+
   result = _libc.mount(
     encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)
   )
@@ -251,7 +253,10 @@ def _assemble(steps: list[str | _Step]) -> bytes:
       labels[step] = len(program)
     else:
       program.append(step)
-  distance = lambda place, label: labels[label] - place - 1 if label else 0
+
+  def distance(place, label):
+    return labels[label] - place - 1 if label else 0
+
   return b''.join(
     struct.pack(
       '=HBBI',

@@ -65,7 +65,10 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   text = plain(unboxed(text)).replace('**', '').strip()
   prefix = _PREFIX.match(text)
   text = _SAID.sub('', text[prefix.end() :] if prefix else text)
-  allowed = lambda letters: choices is None or letters <= choices.keys()
+
+  def allowed(letters):
+    return choices is None or letters <= choices.keys()
+
   bare = text.rstrip('.):]').lstrip('([').strip()
   if len(bare) == 1 and bare.isascii() and bare.isalpha() and allowed({bare.upper()}):
     return frozenset(bare.upper())

@@ -113,7 +113,10 @@ def numbers_agree(
   references for questions like "what percentage …" often omit it. A truth below 1 is taken as a
   fraction: 0.35 is not 0.35%.
   """
-  close = lambda t, a: abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
+
+  def close(t, a):
+    return abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
+
   if truth.percent == answer.percent:
     return close(truth.value, answer.value)
   scaled = [number.value / 100 if number.percent else number.value for number in (truth, answer)]

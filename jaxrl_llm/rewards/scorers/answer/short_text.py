@@ -29,7 +29,10 @@ def normalise(text: str) -> str:
   every `the` except as the last word.
   """
   text = plain(unboxed(text))
-  wide = lambda c: unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))
+
+  def wide(c):
+    return unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))
+
   text = unicodedata.normalize(
     'NFC', ''.join(unicodedata.normalize('NFKC', c) if wide(c) else c for c in text)
   )
@@ -37,7 +40,10 @@ def normalise(text: str) -> str:
   text = _THOUSANDS.sub(lambda match: match.group().replace(',', ''), text)
   text = _APOSTROPHES.sub('', _DOTTED.sub('', text))
   kept = {match.start() for match in _KEPT.finditer(text)}
-  mark = lambda c: unicodedata.category(c).startswith('P')
+
+  def mark(c):
+    return unicodedata.category(c).startswith('P')
+
   text = ''.join(' ' if mark(c) and i not in kept else c for i, c in enumerate(text))
   words = text.split()
   if len(words) > 1 and words[0] in _ARTICLES:

@@ -248,9 +248,10 @@ class ComparingJudge(Judge):
       )
     games = pairs(count, self.options.against)
     completions = [attempt.completion for attempt in attempts]
-    compare = lambda first, second: self._compare(
-      template, texts, completions[first], completions[second]
-    )
+
+    def compare(first, second):
+      return self._compare(template, texts, completions[first], completions[second])
+
     try:
       async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(compare(first, second)) for first, second in games]
