@@ -41,7 +41,14 @@ NESTED = {
   'app.serve': {*BELOW_APP, 'app', 'app.composition'},
   'app.dry_run': {*BELOW_APP, 'app', 'app.composition'},
   'app.offline': {*BELOW_APP, 'app', 'app.composition', 'app.serve'},
-  'app.commands': {*BELOW_APP, 'app', 'app.composition', 'app.dry_run', 'app.offline', 'app.serve'},
+  'app.cluster': {*BELOW_APP, 'app'},
+  'app.sweeps': {*BELOW_APP, 'app', 'app.cluster'},
+  'app.doctor': {*BELOW_APP, 'app', 'app.composition', 'app.dry_run', 'app.offline'},
+  'app.commands': {
+    *BELOW_APP,
+    *('app', 'app.composition', 'app.cluster', 'app.sweeps', 'app.doctor'),
+    *('app.dry_run', 'app.offline', 'app.serve'),
+  },
 }
 """What packages within packages import besides themselves: top-level packages, and packages beside
 them. The enclosing package stands for its modules alone: `rollout` does not include
