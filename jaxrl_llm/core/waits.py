@@ -139,9 +139,8 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    await asyncio.wait(
-      {task, stop}, return_when=asyncio.FIRST_COMPLETED
-    )  # wait work: the deadlines of `work`
+    # wait work: the deadlines of `work`
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     return None if stop.done() else task.result()
   finally:
     task.cancel()  # no effect on a completed task

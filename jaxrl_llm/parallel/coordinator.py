@@ -73,9 +73,8 @@ class Coordinator:
     """
     if jax.process_count() == 1:
       return await decision  # wait decision: its own waits; for the other processes `exchange`
-    return await (
-      self._lead(decision) if self.leads else self._follow()
-    )  # wait decision: see above
+    # wait decision: see above
+    return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
     task = asyncio.ensure_future(_encoded(decision))
@@ -122,9 +121,8 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  return json.dumps(
-    await decision
-  ).encode()  # wait decision: its own waits; the others get beats meanwhile
+  # wait decision: its own waits; the others get beats meanwhile
+  return json.dumps(await decision).encode()
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:
@@ -132,8 +130,8 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   blocks = -(-length // _BLOCK)
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
-  # wait exchange: `silence_s`, from outside
-  received = [
-    multihost_utils.broadcast_one_to_all(block) for block in buffer.reshape(blocks, _BLOCK)
-  ]
+  received = []
+  for block in buffer.reshape(blocks, _BLOCK):
+    # wait exchange: `silence_s`, from outside
+    received.append(multihost_utils.broadcast_one_to_all(block))
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

@@ -80,6 +80,5 @@ class DeviceThread:
 
   def close(self) -> None:
     """Waits for the work in progress and cancels queued work."""
-    self._executor.shutdown(
-      wait=True, cancel_futures=True
-    )  # wait device: alone, the computation itself
+    # wait device: alone, the computation itself
+    self._executor.shutdown(wait=True, cancel_futures=True)

@@ -131,9 +131,8 @@ class Checkpoints:
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(
-        f'commit {step}'
-      )  # wait device: that of the device thread
+      # wait device: that of the device thread
+      multihost_utils.sync_global_devices(f'commit {step}')
 
   def restore(self, step: int, like: Any) -> Any:
     """Restores the arrays of a committed step with the shardings of `like` (arrays or

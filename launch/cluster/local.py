@@ -179,9 +179,8 @@ class Supervisor:
       threading.Thread(target=self._wait_for, args=(process_id, process), daemon=True).start()
 
   def _wait_for(self, process_id: int, process: subprocess.Popen) -> None:
-    code = (
-      process.wait()
-    )  # wait process: none, its life is the job's; the supervisor's deadlines end it
+    # wait process: none, its life is the job's; the supervisor's deadlines end it
+    code = process.wait()
     self._ends.put(End(process_id=process_id, code=code))
 
   def _next_end(self, deadline: float) -> End | None:

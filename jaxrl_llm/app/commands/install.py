@@ -56,6 +56,5 @@ def _main(argv: Sequence[str]) -> int:
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}
-  return subprocess.run(
-    command, env=environment
-  ).returncode  # wait install: the package installer's own timeouts
+  # wait install: the package installer's own timeouts
+  return subprocess.run(command, env=environment).returncode

@@ -170,9 +170,8 @@ async def serve(
       running = asyncio.create_task(batcher.run())
       say(public or address)
       stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
-      await asyncio.wait(
-        {running, stopped}, return_when=asyncio.FIRST_COMPLETED
-      )  # wait signal: none, see above
+      # wait signal: none, see above
+      await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
         await running  # wait cancelled: it has just been cancelled

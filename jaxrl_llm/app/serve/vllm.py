@@ -145,9 +145,8 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) ->
     async with asyncio.TaskGroup() as group:
       keepers = [group.create_task(keep_up(server)) for server in servers]
       announcer = group.create_task(announce(servers, addresses))
-      await asyncio.wait(
-        {stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED
-      )  # wait signal: none, see above
+      # wait signal: none, see above
+      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
 

@@ -203,9 +203,8 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        result = (
-          await job.results.get()
-        )  # wait completion: the driver answers or fails all; `collect`, `suite`
+        # wait completion: the driver answers or fails all; `collect`, `suite`
+        result = await job.results.get()
         if isinstance(result, Exception):
           raise result
         yield result

@@ -210,9 +210,8 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        result = (
-          await group.handed_in.get()
-        )  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result
         yield result

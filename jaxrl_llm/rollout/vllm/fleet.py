@@ -519,9 +519,8 @@ class Fleet:
     self._waiting.append(future)
     self._deal()
     try:
-      return (
-        await future
-      )  # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
+      # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
+      return await future
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:
         future.result()[0].in_flight -= 1

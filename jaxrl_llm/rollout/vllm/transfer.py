@@ -258,9 +258,8 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    while (
-      self._child is child and child.is_running()
-    ):  # wait sender: `transfer_deadline_s`, of the order
+    # wait sender: `transfer_deadline_s`, of the order
+    while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:
       raise Lost(f'{client.name}: its sender was closed')

@@ -27,9 +27,8 @@ async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
   address = await server.start(uds=uds, port=port)
   print(f'fake vLLM server at {address}', flush=True)
   waits = [asyncio.create_task(event.wait()) for event in (stop, server.ended)]  # wait signal: none
-  await asyncio.wait(
-    waits, return_when=asyncio.FIRST_COMPLETED
-  )  # wait signal: none, it serves until then
+  # wait signal: none, it serves until then
+  await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
   for wait in waits:
     wait.cancel()
   await server.close()
