@@ -13,7 +13,7 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.master.exploring.explorer import Explorer
-from jaxrl_llm.master.exploring.selection import Chosen, Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
@@ -44,7 +44,7 @@ class Batches(Protocol):
     """Returns the batch's rows and the counters of its collection."""
     ...
 
-  def taken(self) -> dict[str, Scored]:
+  def taken(self) -> dict[str, Experience]:
     """Returns the scored samples from which the last batch's rows were built, keyed by uid."""
     ...
 
@@ -81,7 +81,7 @@ class StreamBatches:
     self._events.reply(asked, count=len(rows))
     return rows, {}
 
-  def taken(self) -> dict[str, Scored]:
+  def taken(self) -> dict[str, Experience]:
     return {}
 
   def trained(self, plan: StepPlan) -> None:
@@ -106,7 +106,7 @@ class RolloutBatches:
       trains: whether the batches are trained on; otherwise they are only stored.
     """
     self.explorer, self._trains = explorer, trains
-    self._taken: dict[str, Scored] = {}
+    self._taken: dict[str, Experience] = {}
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
     return self.explorer.running()
@@ -116,10 +116,10 @@ class RolloutBatches:
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     chosen, places, counts = await self.explorer.next()
-    self._taken = {choice.scored.sample.uid: choice.scored for choice in chosen}
-    return [rollout_row(choice, places[choice.scored.sample.uid]) for choice in chosen], counts
+    self._taken = {choice.sample.uid: choice for choice in chosen}
+    return [rollout_row(choice, places[choice.sample.uid]) for choice in chosen], counts
 
-  def taken(self) -> dict[str, Scored]:
+  def taken(self) -> dict[str, Experience]:
     return self._taken
 
   def trained(self, plan: StepPlan) -> None:
@@ -174,9 +174,8 @@ def _joined(stage: str, row: Row) -> Issue:
   )
 
 
-def rollout_row(chosen: Chosen, place: Ref) -> Row:
-  scored, (segment, index) = chosen.scored, place
-  sample = scored.sample
+def rollout_row(chosen: Experience, place: Ref) -> Row:
+  sample, (segment, index) = chosen.sample, place
   return Row(
     uid=sample.uid,
     source=f'{SEALED}/{segment}',
@@ -184,15 +183,15 @@ def rollout_row(chosen: Chosen, place: Ref) -> Row:
     length=len(sample.tokens),
     prompt_len=sample.prompt_len,
     group=sample.group_id,
-    reward=scored.reward.value,
+    reward=chosen.reward.value,
     is_expert=chosen.imitated,
     truncated=sample.finish_reason == Finish.LENGTH,
     version_step=min(segment.version.step for segment in sample.segments),
-    correct=scored.reward.correct,
-    turn_rewards=scored.reward.turn_values,
+    correct=chosen.reward.correct,
+    turn_rewards=chosen.reward.turn_values,
     trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,
     step_index=sample.step_index,
-    masked=scored.masked,
+    masked=chosen.masked,
     pair=chosen.pair,
     label=chosen.label,
   )

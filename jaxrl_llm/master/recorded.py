@@ -19,14 +19,16 @@ from jaxrl_llm.batching.plan import Row, StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Sample, encode
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.master.exploring.selection import Chosen, Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.replay.segments import open_segment_reader, write_segment
 from jaxrl_llm.rewards.api import Reward
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.selectors import Passes
 
 
-def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Chosen]]) -> None:
+def write_recorded(
+  workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
+) -> None:
   """Writes groups to `file`, relative to the run directory; the file appears complete or not at
   all.
   """
@@ -35,8 +37,8 @@ def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[C
   for group in groups:
     rows.append([])
     for choice in group:
-      rows[-1].append(_recorded(choice.scored, file, len(samples)))
-      samples.append(encode(choice.scored.sample))
+      rows[-1].append(_recorded(choice, file, len(samples)))
+      samples.append(encode(choice.sample))
   path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_suffix('.tmp')
   with open(unfinished, 'w') as out:
@@ -52,7 +54,7 @@ def _groups_file(path: pathlib.Path) -> pathlib.Path:
   return path.with_suffix('.groups.json')
 
 
-def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
+def _recorded(scored: Experience, file: str, index: int) -> dict[str, Any]:
   sample, reward = scored.sample, scored.reward
   row = Row(
     uid=sample.uid,
@@ -106,7 +108,7 @@ class RecordedGroups:
   def rows(self, group: int) -> list[Row]:
     return [self._members[i][0] for i in self._groups[group]]
 
-  def recall(self, rows: Sequence[Row]) -> dict[str, Scored]:
+  def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
     """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task no longer
     exists.
     """
@@ -119,7 +121,7 @@ class RecordedGroups:
           f'the source of taskset {sample.taskset}'
         )
       parts = self._members[row.index][1]
-      known[row.uid] = Scored(
+      known[row.uid] = Experience(
         sample=sample,
         task=self._tasks[sample.task_id],
         completion=self._text(sample),
@@ -146,7 +148,7 @@ class RecordedBatches:
     """
     self._groups, self._count, self._events = groups, count, events
     self._order = Passes(range(len(groups)), seed=seed)
-    self._taken: dict[str, Scored] = {}
+    self._taken: dict[str, Experience] = {}
     self._completed = self._order.state()
 
   @contextlib.asynccontextmanager
@@ -166,7 +168,7 @@ class RecordedBatches:
     self._events.reply(asked, count=len(rows))
     return rows, {}
 
-  def taken(self) -> dict[str, Scored]:
+  def taken(self) -> dict[str, Experience]:
     return self._taken
 
   def trained(self, plan: StepPlan) -> None:

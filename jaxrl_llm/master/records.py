@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.mismatch import (
   OVER_BUDGET,
   MismatchConfig,
@@ -24,7 +24,7 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 
 
 def step_metrics(
-  batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
+  batch: Batch, updated: Updated, taken: Mapping[str, Experience], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Returns the step's plan, sample and policy metrics (no timings or host metrics), and its
   mismatch warnings.
@@ -41,7 +41,7 @@ def step_metrics(
   return row, exceeded
 
 
-def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:
+def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Metric]:
   """Length, reward and packing metrics of a closed batch; a function of the plan and its
   samples.
   """
@@ -107,7 +107,7 @@ def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
   }
 
 
-def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
+def _scorer_metrics(taken: Mapping[str, Experience]) -> dict[str, Metric]:
   by_part: dict[str, list[float]] = {}
   for member in taken.values():
     for name, value in member.reward.parts.items():
@@ -119,7 +119,7 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
 
 
 def logprob_pairs(
-  batch: Batch, updated: Updated, taken: Mapping[str, Scored], *, fresh: bool = False
+  batch: Batch, updated: Updated, taken: Mapping[str, Experience], *, fresh: bool = False
 ) -> list[Pair]:
   """Logprobs of each rollout's trained, sampled tokens: the trainer's before the batch, and the
   sampler's.
@@ -141,7 +141,7 @@ def logprob_pairs(
   return pairs
 
 
-def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
+def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
   """Row numbers of the rollouts; a sample that is in several pairs of the batch is listed once."""
   first: dict[str, int] = {}
   for i, row in enumerate(batch.plan.rows):
@@ -151,7 +151,7 @@ def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
 
 
 def rollout_rows(
-  batch: Batch, updated: Updated, taken: Mapping[str, Scored], token_text: Callable[[int], str]
+  batch: Batch, updated: Updated, taken: Mapping[str, Experience], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
   """Returns one row per trained sample for `rollouts/`; arrays have one entry per completion
   token.
@@ -172,7 +172,7 @@ def _rollout_row(
   row: Row,
   advantage: Any,
   logprobs: Float[np.ndarray, 'tokens'] | None,
-  scored: Scored,
+  scored: Experience,
   token_text: Callable[[int], str],
 ) -> dict[str, Any]:
   sample, after = scored.sample, slice(scored.sample.prompt_len, None)

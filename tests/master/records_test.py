@@ -14,7 +14,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.master.batches import rollout_row
-from jaxrl_llm.master.exploring.selection import Chosen, Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.rewards.api import Reward
@@ -38,7 +38,7 @@ PARTS = (
 )
 
 
-def member(i: int) -> Scored:
+def member(i: int) -> Experience:
   length = 2 + RESPONSES[i]
   sampled = np.arange(length) >= 2
   version = Version(0, VERSIONS[i])
@@ -68,7 +68,9 @@ def member(i: int) -> Scored:
     uid=sample.uid, scorer='judge', value=REWARDS[i], parts={'a': 0.25}, evidence={'answer': 'x'}
   )
   reward = Reward(value=REWARDS[i], parts=dict(PARTS[i]))
-  return Scored(sample=sample, task=TASK, completion=f'answer {i}', scores=(score,), reward=reward)
+  return Experience(
+    sample=sample, task=TASK, completion=f'answer {i}', scores=(score,), reward=reward
+  )
 
 
 @pytest.fixture
@@ -77,9 +79,7 @@ def closed():
   chunks of 16.
   """
   members = [member(i) for i in range(4)]
-  rows = tuple(
-    rollout_row(Chosen(scored=m), ('00000005.arrayrecord', i)) for i, m in enumerate(members)
-  )
+  rows = tuple(rollout_row(m, ('00000005.arrayrecord', i)) for i, m in enumerate(members))
   plan = StepPlan(
     step=5,
     stage='grpo',

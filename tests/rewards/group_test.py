@@ -131,7 +131,7 @@ def test_a_scorer_never_sees_another_tasks_truth(tokenizer, store):
   )
   truths = {f'grpo/{task.uid}/0': task.truth for task in exploration.tasks}
   assert len(set(seen)) >= 8 and all(truths[group] == truth for group, truth in seen)
-  members = [chosen.scored for batch, _ in batches for chosen in batch]
+  members = [member for batch, _ in batches for member in batch]
   assert len(members) == 2 * 4 * 3
   for group, of in itertools.groupby(members, lambda m: m.sample.group_id):
     of = list(of)
@@ -155,7 +155,7 @@ def test_a_failure_that_drops_the_group_drops_all_of_it_with_its_reason(tokenize
 
   scorers = pool({'strict': (awaited(strict), {'on_failure': 'drop_group'}), 'ranks': (RANKS, {})})
   exploration, ((batch, counts),) = explored(tokenizer, store, scorers)
-  assert [c.scored.task.truth for c in batch] == ['truth 0', 'truth 0', 'truth 2', 'truth 2']
+  assert [c.task.truth for c in batch] == ['truth 0', 'truth 0', 'truth 2', 'truth 2']
   assert {key: n for key, n in counts.items() if n} == {
     'dropped/scorer_failed': 2,
     'dropped/groups': 1,

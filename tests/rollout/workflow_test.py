@@ -124,11 +124,10 @@ def test_of_two_samples_of_one_index_the_first_is_scored_stored_and_trained(toke
   )
   ((batch, _),) = simulated(exploration.batches(1))
   assert len(batch) == len(said) == 4 and not any(text.endswith('!') for text in said)
-  members = [chosen.scored for chosen in batch]
-  assert [member.reward.value for member in members] == [0.0] * 4
-  stored = store.read([member.sample.uid for member in members])
+  assert [member.reward.value for member in batch] == [0.0] * 4
+  stored = store.read([member.sample.uid for member in batch])
   assert [one.tokens.tolist() for one in stored] == [
-    member.sample.tokens.tolist() for member in members
+    member.sample.tokens.tolist() for member in batch
   ]
   report = audit(store)
   assert report.ok and (report.duplicates, report.rescored) == (0, 0)

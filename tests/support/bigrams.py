@@ -15,7 +15,7 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
 from jaxrl_llm.master.batches import rollout_row
-from jaxrl_llm.master.exploring.selection import Chosen, Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.families import tiny
@@ -57,16 +57,14 @@ def sample(i: int, rng: np.random.Generator) -> Sample:
 SAMPLES = [sample(i, np.random.default_rng(i)) for i in range(8)]
 TASK = exploring.make_tasks(1)[0]
 TAKEN = {
-  s.uid: Scored(
+  s.uid: Experience(
     sample=s, task=TASK, completion='', scores=(), reward=Reward(value=float(i % 2), parts={})
   )
   for i, s in enumerate(SAMPLES)
 }
 ROWS = tuple(
-  dataclasses.replace(
-    rollout_row(Chosen(scored=scored), ('rows.arrayrecord', i)), source='rows.arrayrecord'
-  )
-  for i, scored in enumerate(TAKEN.values())
+  dataclasses.replace(rollout_row(experience, ('rows.arrayrecord', i)), source='rows.arrayrecord')
+  for i, experience in enumerate(TAKEN.values())
 )
 
 

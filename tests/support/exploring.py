@@ -20,7 +20,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.runner import GroupRunner
-from jaxrl_llm.master.exploring.selection import Chosen
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool.pool import ScorerPool
@@ -194,14 +194,14 @@ class Exploration:
       self.config, self.runner, sampler=self.sampler, store=store, events=events
     )
 
-  async def batches(self, count: int) -> list[tuple[list[Chosen], dict[str, int]]]:
+  async def batches(self, count: int) -> list[tuple[list[Experience], dict[str, int]]]:
     """The first `count` batches; each is trained, and its version served, before the next."""
     found = []
     async with self.explorer.running():
       for step in range(count):
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
-        uids = [*dict.fromkeys(chosen.scored.sample.uid for chosen in batch)]
+        uids = [*dict.fromkeys(chosen.sample.uid for chosen in batch)]
         self.store.at(step).seal(uids)
         self.store.at(step).trained(uids)
         found.append((batch, counts))

@@ -400,7 +400,7 @@ def _take_over(
             f'stages.{stage.name}.source: {source.run} stored pairs or imitated answers; wanted '
             'groups'
           )
-        sample = group[0].scored.sample
+        sample = group[0].sample
         if (
           tokenizer.render_prompt(tasks[entry.task_id].prompt)
           != sample.tokens[: sample.prompt_len].tolist()
@@ -410,7 +410,7 @@ def _take_over(
             'differently; use its '
             'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
           )
-        if max(len(choice.scored.sample.tokens) for choice in group) > longest:
+        if max(len(choice.sample.tokens) for choice in group) > longest:
           counts['too long'] += 1
           continue
         if len(group) > source.group_size:

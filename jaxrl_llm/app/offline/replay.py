@@ -26,7 +26,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.batches import SEALED
 from jaxrl_llm.master.exploring.recall import recall
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.loop import pass_over, take_step
 from jaxrl_llm.master.recorded import RecordedGroups
 from jaxrl_llm.master.records import step_metrics
@@ -183,7 +183,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
-) -> dict[str, Scored]:
+) -> dict[str, Experience]:
   """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the order of the plan's
   rows.
   """
@@ -198,7 +198,7 @@ def taken(
     )
 
   chosen = recall(store, uids, tasks=tasks.get, text=text, rewards=past.config.rewards)
-  members = {choice.scored.sample.uid: choice.scored for choice in chosen}
+  members = {choice.sample.uid: choice for choice in chosen}
   return {uid: members[uid] for uid in uids}
 
 

@@ -31,7 +31,7 @@ from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
-from jaxrl_llm.master.exploring.selection import Chosen, Scored, choose, experience_rows
+from jaxrl_llm.master.exploring.selection import Experience, choose, experience_rows
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
@@ -43,7 +43,7 @@ from jaxrl_llm.tasks.sampler import TaskSampler
 class Drawn(NamedTuple):
   """A closed batch."""
 
-  chosen: list[Chosen]
+  chosen: list[Experience]
   """Its samples in order of issue, new ones before earlier ones; a sample in several pairs occurs
   once per pair.
   """
@@ -59,7 +59,7 @@ class _Group:
 
   task: Task
   visit: int
-  chosen: list[Chosen] | None = None
+  chosen: list[Experience] | None = None
   """Members that may enter a batch; None until the group has ended."""
   rolled_out: float = 0.0
   """Monotonic time at which its last sample ended; 0 if that was before this start of the run."""
@@ -159,12 +159,12 @@ class Explorer:
       )
       counts['past_groups'] = len(groups)
     asked = self._events.request(Edge.FETCH, source='rollouts')
-    uids = [*dict.fromkeys(choice.scored.sample.uid for choice in chosen)]
+    uids = [*dict.fromkeys(choice.sample.uid for choice in chosen)]
     places = await asyncio.to_thread(self._writer.seal, uids)
     self._events.reply(asked, count=len(places))
     return Drawn(chosen, places, counts)
 
-  async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
+  async def collect(self) -> tuple[list[Experience], dict[str, int]]:
     """Returns the new groups of the next batch: their chosen samples in order of issue, and the
     collection's counters.
 
@@ -326,11 +326,11 @@ class Explorer:
       self._groups[group['number']] = _Group(task=task, visit=visit, chosen=chosen)
     self._completed = state
 
-  def stored(self, task: Task, visit: int) -> list[Chosen]:
+  def stored(self, task: Task, visit: int) -> list[Experience]:
     """Reads the chosen samples of a group from the store."""
     return self._recall([row.uid for row in self._issued(task, visit)])
 
-  def _recall(self, uids: Sequence[str]) -> list[Chosen]:
+  def _recall(self, uids: Sequence[str]) -> list[Experience]:
     """Reads the chosen ones among these samples from the store."""
     text, rewards = self._runner.workflow.text, self._runner.scorers.config
     return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
@@ -356,7 +356,7 @@ class Explorer:
     )
     self._progress.set()
 
-  def _admit(self, number: int, members: list[Scored]) -> None:
+  def _admit(self, number: int, members: list[Experience]) -> None:
     """Stores a finished group; drops unscorable and unselected samples, and the group if none is
     left.
     """
@@ -368,7 +368,7 @@ class Explorer:
       self._outcomes[number] = (scorable[0].task.uid, correct, len(scorable))
     verified = process(self._config.processors, scorable, self._writer.step)
     chosen = choose(self._config.selection, verified.members) if verified.members else []
-    admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
+    admitted = dict.fromkeys(c.sample.uid for c in chosen)
     left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
     dropped = {
       'scorer_failed' if scorer_failed else 'unscorable': unscorable,
@@ -408,7 +408,7 @@ class Explorer:
       )
     self._gate.drop()
 
-  def _why(self, members: list[Scored]) -> str:
+  def _why(self, members: list[Experience]) -> str:
     failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
     if len({m.reward.value for m in members}) == 1 and failed:
       first = failed[0]

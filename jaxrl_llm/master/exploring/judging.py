@@ -8,24 +8,24 @@ from collections.abc import AsyncIterator, Sequence
 
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine, drops_group
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
 async def judge(
   sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig
-) -> Scored:
+) -> Experience:
   """Scores one attempt with all configured scorers of single attempts."""
   scores = await scorers.score(_attempt(sample, completion, task))
-  return Scored(
+  return Experience(
     sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
   )
 
 
 async def judge_group(
-  members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig
-) -> list[Scored]:
+  members: Sequence[Experience], scorers: ScorerPool, rewards: RewardsConfig
+) -> list[Experience]:
   """Returns a task's attempts in order of issue, after also applying the scorers of whole groups.
 
   If a scorer's failure drops the group, no member has a reward.
@@ -47,7 +47,7 @@ async def judge_group(
 
 async def judged(
   runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
-) -> list[Scored]:
+) -> list[Experience]:
   """Scores a workflow's attempts at one task, each as it ends and then all of them as a group."""
   async with asyncio.TaskGroup() as scoring:
     pending = [scoring.create_task(judge(*run, task, scorers, rewards)) async for run in runs]

@@ -26,7 +26,7 @@ from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 
 RESERVED = (
   'experience',
@@ -67,14 +67,14 @@ class ProcessorConfig:
     return self.name if self.kind is None else self.kind
 
 
-Processor = Callable[[Sequence[Scored], int], Sequence[Scored]]
+Processor = Callable[[Sequence[Experience], int], Sequence[Experience]]
 """Maps (members in order of issue, completed batches of the run) to the remaining members, in the
 same order.
 """
 
 
 class Processed(NamedTuple):
-  members: list[Scored]
+  members: list[Experience]
   """Remaining members."""
   dropped: dict[str, list[str]]
   """uids of removed samples, keyed by processor name."""
@@ -85,7 +85,7 @@ class Processed(NamedTuple):
 
 
 def process(
-  processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int
+  processors: Sequence[tuple[str, Processor]], members: Sequence[Experience], step: int
 ) -> Processed:
   """Runs named processors in order; stops when no member is left."""
   left, done = list(members), Processed([], {}, [], {})
@@ -105,7 +105,7 @@ def process(
   return done._replace(members=left)
 
 
-def _change(before: Scored, now: Scored) -> dict[str, Json]:
+def _change(before: Experience, now: Experience) -> dict[str, Json]:
   change: dict[str, Json] = {}
   if before.reward.value != now.reward.value:
     change['reward'] = [before.reward.value, now.reward.value]
@@ -122,8 +122,8 @@ class Nothing:
 def aligned(options: Nothing) -> Processor:
   """Drops inconsistent samples: no token of the policy, or logprobs above 0."""
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
-    def fine(member: Scored) -> bool:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
+    def fine(member: Experience) -> bool:
       sample = member.sample
       drawn = sample.behaviour_logprobs[sample.sampled]
       covered = sum(segment.end - segment.start for segment in sample.segments)
@@ -145,7 +145,7 @@ class FreshOptions:
 def fresh(options: FreshOptions) -> Processor:
   """Drops a group if the weights of any of its tokens are too old when the group ends."""
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     oldest = min(segment.version.step for member in members for segment in member.sample.segments)
     return members if step - oldest <= options.max_age else []
 
@@ -165,7 +165,7 @@ def reward_std(options: VarianceOptions) -> Processor:
   earlier processors.
   """
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     rewards = np.array([member.reward.worth for member in members], np.float64)
     # Compares before rounding: equal rewards may have a tiny standard deviation above 0.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
@@ -177,7 +177,7 @@ def reward_std(options: VarianceOptions) -> Processor:
 def dynamic_sampling(options: Nothing) -> Processor:
   """Drops a group unless some but not all of its answers are correct (DAPO, arXiv:2503.14476)."""
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     correct = sum(bool(member.reward.correct) for member in members)
     return members if 0 < correct < len(members) else []
 
@@ -189,7 +189,7 @@ def mask_truncated(options: Nothing) -> Processor:
   on.
   """
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     def cut(member):
       return member.masked or member.sample.finish_reason == Finish.LENGTH
 
@@ -214,13 +214,13 @@ def shape(options: ShapeOptions) -> Processor:
   """
   known_then(options.key, 'shape.key')
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     return [with_reward(member, _shaped(options, member)) for member in members]
 
   return run
 
 
-def _shaped(options: ShapeOptions, member: Scored) -> float:
+def _shaped(options: ShapeOptions, member: Experience) -> float:
   if options.key not in member.reward.parts:
     raise UserError(
       f'processor shape: {member.sample.uid} has no score {options.key!r}; it has '
@@ -265,7 +265,7 @@ def diversity(options: DiversityOptions) -> Processor:
   if options.decay_steps < 1:
     raise UserError(f'processor diversity: decay_steps {options.decay_steps}, wanted at least 1')
 
-  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     final = options.weight if options.final_weight is None else options.final_weight
     weight = options.weight + (final - options.weight) * min(step / options.decay_steps, 1.0)
     bags = [_pairs(member.sample.tokens[member.sample.prompt_len :]) for member in members]
@@ -290,7 +290,7 @@ def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
   return min(1.0, sum(n * b.get(pair, 0) for pair, n in a.items()) / size) if size else 1.0
 
 
-def with_reward(member: Scored, value: float) -> Scored:
+def with_reward(member: Experience, value: float) -> Experience:
   """Returns the member with that reward; the reward's parts and correctness stay as scored."""
   if not math.isfinite(value):
     raise UserError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.master.exploring.selection import EXPERIENCE, Chosen, Scored, read_experiences
+from jaxrl_llm.master.exploring.selection import EXPERIENCE, Experience, read_experiences
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rewards.api import RewardsConfig, combine
 
@@ -21,7 +21,7 @@ def recall(
   tasks: Callable[[str], Task | None],
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
-) -> list[Chosen]:
+) -> list[Experience]:
   """Returns the chosen ones among these samples, in the order of their selection.
 
   Args:
@@ -43,7 +43,7 @@ def recall(
         f'taskset {sample.taskset}'
       )
     given = tuple(scores[sample.uid])
-    members[sample.uid] = Scored(
+    members[sample.uid] = Experience(
       sample=sample,
       task=task,
       completion=text(sample),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.judging import judge, judge_group
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import Workflow, checked_run
@@ -25,7 +25,7 @@ _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 class Judged(NamedTuple):
   """A group that has ended."""
 
-  members: list[Scored]
+  members: list[Experience]
   """Samples in order of issue."""
   rolled_out: float
   """Monotonic time at which its last sample ended."""

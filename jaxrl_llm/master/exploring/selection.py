@@ -19,8 +19,8 @@ from jaxrl_llm.rewards.api import Reward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scored:
-  """A sample with its completion, scores and reward."""
+class Experience:
+  """A sample with its completion, scores and reward and, once selected, its use in training."""
 
   sample: Sample
   task: Task
@@ -30,13 +30,6 @@ class Scored:
   """Reward combined from the scores, as changed by processors."""
   masked: bool = False
   """Whether the sample is not trained on, although it counts in its group's baseline."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
-  """A member selected for training."""
-
-  scored: Scored
   pair: str | None = None
   """Id of its preference pair."""
   label: Literal[1, -1] | None = None
@@ -79,7 +72,7 @@ class SelectionConfig:
     return 1 if self.kind == 'shortest_correct' else group_size
 
 
-def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
+def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
   """Selects from a group's scorable members, given in order of issue; an empty result drops the
   group.
 
@@ -89,22 +82,23 @@ def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
   if not unmasked:
     return []
   if config.kind == 'all':
-    return [Chosen(scored=m) for m in members]
+    return [*members]
   if config.kind == 'mixed':
-    return [Chosen(scored=m) for m in members] if len({m.reward.worth for m in members}) > 1 else []
+    return [*members] if len({m.reward.worth for m in members}) > 1 else []
   correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []
   best = min(correct, key=lambda m: m.sample.response_len)  # The first in a tie.
   if config.kind == 'shortest_correct':
-    return [Chosen(scored=best, imitated=True)]
+    return [dataclasses.replace(best, imitated=True)]
   limit = config.longer_by * best.sample.response_len
   worse = [m for m in unmasked if not m.reward.correct]
   worse += [m for m in correct if m is not best and m.sample.response_len >= limit]
   chosen = []
   for other in worse[: config.pairs_per_group]:
     pair = f'{other.sample.uid}/pair'
-    chosen += [Chosen(scored=best, pair=pair, label=1), Chosen(scored=other, pair=pair, label=-1)]
+    chosen.append(dataclasses.replace(best, pair=pair, label=1))
+    chosen.append(dataclasses.replace(other, pair=pair, label=-1))
   return chosen
 
 
@@ -112,39 +106,41 @@ EXPERIENCE = 'experience'
 """Operator name under which the store records how a sample is trained on, besides its lineage."""
 
 
-def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
+def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
   """Returns a row (uid, EXPERIENCE, input of `read_experiences`) for each chosen sample of a
   group.
   """
-  uses: dict[str, list[tuple[int, Chosen]]] = {}
+  uses: dict[str, list[tuple[int, Experience]]] = {}
   for place, choice in enumerate(chosen):
-    uses.setdefault(choice.scored.sample.uid, []).append((place, choice))
+    uses.setdefault(choice.sample.uid, []).append((place, choice))
   rows = []
   for uid, choices in uses.items():
-    scored = choices[0][1].scored
+    _, first = choices[0]
     uses_of = [
       [place, choice.pair or '', choice.label or 0, choice.imitated] for place, choice in choices
     ]
     rows.append(
-      (uid, EXPERIENCE, {'reward': scored.reward.value, 'masked': scored.masked, 'uses': uses_of})
+      (uid, EXPERIENCE, {'reward': first.reward.value, 'masked': first.masked, 'uses': uses_of})
     )
   return rows
 
 
-def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) -> list[Chosen]:
+def read_experiences(
+  rows: Mapping[str, Json], members: Mapping[str, Experience]
+) -> list[Experience]:
   """Rebuilds the chosen samples of one or more groups, in their original order.
 
   Args:
     rows: values from `experience_rows`, keyed by uid.
     members: samples with their current scores, keyed by uid.
   """
-  groups: dict[str, dict[int, Chosen]] = {}
+  groups: dict[str, dict[int, Experience]] = {}
   for uid, row in rows.items():
     reward = dataclasses.replace(members[uid].reward, value=row['reward'])
-    scored = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
+    member = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
     for place, pair, label, imitated in row['uses']:
-      chosen = groups.setdefault(scored.sample.group_id, {})
-      chosen[place] = Chosen(
-        scored=scored, pair=pair or None, label=label or None, imitated=imitated
+      chosen = groups.setdefault(member.sample.group_id, {})
+      chosen[place] = dataclasses.replace(
+        member, pair=pair or None, label=label or None, imitated=imitated
       )
   return [chosen[place] for chosen in groups.values() for place in sorted(chosen)]

@@ -30,7 +30,7 @@ def uid(task, i, *, visit=0):
 
 
 def uids(batch):
-  return [chosen.scored.sample.uid for chosen in batch]
+  return [chosen.sample.uid for chosen in batch]
 
 
 @pytest.mark.parametrize('bound', [0, 1, 3])
@@ -52,7 +52,7 @@ def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(
     store = exploring.new_store(tmp_path / f'{delays}')
     exploration = exploring.Exploration(tokenizer, store, judge, delays=delays, bound=bound)
     batches = run(exploration.batches(3))
-    members = [chosen.scored for batch, _ in batches for chosen in batch]
+    members = [member for batch, _ in batches for member in batch]
     found.add(tuple((m.sample.uid, m.completion, m.reward.value) for m in members))
     store.close()
   (only,) = found
@@ -99,7 +99,7 @@ def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_r
   (first, counts), (second, more) = run(exploration.batches(2))
   tasks = exploration.tasks
   assert uids(first) == [uid(tasks[0], 0), uid(tasks[0], 1), *(uid(tasks[2], i) for i in range(3))]
-  assert {chosen.scored.task.uid for chosen in second} == {tasks[3].uid, tasks[4].uid}
+  assert {chosen.task.uid for chosen in second} == {tasks[3].uid, tasks[4].uid}
   assert counts == {'dropped/unscorable': 1 + 3, 'dropped/not_selected': 0, 'dropped/groups': 1}
   assert not any(more.values())
   assert len(exploration.engine.requests) == 5
@@ -113,8 +113,8 @@ def test_a_member_carries_what_was_said_and_its_scores_and_the_store_has_the_sam
     tokenizer, store, lambda attempt: float(len(attempt.completion))
   )
   ((batch, _),) = run(exploration.batches(1))
-  for chosen, stored in zip(batch, store.read(uids(batch)), strict=True):
-    member, sample = chosen.scored, chosen.scored.sample
+  for member, stored in zip(batch, store.read(uids(batch)), strict=True):
+    sample = member.sample
     prompt = tokenizer.render_prompt(member.task.prompt)
     assert sample.tokens[: sample.prompt_len].tolist() == prompt
     assert tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()) == member.completion

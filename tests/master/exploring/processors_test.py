@@ -18,7 +18,7 @@ from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.processors import PROCESSORS, ProcessorConfig, process
-from jaxrl_llm.master.exploring.selection import Scored, SelectionConfig, choose
+from jaxrl_llm.master.exploring.selection import Experience, SelectionConfig, choose
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
@@ -42,7 +42,7 @@ def member(
   )
   sample = rollout_sample(TASK, 0, i, [1, 2], completion, group='g', temperature=1.0)
   reward = Reward(value=value, parts=dict(parts), correct=correct)
-  return Scored(sample=sample, task=TASK, completion='', scores=(), reward=reward)
+  return Experience(sample=sample, task=TASK, completion='', scores=(), reward=reward)
 
 
 def run(members, *configs, step=3):
@@ -241,11 +241,9 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
   exploration = exploring.Exploration(tokenizer, store, judge, processors=build_processors(configs))
   ((batch, counts),) = asyncio.run(exploration.batches(1))
   tasks = exploration.tasks
-  assert [c.scored.task.uid for c in batch] == [tasks[n].uid for n in (0, 0, 2, 2)]
-  assert [c.scored.reward.value for c in batch] == [-0.5, 0.5] * 2
-  assert [c.scored.masked for c in batch] == [
-    c.scored.sample.finish_reason == 'length' for c in batch
-  ]
+  assert [c.task.uid for c in batch] == [tasks[n].uid for n in (0, 0, 2, 2)]
+  assert [c.reward.value for c in batch] == [-0.5, 0.5] * 2
+  assert [c.masked for c in batch] == [c.sample.finish_reason == 'length' for c in batch]
   found = {name: count for name, count in counts.items() if count}
   assert found == {
     'dropped/dynamic_sampling': 2,
@@ -259,12 +257,12 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
   }
   report = audit(store)
   assert report.ok and report.reasons == {'dropped(dynamic sampling)': 2}
-  told = browse.history(tmp_path / 'replay', batch[0].scored.sample.uid)
+  told = browse.history(tmp_path / 'replay', batch[0].sample.uid)
   assert any('score of judge' in line and ' 0.0,' in line for line in told), told
   assert any(line.endswith('centre: {"reward": [0.0, -0.5]}') for line in told), told
   again = exploration.explorer.stored(tasks[0], 0)
-  assert [(c.scored.reward, c.scored.masked, c.scored.completion) for c in again] == [
-    (c.scored.reward, c.scored.masked, c.scored.completion) for c in batch[:2]
+  assert [(c.reward, c.masked, c.completion) for c in again] == [
+    (c.reward, c.masked, c.completion) for c in batch[:2]
   ]
   store.close()
 
@@ -282,9 +280,9 @@ def test_masked_answers_are_in_no_pair_and_not_imitated_and_a_group_of_them_alon
     member(3, 0.0, tokens=(6, 7)),
   ]
   pairs = choose(SelectionConfig(kind='pairs', pairs_per_group=4), members)
-  assert [(c.scored.sample.sample_index, c.label) for c in pairs] == [(1, 1), (3, -1)]
+  assert [(c.sample.sample_index, c.label) for c in pairs] == [(1, 1), (3, -1)]
   (best,) = choose(SelectionConfig(kind='shortest_correct'), members)
-  assert best.scored.sample.sample_index == 1
+  assert best.sample.sample_index == 1
   assert len(choose(SelectionConfig(), members)) == 4, 'in the baseline'
   assert choose(SelectionConfig(), [members[0], members[2]]) == []
 

@@ -10,7 +10,7 @@ from jaxrl_llm.core.records.sample import Sample, Segment, Source
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import rollout_row
-from jaxrl_llm.master.exploring.selection import Scored, SelectionConfig, choose
+from jaxrl_llm.master.exploring.selection import Experience, SelectionConfig, choose
 from jaxrl_llm.rewards.api import Reward
 
 TASK = Task(
@@ -22,7 +22,7 @@ TASK = Task(
 )
 
 
-def member(i: int, length: int, correct: bool | None, value: float | None = None) -> Scored:
+def member(i: int, length: int, correct: bool | None, value: float | None = None) -> Experience:
   """Number `i` of its group, with `length` tokens of its own; its reward is 1 for a correct one and
   0 for others.
   """
@@ -48,16 +48,16 @@ def member(i: int, length: int, correct: bool | None, value: float | None = None
     ),
   )
   reward = Reward(value=float(bool(correct)) if value is None else value, parts={}, correct=correct)
-  return Scored(sample=sample, task=TASK, completion='', scores=(), reward=reward)
+  return Experience(sample=sample, task=TASK, completion='', scores=(), reward=reward)
 
 
-def group(*members) -> list[Scored]:
+def group(*members) -> list[Experience]:
   return [member(i, *fields) for i, fields in enumerate(members)]
 
 
-def chosen(config: SelectionConfig, members: list[Scored]):
+def chosen(config: SelectionConfig, members: list[Experience]):
   """(number, label) of each choice, in order."""
-  return [(c.scored.sample.sample_index, c.label) for c in choose(config, members)]
+  return [(c.sample.sample_index, c.label) for c in choose(config, members)]
 
 
 def pairs(members, **fields):
@@ -68,7 +68,7 @@ def pairs(members, **fields):
   )
   names = [c.pair for c in found]
   assert names[::2] == names[1::2] and len(set(names)) == len(found) // 2 and all(names)
-  numbers = [c.scored.sample.sample_index for c in found]
+  numbers = [c.sample.sample_index for c in found]
   return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
@@ -77,7 +77,7 @@ MIXED = group((5, True), (2, False), (4, True), (9, True), (7, False))
 
 def test_all_takes_every_member_as_it_is():
   found = choose(SelectionConfig(), MIXED)
-  assert [c.scored for c in found] == MIXED
+  assert found == MIXED
   assert {(c.pair, c.label, c.imitated) for c in found} == {(None, None, False)}
 
 
@@ -96,11 +96,11 @@ def test_all_takes_every_member_as_it_is():
 )
 def test_mixed_takes_whole_groups_that_have_two_rewards(members, count):
   found = choose(SelectionConfig(kind='mixed'), members)
-  assert [c.scored for c in found] == members[:count]
+  assert found == members[:count]
   assert {(c.pair, c.label, c.imitated) for c in found} <= {(None, None, False)}
 
 
-def earning(member: Scored, *turns: float) -> Scored:
+def earning(member: Experience, *turns: float) -> Experience:
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, turn_values=turns))
 
 
@@ -114,7 +114,7 @@ def test_mixed_counts_what_turns_have_earned():
 
 def test_the_shortest_correct_one_is_imitated_alone():
   (found,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
-  assert found.scored is MIXED[2] and found.imitated and (found.pair, found.label) == (None, None)
+  assert found == dataclasses.replace(MIXED[2], imitated=True)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_of_correct_and_alike_members_there_is_no_pair():
 
 def test_pairs_are_named_apart_in_different_groups():
   one = choose(SelectionConfig(kind='pairs'), MIXED)
-  assert one[0].pair.startswith(one[1].scored.sample.uid), 'uids name their group'
+  assert one[0].pair.startswith(one[1].sample.uid), 'uids name their group'
 
 
 def test_no_group_gives_more_than_is_planned_for():

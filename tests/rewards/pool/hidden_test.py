@@ -94,7 +94,7 @@ def simulate(folder, *, serial):
     ((batch, _),) = runner.run(main())
   log.close()
   store.close()
-  rewards = [(c.scored.sample.uid, c.scored.reward.value) for c in batch]
+  rewards = [(c.sample.uid, c.reward.value) for c in batch]
   return scoring, engine.ended, rewards, timeline.load(folder / FILE).spans
 
 
@@ -174,4 +174,4 @@ def test_worker_processes_score_samples_while_others_of_their_group_are_generate
 
   ((batch, _),) = asyncio.run(asyncio.wait_for(main(), 60))
   store.close()
-  assert [c.scored.scores[0].status for c in batch] == [Status.OK] * 5
+  assert [c.scores[0].status for c in batch] == [Status.OK] * 5
