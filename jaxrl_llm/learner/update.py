@@ -131,11 +131,11 @@ def _denominators(
   A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """
 
-  def one(chunks: Chunks):
+  def denominators(chunks: Chunks):
     terms, _ = loss(jax.tree.map(_zeros, outputs), chunks, constants)
     return {name: term.denominator for name, term in terms.items()}
 
-  sums = jax.tree.map(lambda d: d.sum(), jax.vmap(one)(batch))
+  sums = jax.tree.map(lambda d: d.sum(), jax.vmap(denominators)(batch))
   return jax.tree.map(lambda d: jnp.where(d > 0, d, 1.0), sums)
 
 
@@ -224,7 +224,7 @@ def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> 
   micro-batches.
   """
 
-  def one(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
+  def micro_stats(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
     terms, stats = loss(
       chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants
     )
@@ -234,7 +234,7 @@ def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> 
     params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants
   ) -> dict[str, Stat]:
     def of(i):
-      return one(params, micro_batch(batch, i), constants)
+      return micro_stats(params, micro_batch(batch, i), constants)
 
     start = jax.tree.map(_zeros, jax.eval_shape(of, 0))
     return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, of(i)), start)

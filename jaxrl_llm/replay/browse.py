@@ -287,17 +287,17 @@ def history(directory: str | os.PathLike, uid: str) -> list[str]:
       'SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)
     ):
       (sample,) = reader.read([(name, row)])
-      lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_told(sample)}')
+      lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_described(sample)}')
     for attempt, payload in db.execute(
       'SELECT attempt, payload FROM open_segment WHERE uid = ?', (uid,)
     ):
       lines.append(
-        f'attempt {attempt}, open segment: {_told(decode_row(payload, f"open segment, {uid}"))}'
+        f'attempt {attempt}, open segment: {_described(decode_row(payload, f"open segment, {uid}"))}'
       )
   return lines
 
 
-def _told(sample) -> str:
+def _described(sample) -> str:
   versions = ', '.join(dict.fromkeys(str(segment.version) for segment in sample.segments))
   return (
     f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '

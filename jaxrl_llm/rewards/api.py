@@ -281,12 +281,12 @@ def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   if not values or any(value is None for _, value in values):
     return Reward(value=None, parts=parts)
   decisive = config.correct_by or scores[0].scorer
-  said = [s.value for s in scores if s.scorer == decisive]
+  decisions = [s.value for s in scores if s.scorer == decisive]
   turns = [[weights[s.scorer] * value for value in s.turn_values] for s in scores]
   return Reward(
     value=math.fsum(weight * value for weight, value in values),
     parts=parts,
-    correct=said[0] >= 1.0 if said else None,
+    correct=decisions[0] >= 1.0 if decisions else None,
     turn_values=tuple(math.fsum(of) for of in itertools.zip_longest(*turns, fillvalue=0.0)),
   )
 

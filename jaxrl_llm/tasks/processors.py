@@ -121,13 +121,13 @@ def normalised(task: Task) -> str:
   """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the
   system message.
   """
-  said = (
+  texts = (
     f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}'
     for m in task.prompt
     if m['role'] != 'system'
   )
   return '\n'.join(
-    [*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)]
+    [*(' '.join(text.split()) for text in texts), *(shown.digest for shown in task.media)]
   )
 
 

@@ -171,9 +171,9 @@ def load_taskset(config: TasksetConfig) -> Taskset:
     counts[fate] += 1
     if fate == 'kept':
       tasks.append(task)
-  logging.info('taskset %s: %s', config.name, _told(counts))
+  logging.info('taskset %s: %s', config.name, _listed(counts))
   if not tasks:
-    raise UserError(f'taskset {config.name}: no task left of {config.source}: {_told(counts)}')
+    raise UserError(f'taskset {config.name}: no task left of {config.source}: {_listed(counts)}')
   if shown := sum(bool(task.media) for task in tasks):
     logging.warning(
       'taskset %s: %d tasks have media, which a text-only policy does not see', config.name, shown
@@ -241,7 +241,7 @@ def _report_corrupt(corrupt: sources.Corrupt, config: TasksetConfig, count: int)
     logging.warning('taskset %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
 
 
-def _told(counts: Mapping[str, int]) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
   return ', '.join(
     f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept')
   )

@@ -183,7 +183,7 @@ class _Progress:
   """A progress bar on a terminal; elsewhere a line every _INTERVAL_S seconds."""
 
   def __init__(self, total: int):
-    self._total, self._told = total, time.monotonic()
+    self._total, self._printed = total, time.monotonic()
     console = Console(stderr=True)
     self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     self._task = self._bar.add_task('scoring', total=total)
@@ -197,6 +197,6 @@ class _Progress:
 
   def done(self, count: int) -> None:
     self._bar.update(self._task, completed=count)
-    if self._bar.disable and time.monotonic() - self._told > _INTERVAL_S:
-      self._told = time.monotonic()
+    if self._bar.disable and time.monotonic() - self._printed > _INTERVAL_S:
+      self._printed = time.monotonic()
       print(f'{count} of {self._total} rows scored', flush=True)

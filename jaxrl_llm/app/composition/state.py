@@ -160,16 +160,16 @@ def base_digest(base: Params, mesh: Mesh) -> str:
   return hasher.hexdigest()
 
 
-def check_base(found: str | None, committed: Mapping[str, Any], config: Config) -> None:
+def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
   """Raises UserError if the base weights differ from those that the committed adapters were trained
   on.
   """
-  if found != committed.get('base'):
+  if digest != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
       f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at '
       'step '
-      f'{committed["step"]} were trained on (digest {found}, wanted {committed["base"]}); restore '
+      f'{committed["step"]} were trained on (digest {digest}, wanted {committed["base"]}); restore '
       'those, or start '
       'another run'
     )

@@ -56,11 +56,11 @@ class MasterHub:
         f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {known}; add it there'
       )
     with self._asked(Edge.AUXILIARY_MODEL, model=model) as reply:
-      said = await self._auxiliary[model].ask(
+      answer = await self._auxiliary[model].ask(
         messages, max_tokens=max_tokens, temperature=temperature
       )
-      reply['characters'] = len(said)
-    return said
+      reply['characters'] = len(answer)
+    return answer
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:

@@ -152,8 +152,8 @@ async def _call_scorer(
   """
   start = time.perf_counter()
   try:
-    said = await call(attempts, scores) if per_group else [await call(attempts[0])]
-    verdicts = checked(said, len(attempts))
+    returned = await call(attempts, scores) if per_group else [await call(attempts[0])]
+    verdicts = checked(returned, len(attempts))
     return CallOutcome(verdicts=verdicts, seconds=time.perf_counter() - start)
   except (KeyboardInterrupt, GeneratorExit):
     raise

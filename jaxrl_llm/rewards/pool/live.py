@@ -39,13 +39,13 @@ class Live:
 def parse(text: str) -> Live:
   """Parses the text of `scorers.json`. Raises UserError if it is malformed."""
   try:
-    said = parse_json(text)
+    content = parse_json(text)
   except ValueError as error:
     raise UserError(f'not JSON ({error})') from None
   example = '{"workers": 4, "addresses": {"judge": ["http://127.0.0.1:8000"]}}'
-  if not isinstance(said, dict) or not set(said) <= {'workers', 'addresses'}:
+  if not isinstance(content, dict) or not set(content) <= {'workers', 'addresses'}:
     raise UserError(f'wanted an object with "workers", "addresses" or both, such as {example}')
-  workers, addresses = said.get('workers'), said.get('addresses', {})
+  workers, addresses = content.get('workers'), content.get('addresses', {})
   if workers is not None and (type(workers) is not int or workers < 1):
     raise UserError(f'workers is {workers!r}, wanted at least 1 process')
   if not isinstance(addresses, dict) or not all(map(_is_list_of_addresses, addresses.values())):

@@ -70,8 +70,8 @@ def score_length(
 
 
 def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
-  said = [score.value for score in scores if not by or score.scorer == by]
-  if by and not said:
+  values = [score.value for score in scores if not by or score.scorer == by]
+  if by and not values:
     raise UserError(
       f"scorer 'length': no scorer {by!r} judged {scores[0].uid if scores else 'the sample'}; "
       f'wanted one of {[score.scorer for score in scores]}'

@@ -142,7 +142,7 @@ class Crew:
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
     self._logs, self._command = logs, command
-    self._nobody_since, self._told = time.monotonic(), 0
+    self._nobody_since, self._reported_lost = time.monotonic(), 0
     self._failure: Exception | None = None
     self._opened = contextlib.AsyncExitStack()
     self._processes: list[ExplorerProcess] = []
@@ -219,7 +219,7 @@ class Crew:
       self._leases.end(group)
 
   def take_metrics(self) -> dict[str, float]:
-    lost, self._told = self.counts['lost'] - self._told, self.counts['lost']
+    lost, self._reported_lost = self.counts['lost'] - self._reported_lost, self.counts['lost']
     return {'perf/explorers': float(self.explorers), 'perf/explorers_lost_groups': float(lost)}
 
   def _application(self) -> web.Application:

@@ -183,11 +183,11 @@ class Candidate:
         return {'value': issubclass(self._peer.unpack(thing), self._peer.lent(number))}
       case {'do': 'exit', 'of': number, 'raised': name, 'text': text}:
         return {'value': self._leave(self._peer.lent(number), name, text)}
-      case {'do': 'await' | 'anext' | 'aenter' as what, 'of': number}:
+      case {'do': 'await' | 'anext' | 'aenter' as operation, 'of': number}:
         thing = self._peer.lent(number)
         return {
           'value': self._pack(
-            self._awaited(thing if what == 'await' else getattr(thing, f'__{what}__')())
+            self._awaited(thing if operation == 'await' else getattr(thing, f'__{operation}__')())
           )
         }
     raise ValueError(f'unknown request {request}')

@@ -247,24 +247,24 @@ class _Proc:
   """
 
   def __init__(self, path: str, *, alone: bool):
-    self._path, self._alone, self._own = path, alone, 0
+    self._path, self._alone, self._pid = path, alone, 0
     with contextlib.suppress(OSError):
-      self._own = int(os.readlink(f'{path}/self'))
+      self._pid = int(os.readlink(f'{path}/self'))
 
   def processes(self) -> list[int]:
     """Returns the PIDs of all processes of the sandbox except this one."""
-    if self._alone and self._own == os.getpid():
+    if self._alone and self._pid == os.getpid():
       return [
-        int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own
+        int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._pid
       ]
-    return self._descendants(self._own)
+    return self._descendants(self._pid)
 
   def _descendants(self, pid: int) -> list[int]:
-    found = []
+    descendants = []
     with contextlib.suppress(OSError), open(f'{self._path}/{pid}/task/{pid}/children') as file:
       for child in map(int, file.read().split()):
-        found += [child, *self._descendants(child)]
-    return found
+        descendants += [child, *self._descendants(child)]
+    return descendants
 
   def resident_bytes(self, pid: int) -> int:
     with contextlib.suppress(OSError, IndexError), open(f'{self._path}/{pid}/statm') as file:

@@ -209,15 +209,15 @@ class ScoringJudge(Judge):
     texts = _texts(attempt.task, template)
     if texts is None:
       return _NO_TRUTH
-    said = await self.ask(
+    reply = await self.ask(
       fill(template, 'score', {**texts, 'completion': attempt.completion}), read_score
     )
     evidence = {
-      'reasoning': said.answer['reasoning'],
+      'reasoning': reply.answer['reasoning'],
       'model': self.options.model,
-      'cached': said.cached,
+      'cached': reply.cached,
     }
-    return Verdict(value=said.answer['score'], evidence=evidence)
+    return Verdict(value=reply.answer['score'], evidence=evidence)
 
 
 def pairs(count: int, against: str) -> list[tuple[int, int]]:
@@ -272,11 +272,14 @@ class ComparingJudge(Judge):
       {**texts, 'first': first, 'second': second},
       {**texts, 'first': second, 'second': first},
     ]
-    said = await asyncio.gather(
+    replies = await asyncio.gather(
       *(self.ask(fill(template, 'pairwise', order), read_winner) for order in orders)
     )
     values = {'A': 1.0, 'B': 0.0, 'tie': 0.5}
-    straight, turned = values[said[0].answer['winner']], 1.0 - values[said[1].answer['winner']]
+    straight, turned = (
+      values[replies[0].answer['winner']],
+      1.0 - values[replies[1].answer['winner']],
+    )
     return (straight, True) if straight == turned else (0.5, False)
 
 
