@@ -1,7 +1,8 @@
 """Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload;
 within 8 minutes.
 
-  PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] [--parts=product,attention,steps,offload] [--tiny]
+  PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] \
+    [--parts=product,attention,steps,offload] [--tiny]
 
 Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without
 transformers; neither vLLM nor grain nor a network. Each part runs in its own process, so that its
@@ -448,10 +449,9 @@ def report_steps(runs: Runs, model: str, peak_tflops: float | None) -> None:
     )
     print(
       f'{model} {side}: {found["seconds"]:.3f} s a step of {tokens} tokens, '
-      f'{tokens / found["seconds"]:.0f} tokens/s, '
-      f'{rate:.4g} TFLOP/s of the model: {of_peak}{rate / _NOMINAL.value:.3f} of '
-      f'{_NOMINAL.value:g}; {memory}'
-      f'{more}, gradient norm {found["norm"]:.4g}',
+      f'{tokens / found["seconds"]:.0f} tokens/s, {rate:.4g} TFLOP/s of the model: '
+      f'{of_peak}{rate / _NOMINAL.value:.3f} of {_NOMINAL.value:g}; {memory}{more}, gradient norm '
+      f'{found["norm"]:.4g}',
       flush=True,
     )
   if len(took) == 2:

@@ -1,8 +1,9 @@
 """Precision, recall and speed of the `answer` scorer on labelled pairs.
 
 .venv/bin/python benchmarks/answers.py --pairs=tests/support/fixtures/answers_blind_dev.jsonl
-.venv/bin/python benchmarks/answers.py --math_verify=DIR    # the directory tests/ of huggingface/Math-Verify
+.venv/bin/python benchmarks/answers.py --math_verify=DIR
 
+DIR is the directory tests/ of huggingface/Math-Verify.
 Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as in
 a run, from the truths of all such rows. Cases of math-verify's tests that test its own options or
 have wrong labels are left out (`DISPUTED`).
@@ -37,7 +38,9 @@ DISPUTED: Mapping[str, str] = {
   'cdf4de653f96': 'claims that 1/3 is about 1.3, and is labelled right',
   'fb8f0eb269c1': 'claims that 6 is 2, and is labelled right',
   'ba922da01d93': 'has another sign than the truth, and is labelled right',
-  '597fd8ad6227': 'a set for an ordered pair, labelled right; the one in another order is labelled wrong',
+  '597fd8ad6227': (
+    'a set for an ordered pair, labelled right; the one in another order is labelled wrong'
+  ),
   '61ac8733dfa9': 'is the truth, and is labelled wrong for a line break within $…$',
   '97216daf85e8': r'is the truth, and is labelled wrong for a line break within \(…\)',
 }
@@ -134,8 +137,7 @@ def report(name: str, pairs: Sequence[Pair], **options: Any) -> None:
     f'precision {hits / max(1, len(accepted)):.4f} ({len(accepted) - hits} wrong accepted), recall '
     f'{hits / max(1, len(right)):.4f} ({len(right) - hits} right rejected), '
     f'{sum(verdict.value is None for _, verdict in judged)} unscorable, {len(pairs) / seconds:.0f} '
-    'answers a second of '
-    'CPU time'
+    'answers a second of CPU time'
   )
   if _MISTAKES.value:
     for pair, verdict in judged:

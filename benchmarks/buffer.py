@@ -155,7 +155,10 @@ def through(directory: pathlib.Path) -> Iterator[str]:
   """Measures samples of full length, from issue to training."""
   work = Work(open_store(directory, synchronous='normal'), _TOKENS.value)
   batches, of_batch = _ROWS.value // _BATCH.value, _BATCH.value // _GROUP.value
-  yield f'{batches * of_batch * _GROUP.value:,} samples of {_TOKENS.value} tokens; before: {rss_mb():.0f} MB'
+  yield (
+    f'{batches * of_batch * _GROUP.value:,} samples of {_TOKENS.value} tokens; before: '
+    f'{rss_mb():.0f} MB'
+  )
   tenths = [batches * tenth // 10 for tenth in range(1, 11)]
   seconds, done = dict(work.seconds), 0
   for batch in range(1, batches + 1):
@@ -186,8 +189,7 @@ def reopened(directory: pathlib.Path, commit: int, step: int) -> str:
   return (
     f'  recovery to {commit} of {step} batches: {(recovered - opened) * 1e3:.0f} ms, '
     f'{counts["transitions"]:,} changes undone, {counts["void"]:,} samples void, '
-    f'{counts["restored"]:,} unsealed '
-    f'(opened in {(opened - before) * 1e3:.0f} ms)'
+    f'{counts["restored"]:,} unsealed (opened in {(opened - before) * 1e3:.0f} ms)'
   )
 
 

@@ -104,8 +104,7 @@ def measure(
   )
   print(
     f'{dtype}: memcpy {memcpy:.2f} GB/s, NumPy cast and write {numpy:.2f}, publish '
-    f'{published:.2f}: '
-    f'{published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
+    f'{published:.2f}: {published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
   )
   if publish is not None:
     medians = (1e3 * statistics.median(seconds[name][_WARM_UP:]) for name in ('paused', 'loaded'))

@@ -153,10 +153,9 @@ def compare(own: Side, peer: Side, works: list[str]) -> None:
     }
     ours, theirs = least[own.name], least[peer.name]
     print(
-      f'{work}: {peer.name} {theirs["wall"]:.2f} s, {theirs["cpu"]:.2f} CPU-s; '
-      f'here {ours["wall"]:.2f} s, {ours["cpu"]:.2f} CPU-s; '
-      f'ratio {theirs["wall"] / ours["wall"]:.2f}, CPU {theirs["cpu"] / ours["cpu"]:.2f} '
-      f'(both found {first[0]:.5g} and {first[1]:.5g})',
+      f'{work}: {peer.name} {theirs["wall"]:.2f} s, {theirs["cpu"]:.2f} CPU-s; here '
+      f'{ours["wall"]:.2f} s, {ours["cpu"]:.2f} CPU-s; ratio {theirs["wall"] / ours["wall"]:.2f}, '
+      f'CPU {theirs["cpu"] / ours["cpu"]:.2f} (both found {first[0]:.5g} and {first[1]:.5g})',
       flush=True,
     )
 

@@ -2,10 +2,11 @@
 reward model, school questions by a judge, places in pictures by their boxes (the policy reads text
 alone).
 
-Command:   python launch/serve.py --role=reward --model=DIR                      (another terminal; prints its address)
-           python launch/train.py --config=configs/domains.py:DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL
-           DIRECTORY holds code.jsonl (question, answer, tests), math.jsonl, k12.jsonl and vision.jsonl (question,
-           answer; vision: media).
+Command:   python launch/serve.py --role=reward --model=DIR   (another terminal; prints its address)
+           python launch/train.py --config=\
+             configs/domains.py:DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL
+           DIRECTORY holds code.jsonl (question, answer, tests), math.jsonl, k12.jsonl and
+           vision.jsonl (question, answer; vision: media).
 Hardware:  a laptop's CPU runs tests/jobs/domains_test.py, which makes such files, in a minute.
 Result:    not run at size.
 """

@@ -1,9 +1,12 @@
 """GSM8K from JSONL files: SFT on its solutions, then GRPO on its answers, with a tiny model made
 here.
 
-Command:   python launch/train.py --config=configs/gsm8k.py:DIRECTORY   (which holds train.jsonl and test.jsonl)
-Hardware:  a laptop's CPU runs the ten steps of each stage in minutes; the model is far too small to reason.
-Result:    not run at size. Start from a real checkpoint with --init_from=DIR, and raise steps and lengths.
+Command:   python launch/train.py --config=configs/gsm8k.py:DIRECTORY
+           DIRECTORY holds train.jsonl and test.jsonl.
+Hardware:  a laptop's CPU runs the ten steps of each stage in minutes; the model is far too small
+           to reason.
+Result:    not run at size. Start from a real checkpoint with --init_from=DIR, and raise steps
+           and lengths.
 """
 
 from jaxrl_llm.api import (

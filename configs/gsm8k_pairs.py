@@ -4,10 +4,11 @@ Three runs: 'sft' learns to write solutions from the training questions; 'dpo' a
 start from it and learn from the pairs, whose questions are those of the test split, dealt into five
 folds by question: one is held out.
 
-Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY   (which holds both files)
-           python launch/train.py --config=configs/gsm8k_pairs.py:dpo,DIRECTORY --init_from=RUN_OF_SFT
+Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY
+           python launch/train.py --config=configs/gsm8k_pairs.py:dpo,DIRECTORY \
+             --init_from=RUN_OF_SFT
            ... --config.preferences.train.fold=2 --config.preferences.held_out.fold=2
-           benchmarks/preferences.py runs all of it, over all folds.
+           DIRECTORY holds both files. benchmarks/preferences.py runs all of it, over all folds.
 Hardware:  a laptop's CPU; the model is far too small to reason.
 Result:    docs/develop/benchmarks.md. Not run at size.
 """

@@ -1,7 +1,8 @@
 """PPO with a critic, on the quickstart's task: spelling backward from demonstrations of mixed
 quality.
 
-Paper:     Schulman et al. 2017 (arXiv:1707.06347); γ = λ = 1 as DeepSeek-R1's ablation advises (arXiv:2501.12948).
+Paper:     Schulman et al. 2017 (arXiv:1707.06347); γ = λ = 1 as DeepSeek-R1's ablation
+           advises (arXiv:2501.12948).
 Command:   python launch/train.py --config=configs/ppo.py
 Hardware:  a laptop's CPU.
 Time and result: docs/develop/acceptance.md.

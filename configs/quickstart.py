@@ -4,7 +4,7 @@ Demonstrations are of mixed quality: 40 % are right, 60 % copy the word. SFT imi
 verifier tells GRPO which is wanted. Start and end are fixed by the data, not by stopping early.
 
 Command:   bash launch/quickstart.sh
-           bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting     (a second task)
+           bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting  (a second task)
 Hardware:  a laptop's CPU.
 Time and result: docs/develop/acceptance.md.
 """

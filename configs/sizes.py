@@ -22,12 +22,15 @@ from jaxrl_llm.api import (
 )
 
 SIZES = {
-  '0.5b': dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-               num_key_value_heads=2, head_dim=64, vocab_size=151_936, tie_word_embeddings=True),
-  '1.5b': dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-               num_key_value_heads=2, head_dim=128, vocab_size=151_936, tie_word_embeddings=True),
-  '7b': dict(hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-             num_key_value_heads=4, head_dim=128, vocab_size=152_064, tie_word_embeddings=False),
+  '0.5b': dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+               num_attention_heads=14, num_key_value_heads=2, head_dim=64, vocab_size=151_936,
+               tie_word_embeddings=True),
+  '1.5b': dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+               num_attention_heads=12, num_key_value_heads=2, head_dim=128, vocab_size=151_936,
+               tie_word_embeddings=True),
+  '7b': dict(hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+             num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152_064,
+             tie_word_embeddings=False),
 }  # fmt: skip
 
 
@@ -39,10 +42,13 @@ def get_config(size: str = '0.5b') -> Config:
   return dataclasses.replace(
     base,
     name=f'sizes-{size}',
-    policy=PolicyConfig(family='qwen2', model=model, dtype='bfloat16', scan_layers=True, remat='full'),
+    policy=PolicyConfig(family='qwen2', model=model, dtype='bfloat16',
+                        scan_layers=True, remat='full'),
     tasksets=tuple(dataclasses.replace(taskset, size=2000) for taskset in base.tasksets),
-    rollout=dataclasses.replace(base.rollout, engine='vllm', max_prompt_length=512, max_response_length=1536,
-                                embedded=dataclasses.replace(base.rollout.embedded, prefill_buckets=(512,))),
+    rollout=dataclasses.replace(base.rollout, engine='vllm', max_prompt_length=512,
+                                max_response_length=1536,
+                                embedded=dataclasses.replace(base.rollout.embedded,
+                                                             prefill_buckets=(512,))),
     learner=LearnerConfig(chunks_per_rank=1),
     stages=(
       StageConfig(

@@ -138,7 +138,8 @@ def title(cls: type, sections: Iterable[type]) -> str:
 
 
 def link(cls: type, sections: Iterable[type]) -> str:
-  return f'[{cls.__name__}](#{re.sub(r"[^a-z0-9_-]", "", title(cls, sections).lower().replace(" ", "-"))})'
+  anchor = re.sub(r'[^a-z0-9_-]', '', title(cls, sections).lower().replace(' ', '-'))
+  return f'[{cls.__name__}](#{anchor})'
 
 
 def kind_text(annotation: Any, sections: Sequence[type]) -> str:

@@ -17,8 +17,7 @@ _NAMES = (
   (
     'jaxrl_llm.app.schema',
     'AlgorithmConfig Config CriticConfig Demonstrations ExpertsConfig LearnerConfig Pairs '
-    'PastConfig PolicyConfig '
-    'PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
+    'PastConfig PolicyConfig PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
   ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
@@ -69,7 +68,9 @@ _NAMES = (
 """Modules and the names that they export, grouped by use."""
 
 _REPLACED = {
-  'DemonstrationsConfig': 'Demonstrations, as the source of a stage, or ExpertsConfig, which has its fields',
+  'DemonstrationsConfig': (
+    'Demonstrations, as the source of a stage, or ExpertsConfig, which has its fields'
+  ),
   'PairsConfig': 'Pairs, as the source of a stage',
   'RecordedConfig': 'Recorded, as the source of a stage',
 }

@@ -37,7 +37,10 @@ def test_what_an_accelerator_needs_imports_neither_grain_nor_an_engine():
     'pebble',
     'safetensors',
   )
-  code = f'import sys; sys.modules.update(dict.fromkeys({absent})); import updates; import jaxrl_llm.models.flops'
+  code = (
+    f'import sys; sys.modules.update(dict.fromkeys({absent})); import updates; import '
+    'jaxrl_llm.models.flops'
+  )
   environment = os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "benchmarks"}'}
   subprocess.run([sys.executable, '-c', code], check=True, env=environment)
 

@@ -251,8 +251,7 @@ def test_no_wait_is_bare(path):
   for line, code in bare_waits(path.read_text()):
     pytest.fail(
       f'{path.relative_to(ROOT)}:{line}: {code} waits without a bound; wrap it in '
-      'core.waits.bounded, give it a '
-      'timeout, or say what ends it in a comment "# wait NAME: BOUND"'
+      'core.waits.bounded, give it a timeout, or say what ends it in a comment "# wait NAME: BOUND"'
     )
 
 
@@ -357,7 +356,10 @@ def test_a_wait_with_a_bound_is_accepted(code):
 
 
 def test_a_bound_around_a_function_does_not_cover_calls_of_it():
-  source = 'async def f():\n  async with asyncio.timeout(1):\n    async def g():\n      await event.wait()\n'
+  source = (
+    'async def f():\n  async with asyncio.timeout(1):\n    async def g():\n      await '
+    'event.wait()\n'
+  )
   assert [line for line, _ in bare_waits(source)] == [4]
 
 
@@ -367,5 +369,8 @@ def test_a_comment_that_names_no_bound_marks_nothing(comment):
 
 
 def test_the_names_of_a_module_are_those_of_its_comments_and_calls():
-  source = "x = bounded(y, name='a', deadline_s=1)\ny = gathered(z, name='b')\nz.wait()  # wait c: never\n# wait d\n"
+  source = (
+    "x = bounded(y, name='a', deadline_s=1)\ny = gathered(z, name='b')\nz.wait()  # wait c: "
+    'never\n# wait d\n'
+  )
   assert names(source) == {'a', 'b', 'c'}

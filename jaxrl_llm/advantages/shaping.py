@@ -120,8 +120,7 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
   if n >= 5 * config.horizon:
     raise UserError(
       f'adaptive KL: horizon {config.horizon} for {n} samples or tokens per change lets the '
-      'coefficient reach 0; '
-      f'set it above {n / 5:g}'
+      f'coefficient reach 0; set it above {n / 5:g}'
     )
   error = min(max(measured_kl / config.target - 1.0, -0.2), 0.2)
   return coef * (1.0 + error * n / config.horizon)

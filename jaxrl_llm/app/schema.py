@@ -268,16 +268,15 @@ class Rollouts:
       if self.past.groups > most:
         raise UserError(
           f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a '
-          'batch, each used at most '
-          f'{self.past.max_uses - 1} times more, leave {most}; lower it, or raise max_uses'
+          f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
+          'or raise max_uses'
         )
     if self.publish_every > self.bound + 1:
       age = self.publish_every - 1
       raise UserError(
         f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last '
-        'batch before a '
-        f'publication would train on rollouts of weights {age} updates old; raise bound to {age}, '
-        'or publish more often'
+        f'batch before a publication would train on rollouts of weights {age} updates old; raise '
+        f'bound to {age}, or publish more often'
       )
 
 
@@ -479,8 +478,7 @@ class RolloutConfig:
       if self.engine_options:
         raise UserError(
           'rollout.engine_options: apply only to a custom engine, and rollout.engine is '
-          f'{self.engine!r}; set '
-          f'rollout.{self.engine} instead, and leave engine_options empty'
+          f'{self.engine!r}; set rollout.{self.engine} instead, and leave engine_options empty'
         )
 
   @property
@@ -572,8 +570,7 @@ class Config:
       if not before.trains and stage.keep_optimizer:
         raise UserError(
           f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out, without an '
-          'optimizer; put that '
-          'stage elsewhere, or remove keep_optimizer'
+          'optimizer; put that stage elsewhere, or remove keep_optimizer'
         )
     for stage in self.stages:
       if isinstance(stage.source, Rollouts):

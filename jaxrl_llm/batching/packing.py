@@ -73,8 +73,7 @@ def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[
   if not 0 < steps <= len(units):
     raise UserError(
       f'packing: {len(units)} units cannot fill {steps} optimizer steps, wanted at least one unit '
-      'per step; '
-      'lower the number of minibatches or raise the batch size'
+      'per step; lower the number of minibatches or raise the batch size'
     )
   order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(units)).tolist()
   size, more = divmod(len(units), steps)
@@ -208,9 +207,8 @@ class _RankBins:
     if fitted is None:
       raise UserError(
         f'packing: the unit of rows {list(rows)} ({sum(wanted)} tokens in {len(rows)} rows) does '
-        'not fit one '
-        f'micro-batch of {self.chunks} chunks of {self.chunk_len}; raise chunks per micro-batch or '
-        'chunk_len'
+        f'not fit one micro-batch of {self.chunks} chunks of {self.chunk_len}; raise chunks per '
+        'micro-batch or chunk_len'
       )
     self._open(-len(self.used) % self.chunks)
     chunk = len(self.used)

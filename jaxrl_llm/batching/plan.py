@@ -161,8 +161,7 @@ def plan_shape(
   if chunks < unit:
     raise UserError(
       f'learner.chunks_per_rank: {chunks} chunks per micro-batch cannot hold {unit} sequences that '
-      'belong together; '
-      f'wanted at least {unit}'
+      f'belong together; wanted at least {unit}'
     )
   units = -(-rows // unit // ranks)
   if lengths:

@@ -91,7 +91,10 @@ def describe(annotation: Any) -> str:
     return 'one of ' + ', '.join(str(enum_json(choice)) for choice in annotation)
   if is_tuple(annotation):
     kinds = [kind for kind in typing.get_args(annotation) if kind is not Ellipsis]
-    return f'a tuple of ({", ".join(describe(kind) for kind in kinds)}{", ..." if repeats(annotation) else ""})'
+    return (
+      'a tuple of '
+      f'({", ".join(describe(kind) for kind in kinds)}{", ..." if repeats(annotation) else ""})'
+    )
   if is_mapping(annotation):
     return f'a mapping from text to {describe(typing.get_args(annotation)[1])}'
   if is_record(annotation):

@@ -51,7 +51,8 @@ from jaxrl_llm.config.values import (
 from jaxrl_llm.core.errors import UserError
 
 _CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', re.DOTALL)
-_CONFIG_HELP = """  --config: FILE.py[:VARIANT], whose get_config(VARIANT) returns the configuration.
+_CONFIG_HELP = """  --config: FILE.py[:VARIANT], \
+whose get_config(VARIANT) returns the configuration.
   --config.KEY: A value in the configuration, as in --config.learner.optimizer.peak_lr=1e-6."""
 
 SHIPPED = pathlib.Path(__file__).parents[1] / 'configs'

@@ -70,9 +70,8 @@ class _PlannedRows:
     if sample.uid != row.uid or len(sample.tokens) != row.length:
       raise RunError(
         f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), '
-        f'planned was {row.uid} '
-        f'({row.length} tokens); the run directory is damaged, audit it or resume from an earlier '
-        'commit'
+        f'planned was {row.uid} ({row.length} tokens); the run directory is damaged, audit it or '
+        'resume from an earlier commit'
       )
     return sample
 

@@ -151,13 +151,15 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
       if len(bad) and finite[i]:
         finite[i] = False
         place = f'{name} of row {row.uid} is {values[bad[0]]} at token {bad[0]}'
-        line = f'batch {closed.step} of the stage: {place}, not finite at {len(bad)} of the {read.sum()} tokens read'
+        line = (
+          f'batch {closed.step} of the stage: {place}, not finite at {len(bad)} of the '
+          f'{read.sum()} tokens read'
+        )
         logging.warning('%s; the row is left out of the loss', line)
   if line and not finite.any():
     raise RunError(
       f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower '
-      'learning rate for the '
-      'model that diverged'
+      'learning rate for the model that diverged'
     )
   return finite
 
@@ -250,8 +252,7 @@ def refuse_steps(rows: Sequence[Row], reason: str) -> None:
     if row.step_index or recorded[row.trajectory] > 1:
       raise UserError(
         f'row {row.uid}: is step {row.step_index} of trajectory {row.trajectory}, and {reason}; or '
-        'record each '
-        'trajectory as one row'
+        'record each trajectory as one row'
       )
 
 

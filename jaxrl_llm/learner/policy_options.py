@@ -320,8 +320,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
   if config.kl_target is not None and not (config.kl_target > 0 and config.kl_horizon > 0):
     raise UserError(
       f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both '
-      'above 0; kl_horizon well '
-      'above the samples of a batch'
+      'above 0; kl_horizon well above the samples of a batch'
     )
   if config.adv_estimator == 'gae' and not isinstance(config, PpoConfig):
     raise UserError(f"{where}: adv_estimator 'gae' needs a critic; use algorithm ppo")
@@ -335,14 +334,12 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
   if config.kl_loss_coef and zero and not config.allow_zero_gradient_kl:
     raise UserError(
       f'{where}: kl_loss_type={config.kl_loss_type} in the loss has zero expected gradient '
-      'on-policy; use k2 or k3, '
-      'or set allow_zero_gradient_kl=true'
+      'on-policy; use k2 or k3, or set allow_zero_gradient_kl=true'
     )
   if config.kl_reward_coef and config.adv_estimator not in ('reinforce_plus_plus', 'gae'):
     raise UserError(
       f'{where}: kl_reward_coef needs rewards per token (reinforce_plus_plus or ppo); '
-      'adv_estimator '
-      f'{config.adv_estimator!r} has one per sample: use kl_loss_coef'
+      f'adv_estimator {config.adv_estimator!r} has one per sample: use kl_loss_coef'
     )
   if config.kl_target is not None and bool(config.kl_loss_coef) == bool(config.kl_reward_coef):
     raise UserError(

@@ -45,8 +45,7 @@ class SuiteConfig:
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
       raise UserError(
         f'evaluation.{self.name}: tasks {self.tasks} and samples {self.samples}, wanted at least 1 '
-        'task (or None for '
-        'all) and at least 0 samples'
+        'task (or None for all) and at least 0 samples'
       )
     sampling = self.sampling
     if self.samples and sampling.temperature == 0:
@@ -167,7 +166,9 @@ class Evaluator:
       (self._task(suite, task, samples, sampling, mode) for task in tasks),
       name='suite',
       owner=f'evaluation {suite.name}',
-      waits_for='another of its tasks to end, by the engine and the scorers (rollout.collect_deadline_s)',
+      waits_for=(
+        'another of its tasks to end, by the engine and the scorers (rollout.collect_deadline_s)'
+      ),
       deadline_s=self._deadline_s,
     )
 

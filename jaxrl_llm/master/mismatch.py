@@ -112,8 +112,7 @@ def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str
     if budget is not None and value is not None and not value <= budget:
       lines[name] = (
         f'trainer and sampler differ: {key} is {value:.3g} {unit}, budget {budget:g} '
-        f'(rollout.mismatch.{name}); '
-        'let the servers compute in float32, or see in the report (jaxrl report) which tokens '
-        'differ most'
+        f'(rollout.mismatch.{name}); let the servers compute in float32, or see in the report '
+        '(jaxrl report) which tokens differ most'
       )
   return lines

@@ -117,8 +117,7 @@ class RecordedGroups:
       if sample.task_id not in self._tasks:
         raise UserError(
           f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of '
-          'the stage; restore '
-          f'the source of taskset {sample.taskset}'
+          f'the stage; restore the source of taskset {sample.taskset}'
         )
       parts = self._members[row.index][1]
       known[row.uid] = Experience(

@@ -399,11 +399,10 @@ class StageTrainer:
     if report.in_a_row >= role.config.max_skipped_updates:
       raise RunError(
         f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role.name} in a row '
-        'were skipped: their '
-        f'gradients were not finite or above skip_grad_norm={role.config.skip_grad_norm:g} (last '
-        'norm '
-        f'{float(report.stats[f"{role.name}/grad_norm"].total):g}); '
-        'lower the learning rate or inspect the last rollouts, then resume from the newest commit'
+        'were skipped: their gradients were not finite or above '
+        f'skip_grad_norm={role.config.skip_grad_norm:g} (last norm '
+        f'{float(report.stats[f"{role.name}/grad_norm"].total):g}); lower the learning rate or '
+        'inspect the last rollouts, then resume from the newest commit'
       )
 
 

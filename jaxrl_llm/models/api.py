@@ -52,10 +52,11 @@ class Model(NamedTuple):
   apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the
     compute dtype. Attention is causal within equal segment ids; 0 is padding; positions restart at
     0 in each segment. `params` without adapters are the base model.
-  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ. init_cache:
-  (batch, length) -> an empty KV cache. decode: (params, tokens, positions, cache) -> (hidden
-  states, cache). Writes each token's key and value at the cache
-    index equal to its position, and attends to indices up to it. Takes UNROLLED parameters (`unstack_layers`).
+  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
+  init_cache: (batch, length) -> an empty KV cache.
+  decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and
+    value at the cache index equal to its position, and attends to indices up to it. Takes UNROLLED
+    parameters (`unstack_layers`).
   axes: () -> parameter tree with a tuple of logical axis names for each array.
   """
 

@@ -54,8 +54,7 @@ class RopeScaling:
       if self.original_max_position_embeddings <= 0:
         raise UserError(
           'rope_scaling.original_max_position_embeddings: llama3 scaling needs the context length '
-          'before stretching '
-          f'(such as 8192), got {self.original_max_position_embeddings}'
+          f'before stretching (such as 8192), got {self.original_max_position_embeddings}'
         )
       if not 0 < self.low_freq_factor < self.high_freq_factor:
         raise UserError(
@@ -108,8 +107,8 @@ class ModelSpec:
     if self.num_attention_heads % self.num_key_value_heads:
       raise UserError(
         f'model.num_attention_heads: {self.num_attention_heads} heads cannot share '
-        f'{self.num_key_value_heads} '
-        'key-value heads evenly; wanted a multiple of num_key_value_heads'
+        f'{self.num_key_value_heads} key-value heads evenly; wanted a multiple of '
+        'num_key_value_heads'
       )
     if self.head_dim % 2:
       raise UserError(

@@ -90,7 +90,8 @@ def splash_kernel(
     mask = library.LocalMask(square, (window - 1, 0), 0, shard_count=shards)
   n = next(n for n in BLOCKS if length // shards % n == 0)
   blocks = library.BlockSizes(
-    block_q=n, block_kv=n, block_q_dkv=n, block_kv_dkv=n, block_q_dq=n, block_kv_dq=n, block_kv_compute=n
+    block_q=n, block_kv=n, block_q_dkv=n, block_kv_dkv=n,
+    block_q_dq=n, block_kv_dq=n, block_kv_compute=n
   )  # fmt: skip
   # All heads share one mask.
   return library.make_splash_mha(

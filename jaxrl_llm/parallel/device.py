@@ -66,7 +66,10 @@ class DeviceThread:
         call,
         name='device',
         owner=f'process {jax.process_index()}',
-        waits_for='its device work, and with it for the other processes of the job to come to the same collective',
+        waits_for=(
+          'its device work, and with it for the other processes of the job to come to the same '
+          'collective'
+        ),
         deadline_s=self._deadline_s,
       )
     except (ValueError, jax.errors.JaxRuntimeError) as error:

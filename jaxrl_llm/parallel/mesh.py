@@ -73,8 +73,7 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
     wanted = ' '.join(f'{axis}={getattr(config, axis)}' for axis in AXES)
     raise UserError(
       f'mesh: {wanted} does not match the number of devices, {len(devices)}; change the mesh, or '
-      'start with another '
-      'number of devices'
+      'start with another number of devices'
     )
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 

@@ -40,11 +40,14 @@ _MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
 _TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
 """Number of dimensions of a slice's shape."""
 _HOPPER = """gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 \
+shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: \
+52428800
   clock_rate_ghz: 1.98 device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 \
+registers_per_block_limit: 65536
 }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name}"
 """
 """Description of a Hopper GPU for XLA's compiler (xla/stream_executor/device_description.proto)."""

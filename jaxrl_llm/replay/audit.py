@@ -69,7 +69,8 @@ class AuditReport:
     return [
       f'issued {self.issued} = '
       + ' + '.join(f'{state} {count}' for state, count in self.states.items())
-      + f'; results that came twice or late: {self.duplicates}, scores that came again: {self.rescored}',
+      + f'; results that came twice or late: {self.duplicates}, '
+      f'scores that came again: {self.rescored}',
       'partitions: '
       + ', '.join(f'{partition} {count}' for partition, count in sorted(self.partitions.items())),
       f'ended {sum(terminal.values())}, live {_listed(self.live)}',
@@ -168,10 +169,8 @@ class _Audit:
     """Replays each sample's transitions and checks its row against them."""
     log = self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, '
-      's.uses, s.version, '
-      't.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t USING (uid, '
-      'attempt) '
-      'ORDER BY s.uid, s.attempt, t.seq'
+      's.uses, s.version, t.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t '
+      'USING (uid, attempt) ORDER BY s.uid, s.attempt, t.seq'
     )
     for uid, of_uid in itertools.groupby(log, key=lambda row: row[0]):
       counting, trained, partition = 0, collections.Counter(), ''
@@ -202,7 +201,10 @@ class _Audit:
   ) -> Iterator[str]:
     uid, _, partition, issued, state, *repeated = row
     if changes[0][1:3] != (issued, State.ISSUED):
-      yield f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, issued at {issued}'
+      yield (
+        f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, issued at '
+        f'{issued}'
+      )
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
@@ -219,7 +221,10 @@ class _Audit:
     admitted = steps[State.ADMITTED][0] if steps[State.ADMITTED] else None
     wanted = [step, seq, admitted, len(steps[State.TRAINED])]
     if repeated[:4] != wanted:
-      yield f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, its transitions {wanted}'
+      yield (
+        f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, its transitions '
+        f'{wanted}'
+      )
     if (repeated[4] is None) != (not steps[State.STORED]):
       yield f'{name}: version {repeated[4]}, accepted {len(steps[State.STORED])} times'
     self._states[partition, last] += 1
@@ -245,7 +250,10 @@ class _Audit:
     kept = {(partition, state): count for partition, state, count in kept}
     for key in sorted(kept.keys() | self._states.keys()):
       if kept.get(key, 0) != self._states[key]:
-        yield f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions {self._states[key]}'
+        yield (
+          f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions '
+          f'{self._states[key]}'
+        )
 
   def _locations(self) -> Iterator[str]:
     """Checks where bytes are: those of an accepted sample in one place, of a trained one sealed, of
@@ -253,9 +261,8 @@ class _Audit:
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
-      'samples s '
-      'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt '
-      'LEFT JOIN segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
+      'samples s LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt LEFT JOIN '
+      'segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
     ):
       fine = {
         State.ISSUED: opened + sealed == 0,
@@ -272,7 +279,10 @@ class _Audit:
         ):
           self._lost.append(uid)
         status = state if partition == 'usual' else f'{state} ({partition})'
-        yield f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a sealed one {sealed}'
+        yield (
+          f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a '
+          f'sealed one {sealed}'
+        )
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
         # table names are constants
@@ -294,8 +304,7 @@ class _Audit:
       yield f'segment {name}: has rows in the index and is not in it'
     cursor = self._db.execute(
       'SELECT r.name, r.row, r.uid, s.version FROM segment_rows r LEFT JOIN samples s USING (uid, '
-      'attempt) '
-      'ORDER BY r.name, r.row'
+      'attempt) ORDER BY r.name, r.row'
     )
     while rows := cursor.fetchmany(_ROWS_AT_ONCE):
       yield from self._rows(rows)
@@ -341,8 +350,7 @@ class _Audit:
     ):
       yield (
         f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; '
-        'the score in force '
-        'may be that of the result that was not accepted'
+        'the score in force may be that of the result that was not accepted'
       )
 
   def _open(self) -> Iterator[str]:

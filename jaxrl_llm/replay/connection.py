@@ -57,8 +57,8 @@ class Connection:
       except sqlite3.DatabaseError as error:
         raise RunError(
           f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free '
-          'disk space, end other '
-          'processes that write to this run directory, and start again with the same command'
+          'disk space, end other processes that write to this run directory, and start again with '
+          'the same command'
         ) from error
       finally:
         self._depth = 0

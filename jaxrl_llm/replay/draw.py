@@ -68,7 +68,8 @@ def draw(
 
   newest:    the largest (version, admitted, issued) first
   priority:  the largest version - decay · uses first; ties: the least used, then the newest
-  shuffled:  the smallest h first, where h is one 64-bit draw per group from Philox with key (seed, step)
+  shuffled:  the smallest h first, where h is one 64-bit draw per group from Philox with key
+             (seed, step)
 
   The priority is that of Trinity-RFT's queue (`linear_decay`, arXiv:2505.17826).
 

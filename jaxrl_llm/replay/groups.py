@@ -14,18 +14,22 @@ from jaxrl_llm.replay.draw import Group
 
 _READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
 _GROUPS = """
-SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), max(admitted)
+SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), \
+max(admitted)
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""
 _WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
 # INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from
 # scanning whole tables.
 _DRAWABLE_GROUPS = _GROUPS.format(
-  ready=f'{_WAITING} AND version >= :oldest UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used '
+  ready=f'{_WAITING} AND version >= :oldest UNION ALL '
+  f'{_READY}, changed FROM samples INDEXED BY samples_used '
   "WHERE state = 'trained' AND uses < :max_uses AND changed < :step AND version >= :oldest",
-  barred="WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
-  "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR "
-  "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))",
+  barred=(
+    "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
+    "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR "
+    "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))"
+  ),
 )
 _WAITING_GROUPS = _GROUPS.format(
   ready=_WAITING,

@@ -125,9 +125,8 @@ class SegmentReader:
     except _UNREADABLE as error:
       raise SegmentError(
         f'segment {self._directory / name}: rows {rows[:3]}{"…" if len(rows) > 3 else ""} cannot '
-        'be read: '
-        f'{_first_line(error)}; the file is damaged or missing: restore it, or branch with '
-        '--init_from'
+        f'be read: {_first_line(error)}; the file is damaged or missing: restore it, or branch '
+        'with --init_from'
       ) from error
 
   def _reader(self, name: str) -> ArrayRecordReader:

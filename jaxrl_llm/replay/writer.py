@@ -20,8 +20,7 @@ from jaxrl_llm.replay.tables import SEGMENTS, Issue, Partition, State, log, may_
 
 _ISSUE = (
   'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, '
-  'last, admitted, uses) '
-  'VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
+  'last, admitted, uses) VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
 )
 
 
@@ -85,8 +84,8 @@ class StepWriter:
         ):
           raise ValueError(
             f'join {row.uid}: already {entry.state}, {entry.partition}, of group '
-            f'{entry.group_id!r}, task '
-            f'{entry.task_id!r}; wanted expert, {row.group_id!r}, {row.task_id!r}'
+            f'{entry.group_id!r}, task {entry.task_id!r}; wanted expert, {row.group_id!r}, '
+            f'{row.task_id!r}'
           )
       new = [row for row in rows if row.uid not in known or known[row.uid].state == State.VOID]
       self._insert(new, 'expert', State.ADMITTED)
@@ -331,8 +330,7 @@ class StepWriter:
     admitted, use = (self.step if state == State.ADMITTED else None), int(state == State.TRAINED)
     self._db.executemany(
       'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses '
-      '= uses + ? '
-      'WHERE uid = ? AND attempt = ?',
+      '= uses + ? WHERE uid = ? AND attempt = ?',
       [
         (state, self.step, seq, admitted, use, uid, entries[uid].attempt)
         for uid, seq in zip(uids, last)

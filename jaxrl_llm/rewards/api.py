@@ -232,8 +232,7 @@ def in_force(
     known = sorted({d for c in configs for d in c.domains})
     raise UserError(
       f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: '
-      f'{known}); '
-      'add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
+      f'{known}); add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen
 

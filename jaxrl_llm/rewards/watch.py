@@ -15,10 +15,11 @@ from typing import Any
 
 _REFUSED = frozenset({
   '_thread.start_joinable_thread', '_thread.start_new_thread',
-  'ctypes.call_function', 'ctypes.dlopen', 'ctypes.dlsym', 'os.chmod', 'os.chown', 'os.exec', 'os.fork', 'os.forkpty',
-  'os.kill', 'os.link', 'os.mkdir', 'os.posix_spawn', 'os.putenv', 'os.remove', 'os.rename', 'os.rmdir', 'os.spawn',
-  'os.startfile', 'os.symlink', 'os.system', 'os.truncate', 'os.unsetenv', 'pty.spawn', 'socket.bind', 'socket.connect',
-  'socket.getaddrinfo', 'socket.sendto', 'subprocess.Popen',
+  'ctypes.call_function', 'ctypes.dlopen', 'ctypes.dlsym', 'os.chmod', 'os.chown', 'os.exec',
+  'os.fork', 'os.forkpty', 'os.kill', 'os.link', 'os.mkdir', 'os.posix_spawn', 'os.putenv',
+  'os.remove', 'os.rename', 'os.rmdir', 'os.spawn', 'os.startfile', 'os.symlink', 'os.system',
+  'os.truncate', 'os.unsetenv', 'pty.spawn', 'socket.bind', 'socket.connect', 'socket.getaddrinfo',
+  'socket.sendto', 'subprocess.Popen',
 })  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 

@@ -78,14 +78,20 @@ EDGES: Mapping[Edge, Ends] = {
     target='rollout',
     lane='rollout',
     diagram='Kimi: rollout trajectories, Rollout → Master (the reply)',
-    text='The samples of a group are requested from the engine; answered when the last of them has ended.',
+    text=(
+      'The samples of a group are requested from the engine; answered when the last of them has '
+      'ended.'
+    ),
   ),
   Edge.EVAL: Ends(
     source='master',
     target='reward models',
     lane='reward models',
     diagram='Kimi: eval request and its reply, Master ↔ Reward Models',
-    text='The samples of a group are scored, each as soon as it ends: from the first sample to the last score.',
+    text=(
+      'The samples of a group are scored, each as soon as it ends: from the first sample to the '
+      'last score.'
+    ),
   ),
   Edge.STORE: Ends(
     source='master',
@@ -128,7 +134,10 @@ EDGES: Mapping[Edge, Ends] = {
     target='rollout',
     lane='weights',
     diagram='Kimi: weight flow, Trainer → Rollout; Trinity: synchronize weights',
-    text='A version for the engine; the reply is its acknowledgement: it was loaded, or (unchanged) relabelled.',
+    text=(
+      'A version for the engine; the reply is its acknowledgement: it was loaded, or (unchanged) '
+      'relabelled.'
+    ),
   ),
   Edge.AUXILIARY_SCORE: Ends(
     source='rollout',
@@ -290,8 +299,7 @@ class EventLog(Events):
   def _stopped(self, error: OSError) -> RunError:
     return RunError(
       f'{self._path}: cannot be written ({error.strerror}); make room or make it writable, then '
-      'start again with the '
-      'same command'
+      'start again with the same command'
     )
 
 

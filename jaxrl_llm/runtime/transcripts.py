@@ -174,7 +174,10 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
     return f'All {rows:,} rollouts of {files:,} steps.'
   extent = 'the first groups' if limit < math.inf else 'all'
   spacing = 'evenly spaced, the first and last of each stage included'
-  return f'{rows:,} rollouts: {extent} of {chosen:,} steps out of {files:,} ({spacing}). All of them are in rollouts/.'
+  return (
+    f'{rows:,} rollouts: {extent} of {chosen:,} steps out of {files:,} ({spacing}). All of them '
+    'are in rollouts/.'
+  )
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:

@@ -191,8 +191,7 @@ def pairs_of_tasks(
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
       f'preferences {name}: count is {count}, taskset {taskset.name} has {len(taskset.tasks)} '
-      'tasks; '
-      'lower count or raise the size of the taskset'
+      'tasks; lower count or raise the size of the taskset'
     )
   if not rejected:
     raise UserError(f'preferences {name}: no template of a rejected answer; give at least one')
@@ -280,9 +279,8 @@ def _check_group(
   if config.split != 'all' and group != pair.group:
     raise UserError(
       f'{where}: its prompt is in group {pair.group!r} and, in an earlier row, in {group!r}, so a '
-      'split may put it on '
-      f'both sides (preferences {config.name}); wanted one group per prompt, change the template '
-      f'{config.group!r}'
+      f'split may put it on both sides (preferences {config.name}); wanted one group per prompt, '
+      f'change the template {config.group!r}'
     )
 
 

@@ -224,8 +224,7 @@ def _hardness(task: Task, field: str) -> float:
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise UserError(
       f'sampler.hardness: {field!r} of task {task.uid} is {value!r}, wanted a number; its fields '
-      'are '
-      f'{sorted(task.fields)}'
+      f'are {sorted(task.fields)}'
     )
   return float(value)
 

@@ -25,13 +25,19 @@ from jaxrl_llm.core.types import Json
 
 SOURCES: Mapping[str, str] = {
   'reasoning_gym:<dataset>': 'procedural tasks by name, with their verifiers',
-  '<path>.jsonl': "one row a line: {prompt, answer}, {question, answer}, or the field's {data_source, prompt, ...}",
+  '<path>.jsonl': (
+    "one row a line: {prompt, answer}, {question, answer}, or the field's {data_source, prompt, "
+    '...}'
+  ),
   '<path>.parquet': 'the same rows',
   'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
 }
 """Descriptions of the forms of source names, keyed by form."""
 
-FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]'"
+FORMS = (
+  "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub "
+  "id>[#split]'"
+)
 MEDIA = ('media', 'images')
 """Names of the columns that hold images, see `tasks.media`."""
 _PARQUET_ROWS = 1024
@@ -172,8 +178,7 @@ def _check_verifier(where: str, dataset: Any) -> None:
   if before != after:
     raise UserError(
       f'{where}: its verifier gives its own answer {before} but {after} after the entry was stored '
-      'as JSON, '
-      'so it cannot judge stored tasks; choose another dataset'
+      'as JSON, so it cannot judge stored tasks; choose another dataset'
     )
 
 

@@ -206,8 +206,7 @@ def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
       f'demonstrations of taskset {taskset.name}: count is {count}, the taskset has '
-      f'{len(taskset.tasks)} tasks; '
-      'lower count or raise the size of the taskset'
+      f'{len(taskset.tasks)} tasks; lower count or raise the size of the taskset'
     )
   pairs = []
   for task in taskset.tasks[:count]:

@@ -163,7 +163,10 @@ class Tokenizer:
       return
     used = [token for token in (*self.stop_ids, self.pad_id) if token >= vocab_size]
     token = used[0] if used else lacking[-1]
-    line = f'tokenizer {self._name}: token {token} ({self.token_text(token)!r}), and {model} has {vocab_size} tokens'
+    line = (
+      f'tokenizer {self._name}: token {token} ({self.token_text(token)!r}), and {model} has '
+      f'{vocab_size} tokens'
+    )
     if used:
       raise UserError(f'{line}; take the tokenizer of that model, or raise its vocab_size')
     logging.warning('%s; %d tokens cannot be used', line, len(lacking))
@@ -268,9 +271,8 @@ class Tokenizer:
       at = text.index(character)
       raise UserError(
         f'tokenizer {self._name}: its character table lacks {character!r} (U+{ord(character):04X} '
-        f'{name}), '
-        f'found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, or with '
-        'kind bpe'
+        f'{name}), found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, '
+        'or with kind bpe'
       )
 
 
@@ -429,8 +431,7 @@ def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list
     if type(stop) is not int or stop not in known:
       raise UserError(
         f'tokenizer {path}: eos_token_id of {_GENERATION} has {one_line(stop, 100)}, wanted ids of '
-        f'its {len(known)} '
-        'tokens; correct the file'
+        f'its {len(known)} tokens; correct the file'
       )
   return stops
 

@@ -89,8 +89,7 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
     if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
       raise UserError(
         f'{directory}: {name} has {one_line(token, 100)}, wanted token ids below vocab_size '
-        f'{vocab_size} of '
-        'config.json; correct it there or in generation_config.json'
+        f'{vocab_size} of config.json; correct it there or in generation_config.json'
       )
   return SpecialTokens(
     bos_id=values.get('bos_token_id'), eos_ids=eos_ids, pad_id=values.get('pad_token_id')
@@ -218,8 +217,7 @@ def resolve(source: str | Path) -> Path:
   except LocalEntryNotFoundError:
     raise UserError(
       f'{name}: no such directory, and as a hub id it is not in the local cache and the hub cannot '
-      'be reached; '
-      'check the network, or give a directory'
+      'be reached; check the network, or give a directory'
     ) from None
   except (HfHubHTTPError, OSError, ValueError) as error:
     raise UserError(

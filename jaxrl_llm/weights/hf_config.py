@@ -365,15 +365,13 @@ def write_config(
   if not expressible or spec.qk_norm != family.qk_norm:
     raise UserError(
       f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, '
-      f'o_bias={spec.o_bias}, '
-      f'mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train with the biases and norms '
-      'of the family'
+      f'o_bias={spec.o_bias}, mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train '
+      'with the biases and norms of the family'
     )
   if family.heads_divide_hidden and spec.hidden_size % spec.num_attention_heads:
     raise UserError(
       f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple '
-      'of '
-      f'{spec.num_attention_heads} heads'
+      f'of {spec.num_attention_heads} heads'
     )
   if spec.head == 'scalar':
     pad_id = _scoring_pad(directory, pad_id, bos_id, eos_ids)
@@ -415,8 +413,7 @@ def _scoring_pad(
   if pad is None:
     raise UserError(
       f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a '
-      'reward model scores '
-      'by the padding after it; set a padding token'
+      'reward model scores by the padding after it; set a padding token'
     )
   if pad_id is None:
     logging.warning(
@@ -427,8 +424,7 @@ def _scoring_pad(
   if pad in eos_ids:
     logging.warning(
       '%s: token %d is both padding and an end of text; in a sequence that ends with it, '
-      'transformers scores the token '
-      'before, jaxrl_llm the last one',
+      'transformers scores the token before, jaxrl_llm the last one',
       directory,
       pad,
     )

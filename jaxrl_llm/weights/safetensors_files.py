@@ -123,8 +123,7 @@ def _require_finite(path: Path, name: str, tensor: Shaped[np.ndarray, '...']) ->
       place = ', '.join(map(str, np.unravel_index(at, tensor.shape)))
       raise UserError(
         f'{path}: {name}[{place}] is {float(flat[at])} as {tensor.dtype}, wanted finite weights; '
-        'fetch the file again, '
-        'or take a checkpoint from before the training diverged'
+        'fetch the file again, or take a checkpoint from before the training diverged'
       )
 
 

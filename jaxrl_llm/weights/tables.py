@@ -231,8 +231,7 @@ class Inventory:
     if value != 0:
       raise UserError(
         f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, so it would '
-        'shift all values; '
-        'where only their differences count, set it to 0 in the file'
+        'shift all values; where only their differences count, set it to 0 in the file'
       )
 
   def finish(self) -> None:
@@ -251,8 +250,7 @@ class Inventory:
     if any(findings):
       raise UserError(
         f'{self._source}: {"; ".join(filter(None, findings))}; expected the {len(self._wanted)} '
-        'tensors of '
-        f'{_describe(self._spec)}: config.json and weights must be of the same model'
+        f'tensors of {_describe(self._spec)}: config.json and weights must be of the same model'
       )
 
 

@@ -573,10 +573,11 @@ def test_json_in_full():
     words=('a',),
   )
   wanted = {
-    'name': 'run', 'seed': 0, 'shuffle': True, 'limit': 'inf', 'mode': 'fast', 'level': 1, 'path': None, 'remat': None,
-    'clip': {'low': 0.2, 'high': 0.2}, 'words': ['a'], 'free': None,
+    'name': 'run', 'seed': 0, 'shuffle': True, 'limit': 'inf', 'mode': 'fast', 'level': 1,
+    'path': None, 'remat': None, 'clip': {'low': 0.2, 'high': 0.2}, 'words': ['a'], 'free': None,
     'tasksets': [{'name': 't', 'options': {'low': 3}, 'weights': {'a': 1.0}}],
-    'stages': [{'name': 'sft', 'steps': 5, 'optimizer': None, 'engine': {'@type': 'Clip', 'low': 0.2, 'high': 0.2}}],
+    'stages': [{'name': 'sft', 'steps': 5, 'optimizer': None,
+                'engine': {'@type': 'Clip', 'low': 0.2, 'high': 0.2}}],
   }  # fmt: skip
   assert to_json(config) == wanted
   assert from_json(json.loads(json.dumps(wanted, allow_nan=False)), Root) == config

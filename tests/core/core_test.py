@@ -198,7 +198,8 @@ async def main():
   try:
     raise ExceptionGroup('of a task group', [RunError('no engine left')])
   finally:
-    await bounded(asyncio.Event().wait(), name='stop', owner='the run', waits_for='the scorers', deadline_s=0.01)
+    await bounded(asyncio.Event().wait(), name='stop', owner='the run', waits_for='the scorers', \
+deadline_s=0.01)
 
 script.run_async(main())
 """

@@ -143,10 +143,10 @@ def test_any_command_line_is_taken_or_refused(count):
   flags.DEFINE_bool('dry_run', False, '', flag_values=values)
   words = st.one_of(
     st.sampled_from([
-      f'--config={ROOT}/configs/quickstart.py', '--config', '--config.', '--config=', '--config.seed=3', '--port',
-      '--port=99999', '--dry_run=perhaps', '--nodry_run', '--', '-', '--workdir', '--wrokdir=x',
-      '--flagfile=/dev/null', '--options.a=1', '--options.a.b', '--config.stages.grpo', 'stray', '--config=x.py:y',
-      '--config.seed=' + '9' * 5000,
+      f'--config={ROOT}/configs/quickstart.py', '--config', '--config.', '--config=',
+      '--config.seed=3', '--port', '--port=99999', '--dry_run=perhaps', '--nodry_run', '--', '-',
+      '--workdir', '--wrokdir=x', '--flagfile=/dev/null', '--options.a=1', '--options.a.b',
+      '--config.stages.grpo', 'stray', '--config=x.py:y', '--config.seed=' + '9' * 5000,
     ]),
     st.sampled_from([text for text in TEXTS if len(text) < 1000]),
     st.text(max_size=8).map(lambda text: f'--{text}'),
@@ -167,16 +167,14 @@ def get_config(variant: str = ''):
   return math.sqrt(len(VALUES['a']))
 """
 BODIES = (
-  'raise '
-  'ValueError("first\\nsecond")', 'raise KeyError', 'import nothing_of_this_name', 'from math import nothing',
-  'raise '
-  'RecursionError', 'def get_config(): return get_config()', 'get_config = 3', 'def get_config(a, b): pass',
+  'raise ValueError("first\\nsecond")', 'raise KeyError', 'import nothing_of_this_name',
+  'from math import nothing', 'raise RecursionError', 'def get_config(): return get_config()',
+  'get_config = 3', 'def get_config(a, b): pass',
   'def get_config(variant): raise Exception(variant)',
   'class E(Exception):\n  def __str__(self): return "a\\nb"\nraise E',
-  'def get_config(**k): return '
-  'k', '\x00', 'x = ' + '(' * 500, '1' * 5000, '# coding: nothing\n', "'\\ud800'.encode()",
-  'from __future__ import '
-  'nothing', 'assert False, "\\x1b[2J"', 'def get_config(variant="\\n"): return variant',
+  'def get_config(**k): return k', '\x00', 'x = ' + '(' * 500, '1' * 5000, '# coding: nothing\n',
+  "'\\ud800'.encode()", 'from __future__ import nothing', 'assert False, "\\x1b[2J"',
+  'def get_config(variant="\\n"): return variant',
 )  # fmt: skip
 
 

@@ -100,10 +100,11 @@ GENERATION = {
 ROPES = (
   {'rope_theta': 10_000.0, 'rope_scaling': {'type': 'linear', 'factor': 2.0}},
   {'rope_parameters': {
-    'rope_type': 'llama3', 'rope_theta': 1e5, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 64,
+    'rope_type': 'llama3', 'rope_theta': 1e5, 'factor': 8.0, 'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0, 'original_max_position_embeddings': 64,
   }},
-  {'sliding_window': 32, 'use_sliding_window': True, 'max_window_layers': 3, 'layer_types': ['full_attention']},
+  {'sliding_window': 32, 'use_sliding_window': True,
+   'max_window_layers': 3, 'layer_types': ['full_attention']},
   {'architectures': ['LlamaForSequenceClassification'], 'id2label': {'0': 'a'}, 'num_labels': 1},
 )  # fmt: skip
 

@@ -227,7 +227,8 @@ def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_an
 MANY_UPDATES = (
   '--config.stages.grpo.minibatches=2',
   '--config.stages.grpo.epochs=2',
-  '--config.stages.grpo.algorithm.options={"kl_loss_coef":0.01,"loss_agg_mode":"seq-mean-token-mean"}',
+  '--config.stages.grpo.algorithm.options='
+  '{"kl_loss_coef":0.01,"loss_agg_mode":"seq-mean-token-mean"}',
 )
 
 

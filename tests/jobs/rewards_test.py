@@ -25,8 +25,8 @@ POLICIES = {
   'group_exits': {'on_failure': 'unscorable', 'weight': 0.0},
 }
 STATUS = {
-  'hangs': 'timeout', 'raises': 'error', 'is_killed': 'crashed', 'allocates': 'error', 'waits': 'timeout',
-  'group_exits': 'crashed',
+  'hangs': 'timeout', 'raises': 'error', 'is_killed': 'crashed', 'allocates': 'error',
+  'waits': 'timeout', 'group_exits': 'crashed',
 }  # fmt: skip
 
 

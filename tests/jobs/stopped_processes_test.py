@@ -147,7 +147,7 @@ def test_a_scorer_worker_that_is_stopped_while_it_is_free_ends_the_run_with_a_li
 
 
 @pytest.mark.full
-def test_a_fork_server_that_is_stopped_fails_the_change_of_the_number_of_workers_and_the_others_go_on(
+def test_a_stopped_fork_server_fails_the_change_of_the_number_of_workers_and_the_others_go_on(
   monkeypatch,
 ):
   async def use(scoring):

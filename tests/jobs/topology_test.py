@@ -22,8 +22,8 @@ pytestmark = [
 ]
 # A small model and short rows: compile time grows with both.
 MODEL = dict(
-  hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-  head_dim=128, vocab_size=4096, tie_word_embeddings=False,
+  hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+  num_key_value_heads=2, head_dim=128, vocab_size=4096, tie_word_embeddings=False,
 )  # fmt: skip
 LARGER = MODEL | dict(hidden_size=256, intermediate_size=512, vocab_size=32_768)
 WIDE = MODEL | dict(hidden_size=512, intermediate_size=4096)
@@ -128,8 +128,8 @@ def test_each_device_holds_its_part_of_what_a_role_keeps(sharded):
 
 def test_moments_in_host_memory_leave_the_devices():
   text = dry_run(
-    'v5e:2x4', *CUT, '--config.policy.scan_layers=false', '--config.stages.0.optimizer.offload=true',
-    model=WIDE | dict(vocab_size=1024), rows=(32, 96),
+    'v5e:2x4', *CUT, '--config.policy.scan_layers=false',
+    '--config.stages.0.optimizer.offload=true', model=WIDE | dict(vocab_size=1024), rows=(32, 96),
   )  # fmt: skip
   update = line_of('update', text)
   parameters, gradients, moments = (

@@ -51,8 +51,10 @@ if __name__ == '__main__':
     threading.Thread(target=interrupt, args=(due,), daemon=True).start()
     return train(config, workdir)
 
-  signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background processes without it.
-  at_once = interrupted_train(lambda: any(thread.name == 'train' for thread in threading.enumerate()))
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background processes \
+without it.
+  at_once = interrupted_train(lambda: any(thread.name == 'train' \
+for thread in threading.enumerate()))
   assert not at_once.finished, at_once
   first = interrupted_train(lambda: list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')))
   assert not first.finished and first.metrics, first
@@ -122,7 +124,10 @@ def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
   ],
 )
 def test_what_cannot_work_is_one_clear_line(tmp_path, variables, program, line):
-  program = f"from jaxrl_llm.api import load_config, train\n{program}train(load_config('quickstart'), 'run')"
+  program = (
+    f"from jaxrl_llm.api import load_config, train\n{program}train(load_config('quickstart'), "
+    "'run')"
+  )
   command = [sys.executable, '-c', program]
   env = {**job.environment(), **variables}
   done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

@@ -235,11 +235,14 @@ def test_a_bad_command_line_is_one_line(arguments, line):
 PSUM = """
 import jax, numpy as np
 jax.config.update('jax_enable_recoverability', True)
-jax.distributed.initialize(os.environ['JAX_COORDINATOR_ADDRESS'], count, me, heartbeat_timeout_seconds=20)
+jax.distributed.initialize(os.environ['JAX_COORDINATOR_ADDRESS'], count, me, \
+heartbeat_timeout_seconds=20)
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ('data',))
 rows = jax.make_array_from_process_local_data(
-  jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data')), np.array([me + 1.0], np.float32))
-total = jax.jit(lambda x: x.sum(), out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+  jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data')), \
+np.array([me + 1.0], np.float32))
+total = jax.jit(lambda x: x.sum(), out_shardings=jax.sharding.NamedSharding(mesh, \
+jax.sharding.PartitionSpec()))
 """
 
 

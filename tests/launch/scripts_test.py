@@ -32,9 +32,11 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
   files = {
     'small.pth': os.getcwd() + '\\n',
     'small-1.0.dist-info/METADATA': 'Metadata-Version: 2.1\\nName: small\\nVersion: 1.0\\n',
-    'small-1.0.dist-info/WHEEL': 'Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n',
+    'small-1.0.dist-info/WHEEL': 'Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: \
+true\\nTag: py3-none-any\\n',
   }
-  files['small-1.0.dist-info/RECORD'] = ''.join(f'{path},,\\n' for path in [*files, 'small-1.0.dist-info/RECORD'])
+  files['small-1.0.dist-info/RECORD'] = ''.join(f'{path},,\\n' for path in [*files, \
+'small-1.0.dist-info/RECORD'])
   with zipfile.ZipFile(os.path.join(directory, name), 'w') as wheel:
     for path, text in files.items():
       wheel.writestr(path, text)
@@ -292,7 +294,10 @@ def full_tier(tree: pathlib.Path) -> dict[str, str]:
 
 @pytest.mark.full
 def test_environments_are_made_side_by_side_and_one_that_fails_stops_no_other_part(full_tree):
-  waits = 'for i in $(seq 600); do [ ! -e peers-began ] || exit 3; echo "waits for peers"; sleep 0.1; done; exit 4\n'
+  waits = (
+    'for i in $(seq 600); do [ ! -e peers-began ] || exit 3; echo "waits for peers"; sleep 0.1; '
+    'done; exit 4\n'
+  )
   (full_tree / 'launch' / 'install_vllm.sh').write_text(waits)
   (full_tree / 'launch' / 'install_peers.sh').write_text('touch peers-began; echo peers are made\n')
   ran = run(full_tree / 'launch' / 'test.sh', **full_tier(full_tree))
@@ -328,11 +333,17 @@ def test_environments_are_made_side_by_side_and_one_that_fails_stops_no_other_pa
 @pytest.mark.parametrize(('stop', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_ends_what_runs_beside_with_its_children(full_tree, stop, code):
   child = full_tree / 'child'
-  endless = f"bash -c 'echo $$ >child.new; mv child.new {child.name}; exec sleep 600'; echo the child has ended\n"
+  endless = (
+    f"bash -c 'echo $$ >child.new; mv child.new {child.name}; exec sleep 600'; echo the child has "
+    'ended\n'
+  )
   (full_tree / 'launch' / 'install_vllm.sh').write_text(endless)
   environment = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}
   # bash cannot trap a signal that is ignored when it starts.
-  start = 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("bash", sys.argv[1:])'
+  start = (
+    'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("bash", '
+    'sys.argv[1:])'
+  )
   script = subprocess.Popen(
     [sys.executable, '-c', start, 'bash', str(full_tree / 'launch' / 'test.sh')],
     env={**environment, **full_tier(full_tree)},
@@ -467,7 +478,10 @@ def test_without_uv_pip_installs_and_says_so(tree):
     tree / 'launch' / 'quickstart.sh', PYTHON=sys.executable, PIP_NO_INDEX='1', PIP_FIND_LINKS=''
   )
   assert (ran.returncode, ran.stderr) == (7, '')
-  said = 'quickstart: no uv could be had for .venv (ERROR: No matching distribution found for uv); installing with pip'
+  said = (
+    'quickstart: no uv could be had for .venv (ERROR: No matching distribution found for uv); '
+    'installing with pip'
+  )
   assert ran.stdout.splitlines()[2] == said
   assert (tree / 'builds').read_text() == 'built\n'
 

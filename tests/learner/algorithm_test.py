@@ -561,7 +561,10 @@ def test_hand_worked_returns_and_value_loss_of_ppo():
   assert mean(stats['critic/vf_clipfrac']) == 1.0
 
 
-NAMED = 'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row is left out of the loss'
+NAMED = (
+  'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row is left out '
+  'of the loss'
+)
 
 
 def test_a_row_with_a_value_that_is_not_finite_leaves_the_loss_by_name_and_moves_no_other(caplog):

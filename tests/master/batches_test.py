@@ -57,8 +57,8 @@ def make_stage(**fields) -> Stage:
 
 def make_row(i: int) -> Row:
   return Row(
-    uid=f'r{i}', source='s', index=i, length=4, prompt_len=2, group='g', reward=1.0, is_expert=False, truncated=False,
-    version_step=0,
+    uid=f'r{i}', source='s', index=i, length=4, prompt_len=2, group='g', reward=1.0,
+    is_expert=False, truncated=False, version_step=0,
   )  # fmt: skip
 
 

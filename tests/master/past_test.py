@@ -156,7 +156,9 @@ def test_more_draws_than_there_can_be_are_refused_with_the_arithmetic():
   assert source(PastConfig(groups=12, max_uses=4)).sequences == 16 * 8
   with pytest.raises(
     UserError,
-    match=r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12',
+    match=(
+      r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12'
+    ),
   ):
     source(PastConfig(groups=13, max_uses=4))
   with pytest.raises(UserError, match='max_uses: 1, wanted at least 2'):

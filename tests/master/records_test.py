@@ -264,8 +264,8 @@ def test_expert_rows_count_as_tokens_and_nowhere_else(closed):
   plain = resolve(batch_metrics(batch, taken))
   experts = [
     Row(
-      uid=f'e{i}', source='x', index=i, length=16, prompt_len=1, group='e', reward=None, is_expert=True,
-      truncated=True, version_step=None,
+      uid=f'e{i}', source='x', index=i, length=16, prompt_len=1, group='e', reward=None,
+      is_expert=True, truncated=True, version_step=None,
     )
     for i in range(2)
   ]  # fmt: skip

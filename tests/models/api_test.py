@@ -80,8 +80,14 @@ def test_axes_name_every_dimension(spec, scan_layers):
 
 
 def test_names_of_the_unrolled_tree():
-  layer = 'attention_norm/scale attention/query/kernel attention/query/bias attention/key/kernel attention/key/bias '
-  layer += 'attention/value/kernel attention/value/bias attention/output/kernel mlp_norm/scale mlp/gate/kernel '
+  layer = (
+    'attention_norm/scale attention/query/kernel attention/query/bias attention/key/kernel '
+    'attention/key/bias '
+  )
+  layer += (
+    'attention/value/kernel attention/value/bias attention/output/kernel mlp_norm/scale '
+    'mlp/gate/kernel '
+  )
   layer += 'mlp/up/kernel mlp/down/kernel'
   wanted = {f'layers/{i}/{name}' for i in range(3) for name in layer.split()} | {
     'embed/kernel',

@@ -133,7 +133,7 @@ def test_k1_in_the_loss_has_no_expected_gradient():
   assert cosine < -0.5 and ratio > 0.1
 
 
-def test_k2_and_unbiased_k3_in_the_loss_have_the_gradient_of_the_kl_at_the_prefixes_that_were_sampled():
+def test_k2_and_unbiased_k3_in_the_loss_have_the_gradient_of_the_kl_at_the_sampled_prefixes():
   exact = e.gradient_of(e.conditional(e.reverse_kl, e.POLICY))
   assert_equal(kl_gradient(e.ON_POLICY, kl_loss_type='k2'), exact)
   assert_equal(kl_gradient(e.ON_POLICY, kl_loss_type='k3'), exact)

@@ -134,7 +134,8 @@ ENTRY %main (a: f32[64,8], b: f32[32]) -> f32[8,8] {
   %a = f32[64,8]{1,0} parameter(0)
   %b = f32[32]{0} parameter(1)
   %p = f32[8,8]{1,0} reduce-scatter(%a), channel_id=1, dimensions={0}, to_apply=%add
-  %s = ((f32[64,8]{1,0}, f32[32]{0}), (f32[8,8]{1,0}, f32[4]{0})) reduce-scatter-start(%a, %b), to_apply=%add
+  %s = ((f32[64,8]{1,0}, f32[32]{0}), (f32[8,8]{1,0}, f32[4]{0})) reduce-scatter-start(%a, %b), \
+to_apply=%add
   %r = (f32[64,8]{1,0}, f32[32]{0}) all-reduce-start(%a, %b), channel_id=2, to_apply=%add
   %m = (f32[32]{0}, f32[32]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=3
 }

@@ -43,7 +43,8 @@ def say(**what):
   sys.stdout.flush()
 
 def large(size):
-  return {'rows': [{'uid': f'grpo/{i}', 'reward': i / 3, 'none': None} for i in range(size)], 'text': 'é\\u20ac' * 50}
+  return {'rows': [{'uid': f'grpo/{i}', 'reward': i / 3, 'none': None} for i in range(size)], \
+'text': 'é\\u20ac' * 50}
 
 async def decided(value):
   return value
@@ -103,7 +104,8 @@ async def silent():
 
 async def computing():
   await agree(decided('hello'))
-  await device.run(multihost_utils.process_allgather, np.zeros(1))  # Compiled before the deadline counts.
+  await device.run(multihost_utils.process_allgather, np.zeros(1))  # Compiled before the deadline \
+counts.
   impatient = DeviceThread(deadline_s=3.0)
   say(ready=True)
   while True:
@@ -111,7 +113,8 @@ async def computing():
 
 async def main():
   try:
-    await {'agreeing': agreeing, 'busy': busy_for_ever, 'silent': silent, 'computing': computing}[scenario]()
+    await {'agreeing': agreeing, 'busy': busy_for_ever, 'silent': silent, \
+'computing': computing}[scenario]()
   except Exception as error:
     say(left=[type(error).__name__, str(error)])
 
@@ -253,7 +256,7 @@ def test_a_stuck_process_is_named_at_the_deadline_by_the_one_that_waits(tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_process_that_is_stopped_in_a_collective_is_named_by_the_other_at_the_deadline_of_its_work(
+def test_a_process_stopped_in_a_collective_is_named_by_the_other_at_the_deadline_of_its_work(
   victim, tmp_path
 ):
   with Pair('computing', tmp_path) as pair:

@@ -85,8 +85,8 @@ def test_partitions_versions_and_uses_are_told(tmp_path):
 
 def test_a_task_is_told_with_what_became_of_its_samples(run):
   task = Task(
-    taskset='train', domain='vision', prompt=({'role': 'user', 'content': 'Where?'},), truth='(1, 2)', fields={},
-    media=(Media(kind='image', digest='ab' * 16, reference='a.png'),),
+    taskset='train', domain='vision', prompt=({'role': 'user', 'content': 'Where?'},),
+    truth='(1, 2)', fields={}, media=(Media(kind='image', digest='ab' * 16, reference='a.png'),),
   )  # fmt: skip
   store = open_store(run / 'replay')
   store.recover(2)

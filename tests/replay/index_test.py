@@ -45,7 +45,8 @@ def test_a_step_from_issue_to_trained(tmp_path):
   assert store.plans() == {0: {'uids': ['g/2', 'g/0']}}
   # 4 issued = 2 trained + 1 dropped + 1 live
   assert store.counts() == {
-    'issued': 1, 'stored': 0, 'admitted': 0, 'trained': 2, 'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
+    'issued': 1, 'stored': 0, 'admitted': 0, 'trained': 2,
+    'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
   }  # fmt: skip
   report = audit(store)
   assert report.problems == ('g/3 (attempt 1): is issued, and its group g has ended without it',)
@@ -124,14 +125,14 @@ def test_max_uses_bounds_training(tmp_path):
 def test_undo_hand_worked(tmp_path):
   """Commit 2 holds what is stamped 0 and 1.
 
-  trained0  issued 0, stored 0, admitted 0, sealed 1, trained 1     stays trained
-  sealed    issued 0, stored 1, admitted 1, sealed 2, trained 2     admitted again, its bytes back in the open segment
-  stored    issued 1, stored 1, admitted 2                          stored again
-  dropped   issued 1, stored 1, dropped 3                           stored again, with its bytes
-  gone      issued 0, dropped 1                                     stays dropped
-  late      issued 1, stored 2                                      void: its bytes are later than the commit
-  flying    issued 1                                                void
-  new       issued 2, stored 2, admitted 2, sealed 3, trained 3     void, its segment removed
+  trained0  issued 0, stored 0, admitted 0, sealed 1, trained 1  stays trained
+  sealed    issued 0, stored 1, admitted 1, sealed 2, trained 2  again admitted, in the open segment
+  stored    issued 1, stored 1, admitted 2                       stored again
+  dropped   issued 1, stored 1, dropped 3                        stored again, with its bytes
+  gone      issued 0, dropped 1                                  stays dropped
+  late      issued 1, stored 2                                   void: its bytes are past the commit
+  flying    issued 1                                             void
+  new       issued 2, stored 2, admitted 2, sealed 3, trained 3  void, its segment removed
   """
   store = open_store(tmp_path)
   name = ['trained0', 'sealed', 'stored', 'dropped', 'gone', 'late', 'flying', 'new']
@@ -173,8 +174,8 @@ def test_undo_hand_worked(tmp_path):
   # transitions: late stored; new stored, admitted, trained; stored admitted; sealed trained;
   # dropped dropped
   assert store.recover(2) == {
-    'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1, 'open_segment': 1,
-    'void': 3, 'files': 3,
+    'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1,
+    'open_segment': 1, 'void': 3, 'files': 3,
   }  # fmt: skip
   wanted = ['trained', 'admitted', 'stored', 'stored', 'dropped', 'void', 'void', 'void']
   assert states(store, name) == wanted

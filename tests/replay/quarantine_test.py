@@ -180,8 +180,7 @@ def test_segments_of_committed_batches_are_wanted_and_found_in_quarantine(replay
   (gone,) = missing(replay, step=2, store=name)
   assert gone == (
     f'of 2 sealed segments in {replay / "segments"} 2 files: {first}, {second} (1 of them in '
-    'quarantine/: move them '
-    'back)'
+    'quarantine/: move them back)'
   )
 
 

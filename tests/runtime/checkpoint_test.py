@@ -284,7 +284,8 @@ import gc, pathlib, resource, sys
 import numpy as np
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, CheckpointFailed, Checkpoints
 saved = Checkpoints(pathlib.Path(sys.argv[1]), CheckpointConfig(), leads=True)
-noise = {str(i): np.random.default_rng(i).normal(size=100_000 if i == 3 else 20_000) for i in range(40)}
+noise = {str(i): np.random.default_rng(i).normal(size=100_000 if i == 3 else 20_000) \
+for i in range(40)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 for step in range(1, 11):
   try:

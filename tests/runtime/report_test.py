@@ -26,7 +26,10 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import events, report, transcripts, writers
 from jaxrl_llm.runtime.events import Edge
 
-HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
+HOSTILE = (
+  '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- '
+  '<script>'
+)
 BROWSER_FLAGS = [
   '--headless=new',
   '--no-sandbox',
@@ -903,13 +906,19 @@ def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, tim
 def test_the_timeline_fits_its_card(browser, timed, width):
   opened(browser, timed, width=width)
   outside = """
-    return [...document.querySelectorAll('.timeline svg text, .timeline rect[data-span]')].filter((node) => {
-      const box = node.getBoundingClientRect(), card = node.closest('.card').getBoundingClientRect();
-      return box.left < card.left || box.right > card.right || box.bottom > card.bottom || box.top < card.top;
+    return [...document.querySelectorAll('.timeline svg text, \
+.timeline rect[data-span]')].filter((node) => {
+      const box = node.getBoundingClientRect(), \
+card = node.closest('.card').getBoundingClientRect();
+      return box.left < card.left || box.right > card.right || box.bottom > card.bottom || \
+box.top < card.top;
     }).map((node) => node.outerHTML)"""
   assert browser.execute_script(outside) == []
   for row in ('2', '27'):  # neither of the two lines above the lanes overlaps itself
-    heads = "return [...document.querySelectorAll(`.timeline svg > text[y='12'], .timeline svg > text[y='27']`)]"
+    heads = (
+      "return [...document.querySelectorAll(`.timeline svg > text[y='12'], .timeline svg > "
+      "text[y='27']`)]"
+    )
     boxes = browser.execute_script(
       f'{heads}.map((n) => [n.getAttribute("y"), n.getBBox().x, n.getBBox().width])'
     )
@@ -942,7 +951,8 @@ def test_a_full_run_fits_the_window_without_an_error(browser, full_run, long_run
     assert browser.execute_script(f'return {root}.scrollWidth <= {root}.clientWidth')
     outside = """
       return [...document.querySelectorAll('.chart svg text')].filter((text) => {
-        const box = text.getBoundingClientRect(), card = text.closest('.chart').getBoundingClientRect();
+        const box = text.getBoundingClientRect(), \
+card = text.closest('.chart').getBoundingClientRect();
         return box.left < card.left || box.right > card.right || box.bottom > card.bottom;
       }).map((text) => text.textContent)"""
     assert browser.execute_script(outside) == []

@@ -19,7 +19,8 @@ _HARM = {
   """,
   'write': """
     import os
-    for path in ('CANARY', '/tmp', '/', '/etc', '/usr', '/var', '/dev/shm', '/root', os.path.expanduser('~')):
+    for path in ('CANARY', '/tmp', '/', '/etc', '/usr', '/var', '/dev/shm', '/root', \
+os.path.expanduser('~')):
       for name in ('canary', 'sitecustomize.py', '.bashrc', 'usercustomize.py'):
         try:
           with open(f'{path}/{name}', 'w') as file: file.write('raise SystemExit')
@@ -27,7 +28,8 @@ _HARM = {
   """,
   'symlinks': """
     import os
-    for number, path in enumerate(('CANARY/canary', '/proc/1/root', '/proc/1/environ', '/proc/1/cwd', '/etc/passwd')):
+    for number, path in enumerate(('CANARY/canary', '/proc/1/root', '/proc/1/environ', \
+'/proc/1/cwd', '/etc/passwd')):
       try:
         os.symlink(path, f'link{number}')
         print(open(f'link{number}').read())
@@ -64,7 +66,8 @@ _HARM = {
   'scheduler': """
     import ctypes, os
     for call in (
-      lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)), lambda: os.sched_setaffinity(1, {0}),
+      lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)), \
+lambda: os.sched_setaffinity(1, {0}),
       lambda: os.setpriority(os.PRIO_USER, 0, 19),
     ):
       try: call()
@@ -115,8 +118,10 @@ _HARM = {
   'sockets': """
     import socket
     for family, address in (
-      (socket.AF_INET, ('127.0.0.1', 22)), (socket.AF_INET, ('8.8.8.8', 53)), (socket.AF_UNIX, 'CANARY/socket'),
-      (socket.AF_UNIX, chr(0) + 'abstract'), (16, (0, 0)), (40, (2, 1)), (17, ('lo', 3)), (38, ('hash', 'md5')),
+      (socket.AF_INET, ('127.0.0.1', 22)), (socket.AF_INET, ('8.8.8.8', 53)), \
+(socket.AF_UNIX, 'CANARY/socket'),
+      (socket.AF_UNIX, chr(0) + 'abstract'), (16, (0, 0)), (40, (2, 1)), (17, ('lo', 3)), \
+(38, ('hash', 'md5')),
     ):
       try:
         with socket.socket(family, socket.SOCK_STREAM) as one:
@@ -173,12 +178,14 @@ What depends on who is first, such as a signal to a process that is about to sta
 _CHEAT = {
   'modules': """
     import sys
-    for name in ('json', 'socket', 'math', 'operator', 'builtins', 'unittest', 'inside.examiner', 'inside.channel'):
+    for name in ('json', 'socket', 'math', 'operator', 'builtins', 'unittest', 'inside.examiner', \
+'inside.channel'):
       sys.modules[name] = type(sys)('fake')
   """,
   'builtins': """
     import builtins
-    for name in ('all', 'any', 'isinstance', 'sum', 'abs', 'len', 'sorted', 'print', 'compile', 'AssertionError'):
+    for name in ('all', 'any', 'isinstance', 'sum', 'abs', 'len', 'sorted', 'print', 'compile', \
+'AssertionError'):
       setattr(builtins, name, lambda *args, **kwargs: True)
   """,
   'atexit': 'import atexit, os\natexit.register(lambda: os._exit(0))',
@@ -209,7 +216,8 @@ _CHEAT = {
   """,
   'replies': """
     import json, os, struct
-    for message in ({'value': True}, {'passed': [True] * 9, 'error': None, 'ended': 'ok'}, {'ready': True}, [], 'x'):
+    for message in ({'value': True}, {'passed': [True] * 9, 'error': None, 'ended': 'ok'}, \
+{'ready': True}, [], 'x'):
       body = json.dumps(message).encode()
       for number in range(3, 64):
         try: os.write(number, struct.pack('!I', len(body)) + body)
@@ -238,7 +246,8 @@ _CHEAT = {
     import os, sys
     for place in (*sys.path, '.', os.path.expanduser('~')):
       try:
-        with open(f'{place or "."}/sitecustomize.py', 'w') as file: file.write('import os; os._exit(0)')
+        with open(f'{place or "."}/sitecustomize.py', \
+'w') as file: file.write('import os; os._exit(0)')
       except OSError: pass
   """,
 }
@@ -355,5 +364,8 @@ def _placed(draw: random.Random, block: str) -> str:
         'one.start(); one.join()'
       )
     case 'child':
-      return f'import os\nchild = os.fork()\nif child == 0:\n{within}\n  os._exit(0)\nos.waitpid(child, 0)'
+      return (
+        f'import os\nchild = os.fork()\nif child == 0:\n{within}\n  os._exit(0)\nos.waitpid(child, '
+        '0)'
+      )
   return block

@@ -66,7 +66,8 @@ for number in range(1, 65):
 KILL_PARENT = """
 import os, signal
 for _ in range(3):
-  for pid in {1, os.getppid(), *map(int, filter(str.isdecimal, os.listdir('/proc')))} - {os.getpid()}:
+  for pid in {1, os.getppid(), *map(int, filter(str.isdecimal, os.listdir('/proc')))} \
+- {os.getpid()}:
     try: os.kill(pid, signal.SIGKILL)
     except OSError: pass
 try: os.killpg(0, 0)
@@ -81,7 +82,8 @@ for directory in ('/tmp', '/dev/shm', '/dev', '/', '/usr', '/var', '/proc', os.g
       with open(f'{directory}/MARK-{number}', 'wb') as file:
         for _ in range(32): file.write(b'x' * (1 << 20))
     except OSError: pass
-print(sum(os.stat(f'{place}/{name}').st_size for place in {os.path.realpath(p) for p in ('/tmp', '/dev/shm')}
+print(sum(os.stat(f'{place}/{name}').st_size \
+for place in {os.path.realpath(p) for p in ('/tmp', '/dev/shm')}
           for name in os.listdir(place)))
 """.replace('MARK', MARK)
 UNCOUNTED_MEMORY = """
@@ -93,7 +95,8 @@ print(libc.shmget(0, 1 << 30, 0o1600), ctypes.get_errno())
 print(libc.semget(0, 32000, 0o600), libc.msgget(0, 0o600))
 pipe, page = os.pipe(), ctypes.create_string_buffer(1 << 16)
 part = (ctypes.c_size_t * 2)(ctypes.addressof(page), 4096)
-print(libc.vmsplice(pipe[1], part, ctypes.c_ulong(1), 0), libc.syscall(IO_SETUP, 1000, ctypes.byref(ctypes.c_ulong())))
+print(libc.vmsplice(pipe[1], part, ctypes.c_ulong(1), 0), \
+libc.syscall(IO_SETUP, 1000, ctypes.byref(ctypes.c_ulong())))
 try: print(os.write(os.open('/proc/self/fd/0', os.O_RDWR | os.O_APPEND), b'x' * (1 << 20)))
 except OSError as error: print(error.errno)
 """.replace('IO_SETUP', str({'x86_64': 206, 'aarch64': 0}.get(platform.machine())))
@@ -102,7 +105,8 @@ import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000):
   print(libc.unshare(flag))
-print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'), libc.ptrace(16, os.getppid(), 0, 0))
+print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'), \
+libc.ptrace(16, os.getppid(), 0, 0))
 try: os.setuid(0); print('root')
 except OSError: print(-1)
 print(open('/proc/self/status').read().split('CapEff:')[1].split()[0])

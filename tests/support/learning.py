@@ -259,8 +259,9 @@ def closed(
 class Case:
   """Rows on a mesh, however they are cut: one model, shape, and precision."""
 
-  def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4, chunk_len=CHUNK,
-               scan=False, remat='none', order=None, axes=(), step=0, room=0, lora=None):  # fmt: skip
+  def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4,
+               chunk_len=CHUNK, scan=False, remat='none', order=None, axes=(), step=0, room=0,
+               lora=None):  # fmt: skip
     """`room`: rows that shapes are planned for, where it is more than there are."""
     sizes = dict.fromkeys(AXES, 1) | dict(axes)
     self.mesh = build_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])

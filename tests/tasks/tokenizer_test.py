@@ -125,7 +125,10 @@ def test_plain_prompt_is_the_contents_and_an_answer_ends_with_eos(built):
 def test_chatml_is_what_its_users_expect(built):
   for kind in ('character', 'bpe'):
     tokenizer, _ = built[kind, 'chatml']
-    turns = '<|im_start|>system\na cat<|im_end|>\n<|im_start|>user\nlater><|im_end|>\n<|im_start|>assistant\n'
+    turns = (
+      '<|im_start|>system\na '
+      'cat<|im_end|>\n<|im_start|>user\nlater><|im_end|>\n<|im_start|>assistant\n'
+    )
     prompt, completion = tokenizer.render_answer(CHAT[:2], 'retal')
     assert prompt == tokenizer.render_prompt(CHAT[:2])
     assert tokenizer.decode(prompt, skip_special=False) == turns
@@ -348,13 +351,15 @@ ONE_OF_MANY = """
 {%- macro again() %}{{ again() }}{% endmacro -%}
 {%- set what, one = messages[0].content, messages|length -%}
 {%- if what == 'zero' %}{{ 1 / 0 }}
-{%- elif what == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{%- elif what == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor \
+%}{% endfor %}
 {%- elif what == 'power' %}{{ 9 ** (9 ** (8 + one)) }}
 {%- elif what == 'memory' %}{{ 'x' * one * 10 ** 10 }}
 {%- elif what == 'long' %}{{ 'x' * one * 20000000 }}
 {%- elif what == 'recursion' %}{{ again() }}
 {%- elif what == 'lines' %}{{ raise_exception('one\nline') }}
-{%- else %}{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}
+{%- else %}{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token \
+}}{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}{% endif %}"""
 
 

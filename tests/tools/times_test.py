@@ -85,7 +85,10 @@ def test_the_report_is_a_page_and_one_screen(folder, capsys):
   assert '| job | 15.00 |' in page
   assert '| pytest-gw0 | 10.00 | 8.00 | 27.00 | 1.00 |' in page
   assert '| tests/a_test.py (pytest) | 2 | 30.00 | 1.00 | 3.00 | 15.00 | 5.00 |' in page
-  row = r'| `tests/b_test.py::test_two[x\|y]` (pytest) | 4.00 | 0.00 | 4.00 | 0.00 | 0.50 | 0.00 | 0.00 | 0.00 |'
+  row = (
+    r'| `tests/b_test.py::test_two[x\|y]` (pytest) | 4.00 | 0.00 | 4.00 | 0.00 | 0.50 | 0.00 | '
+    r'0.00 | 0.00 |'
+  )
   assert row in page
 
 
@@ -159,7 +162,8 @@ JAX = """
   listeners = []
   monitoring = types.SimpleNamespace(
     register_event_duration_secs_listener=listeners.append,
-    record_event_duration_secs=lambda event, seconds: [listener(event, seconds, a='b') for listener in listeners],
+    record_event_duration_secs=lambda event, \
+seconds: [listener(event, seconds, a='b') for listener in listeners],
   )
 """
 

@@ -14,7 +14,8 @@ SCRIPT = """
 import os, sys, time
 if __name__ == '__main__':
   if sys.argv[1] == 'facts':
-    print(__name__, *sys.argv[1:], os.getcwd(), os.environ.get('LEFT'), os.getsid(0) == os.getpid(), __file__, sep='|')
+    print(__name__, *sys.argv[1:], os.getcwd(), os.environ.get('LEFT'), \
+os.getsid(0) == os.getpid(), __file__, sep='|')
     print(os.path.dirname(__file__) in sys.path, 'jax' in sys.modules)
     print('to stderr', file=sys.stderr)
     sys.exit(7)

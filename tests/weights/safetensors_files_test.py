@@ -334,7 +334,8 @@ from jaxrl_llm.weights.layout import from_hf
 from jaxrl_llm.weights.safetensors_files import save_params
 from jaxrl_llm.weights.tables import entries
 spec = tiny('llama', 50)
-params = from_hf(((e.hf, numpy.ones(e.shape, 'float32')) for e in entries(spec)), spec, scan_layers=False)
+params = from_hf(((e.hf, numpy.ones(e.shape, 'float32')) for e in entries(spec)), spec, \
+scan_layers=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
   save_params({str(tmp_path)!r}, params, spec)

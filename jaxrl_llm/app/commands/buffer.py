@@ -4,7 +4,7 @@ jaxrl buffer --workdir=runs/quickstart                     # summary
 jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, most recently changed first
 jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
 jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
-jaxrl buffer --workdir=runs/quickstart --audit             # consistency check; exit code 1 if it fails
+jaxrl buffer --workdir=runs/quickstart --audit             # consistency; exit code 1 if it fails
 jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes unclaimed files
 """
 

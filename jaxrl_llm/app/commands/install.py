@@ -1,7 +1,9 @@
 """Creates a separate environment for packages that must not be in the trainer's own.
 
   jaxrl install --environment=vllm    # vLLM servers; about 3 GB
-  jaxrl install --environment=aot     # compilers for TPUs and GPUs that are not here (train --topology); about 1.5 GB
+  jaxrl install --environment=aot     # compilers for absent TPUs and GPUs; about 1.5 GB
+
+The compilers serve `jaxrl train --dry_run --topology`.
 
 In a checkout, `bash launch/install_vllm.sh` and `bash launch/install_aot.sh` do the same.
 """

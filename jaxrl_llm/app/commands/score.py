@@ -1,8 +1,9 @@
 """Scores a file of completions with one scorer, to try it before a run.
 
-jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl    # mode chosen from the rows' truths
+jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode from the rows' truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
-jaxrl score --scorer=verl --options.function=my_reward.py:compute_score --rows=FILE.jsonl --out=SCORES.jsonl
+jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \
+  --rows=FILE.jsonl --out=SCORES.jsonl
 
 A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for
 code {"prompt"?, "completion", "tests", "entry_point"?}. NAME is a scorer that jaxrl train --list

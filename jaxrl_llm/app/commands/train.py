@@ -41,11 +41,13 @@ flags.DEFINE_string(
   flag_values=FLAGS,
 )
 flags.DEFINE_bool(
-  'dry_run', False, 'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
+  'dry_run', False,
+  'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_string(
-  'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
+  'topology', None,
+  'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool(

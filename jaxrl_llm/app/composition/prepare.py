@@ -143,8 +143,7 @@ def prepare(
     if spec.vocab_size < tokenizer.vocab_size:
       raise UserError(
         f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} '
-        'tokens; raise it, '
-        'or leave it out'
+        'tokens; raise it, or leave it out'
       )
   tokenizer.check_fits(
     spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}'
@@ -156,8 +155,7 @@ def prepare(
     if max(tokens, default=0) >= spec.vocab_size:
       raise UserError(
         f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has '
-        f'{spec.vocab_size} tokens; use '
-        'the tokenizer of the model'
+        f'{spec.vocab_size} tokens; use the tokenizer of the model'
       )
     return len(tokens)
 
@@ -173,8 +171,7 @@ def prepare(
     if not tasks:
       raise UserError(
         f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a '
-        'processor; raise the '
-        'prompt limit, or take more tasks'
+        'processor; raise the prompt limit, or take more tasks'
       )
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
@@ -212,8 +209,7 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
     if rewards.correct_by is not None and rewards.correct_by not in scorers:
       raise UserError(
         f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset '
-        f'{taskset.name}, so '
-        'nothing there would be correct; let it judge all, or remove correct_by'
+        f'{taskset.name}, so nothing there would be correct; let it judge all, or remove correct_by'
       )
 
 
@@ -290,8 +286,7 @@ def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequenc
   if suite.tasks is not None and len(tasks) < suite.tasks:
     raise UserError(
       f'evaluation.{suite.name}.tasks: {suite.tasks} wanted, taskset {suite.taskset} has '
-      f'{len(tasks)}; '
-      'lower the number, or draw more (size)'
+      f'{len(tasks)}; lower the number, or draw more (size)'
     )
   return tasks[: suite.tasks]
 
@@ -348,8 +343,7 @@ def _write_demonstrations(
   if len(fitting) < batch:
     raise UserError(
       f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not '
-      'fill a batch of '
-      f'{batch} sequences; draw more tasks, lower the batch, or raise the lengths'
+      f'fill a batch of {batch} sequences; draw more tasks, lower the batch, or raise the lengths'
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   write_segment(path.parent, path.name, [encode(sample) for sample in fitting])
@@ -407,8 +401,8 @@ def _take_over(
         ):
           raise UserError(
             f'stages.{stage.name}.source: {source.run} encoded the prompt of {entry.task_id} '
-            'differently; use its '
-            'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
+            'differently; use its tokenizer and template (policy.init_from, or the same tasksets '
+            'and policy.tokenizer)'
           )
         if max(len(choice.sample.tokens) for choice in group) > longest:
           counts['too long'] += 1
@@ -416,8 +410,7 @@ def _take_over(
         if len(group) > source.group_size:
           raise UserError(
             f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored '
-            'groups of '
-            f'{len(group)}; raise it'
+            f'groups of {len(group)}; raise it'
           )
         taken.append(group)
   logging.info(
@@ -427,15 +420,13 @@ def _take_over(
     raise UserError(
       f'stages.{stage.name}.source: {len(taken)} groups of {source.run} do not fill a batch of '
       f'{source.groups_per_batch} (left out: {dict(counts)}); name the tasksets that it rolled '
-      'out, or lower '
-      'groups_per_batch'
+      'out, or lower groups_per_batch'
     )
   least = sum(sorted(map(len, taken))[: source.groups_per_batch])
   if least < stage.minibatches:
     raise UserError(
       f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest '
-      f'{source.groups_per_batch} groups of '
-      f'{source.run} have {least} sequences; lower it'
+      f'{source.groups_per_batch} groups of {source.run} have {least} sequences; lower it'
     )
   write_recorded(workdir, file, taken)
 
@@ -466,8 +457,7 @@ def _check_same_tokenizer(
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
       f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
-      'checkpoint, or use the '
-      'same tasksets and policy.tokenizer'
+      'checkpoint, or use the same tasksets and policy.tokenizer'
     )
 
 
@@ -507,8 +497,7 @@ def _preferences(
   if next(taskset for taskset in config.tasksets if taskset.name == name).processors:
     raise UserError(
       f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop '
-      'pairs; take pairs of '
-      'a taskset without processors'
+      'pairs; take pairs of a taskset without processors'
     )
   if source.chosen is None or not source.wrong:
     raise UserError(

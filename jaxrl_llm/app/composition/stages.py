@@ -106,8 +106,7 @@ def _stage(
   if chunk_len % sequence:
     raise UserError(
       f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
-      'devices; wanted a '
-      'multiple of it'
+      'devices; wanted a multiple of it'
     )
   if chunk_len < longest:
     raise UserError(
@@ -233,15 +232,14 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
     if units is not None and units < stage.minibatches:
       raise UserError(
         f'{where}.minibatches: {stage.minibatches} need rows of each kind, and source.{field} '
-        f'gives {units}; '
-        'lower minibatches or raise it'
+        f'gives {units}; lower minibatches or raise it'
       )
   _check_processors(stage.name, source, config)
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(
       f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that '
-      'each must divide '
-      f'evenly; group_size {source.group_size} does not divide into {stage.minibatches} minibatches'
+      f'each must divide evenly; group_size {source.group_size} does not divide into '
+      f'{stage.minibatches} minibatches'
     )
 
 
@@ -256,8 +254,7 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
     if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
       raise UserError(
         f'stages.{stage}.source.processors: {processor.name} shapes by {key!r}, and no scorer is '
-        'called '
-        f'{key.split("/")[0]!r}; configured are {sorted(scorers)}'
+        f'called {key.split("/")[0]!r}; configured are {sorted(scorers)}'
       )
 
 
@@ -271,8 +268,8 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
   if rule.ema is not None and config.policy.param_dtype != 'float32':
     raise UserError(
       f'{where}: reference.ema averages in the type of the parameters, and '
-      f'{config.policy.param_dtype} rounds its '
-      'small steps away; use param_dtype=float32, or reference.every'
+      f'{config.policy.param_dtype} rounds its small steps away; use param_dtype=float32, or '
+      'reference.every'
     )
   if rule.ema is not None and config.policy.lora is not None:
     raise UserError(
@@ -287,8 +284,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
       f'{where}: with reference.every=1 and one update a batch the policy is its own reference, '
-      'without effect; set '
-      'minibatches or epochs above 1, or another reference'
+      'without effect; set minibatches or epochs above 1, or another reference'
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)

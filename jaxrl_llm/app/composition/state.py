@@ -168,10 +168,8 @@ def check_base(digest: str | None, committed: Mapping[str, Any], config: Config)
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
       f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at '
-      'step '
-      f'{committed["step"]} were trained on (digest {digest}, wanted {committed["base"]}); restore '
-      'those, or start '
-      'another run'
+      f'step {committed["step"]} were trained on (digest {digest}, wanted {committed["base"]}); '
+      'restore those, or start another run'
     )
 
 

@@ -87,8 +87,7 @@ class Workdir:
     if not file.exists() and has_commits(self.path):
       raise UserError(
         f'{file}: missing, so that no start can check its configuration against that of the '
-        'commits in '
-        f'{self.path / "checkpoints"}; restore it, or choose another --workdir'
+        f'commits in {self.path / "checkpoints"}; restore it, or choose another --workdir'
       )
     if file.exists():
       try:
@@ -115,8 +114,7 @@ class Workdir:
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
           f'{self.path}: holds a run with another configuration ({listed}{more}); resume with the '
-          'same command, '
-          f'or branch from it with --init_from={self.path} and another --workdir'
+          f'same command, or branch from it with --init_from={self.path} and another --workdir'
         )
       for made in (TOKENIZER, DATA):
         shutil.rmtree(self.path / made, ignore_errors=True)
@@ -144,9 +142,8 @@ class Workdir:
     if gone:
       raise UserError(
         f'{self.path}: the run cannot resume from its commit at step {commit["step"]}, whose files '
-        'are missing or '
-        f'changed: {"; ".join(gone)}; restore them from a copy, or start another run in another '
-        '--workdir'
+        f'are missing or changed: {"; ".join(gone)}; restore them from a copy, or start another '
+        'run in another --workdir'
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
@@ -166,9 +163,8 @@ class Workdir:
       if last < least:
         raise UserError(
           f'{file}: holds {content.decode(errors="replace")!r}, wanted the number of the last '
-          f'start, at least {least}; '
-          'restore it, or write a number there that is larger than any "attempt" in '
-          f'{self.path / EVENTS_FILE}'
+          f'start, at least {least}; restore it, or write a number there that is larger than any '
+          f'"attempt" in {self.path / EVENTS_FILE}'
         )
       attempt = last + 1
     write_durably(file, str(attempt))

@@ -61,8 +61,7 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
   needed -= memory.alias_size_in_bytes
   line = (
     f'{needed / 1e6:,.1f} MB a device (arguments {memory.argument_size_in_bytes / 1e6:,.1f}, '
-    'temporaries '
-    f'{memory.temp_size_in_bytes / 1e6:,.1f}'
+    f'temporaries {memory.temp_size_in_bytes / 1e6:,.1f}'
   )
   line += (
     f', in host memory {memory.host_argument_size_in_bytes / 1e6:,.1f})'

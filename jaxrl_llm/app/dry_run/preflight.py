@@ -108,10 +108,9 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   for stage in stages:
     console.print(
       f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
-      f'{_sequences(config, stage)} '
-      f'sequences a batch, arrays {_arrays(stage)} planned on '
-      f'{_known(prepared.lengths.get(stage.name))}, logits for '
-      f'{stage.token_chunk} of {stage.shape.chunk_len} tokens at a time'
+      f'{_sequences(config, stage)} sequences a batch, arrays {_arrays(stage)} planned on '
+      f'{_known(prepared.lengths.get(stage.name))}, logits for {stage.token_chunk} of '
+      f'{stage.shape.chunk_len} tokens at a time'
     )
   engine, setting = config.rollout.engine_spec(), engine_setting(config, workdir, prepared)
   if topology is None:
@@ -131,9 +130,8 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   if refused:
     raise UserError(
       f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how '
-      'much); use more '
-      'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another '
-      'engine'
+      'much); use more devices, policy.remat, policy.dtype=bfloat16, fewer '
+      'learner.chunks_per_rank, or another engine'
     )
 
 

@@ -112,8 +112,7 @@ class FrontConfig:
     if not (_is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
       raise UserError(
         f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain '
-        'text; '
-        'set tls_cert and tls_key, or allow_plaintext where the network is trusted'
+        'text; set tls_cert and tls_key, or allow_plaintext where the network is trusted'
       )
 
 
@@ -474,8 +473,8 @@ def _read_token(path: str) -> str:
   if not _TOKEN.fullmatch(token):
     raise UserError(
       f'front.token_file: the first line of {path} has {len(token)} characters, wanted 16 to 4096 '
-      'of visible ASCII '
-      'without spaces; write a longer random one, such as `openssl rand -hex 32` gives'
+      'of visible ASCII without spaces; write a longer random one, such as `openssl rand -hex 32` '
+      'gives'
     )
   return token
 
@@ -491,8 +490,7 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
   except OSError as error:
     raise UserError(
       f'front.tls_cert, front.tls_key: cannot use {config.tls_cert} with {config.tls_key} '
-      f'({error}); '
-      'wanted a certificate and its unencrypted key, both PEM'
+      f'({error}); wanted a certificate and its unencrypted key, both PEM'
     ) from None
   return context
 

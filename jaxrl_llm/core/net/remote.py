@@ -62,8 +62,7 @@ class RemoteOptions:
     if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
       raise UserError(
         f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s '
-        f'{self.first_wait_s}, '
-        'wanted them above 0'
+        f'{self.first_wait_s}, wanted them above 0'
       )
     read_key(self.key_file, f'{where}: key_file')
     if self.ca_file is not None:

@@ -1,7 +1,8 @@
 """Process guard: ties a server's process tree to its owner's lifetime, so that no process or file
 is left behind.
 
-  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]
+  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \
+    -- COMMAND [ARGUMENT ...]
 
 Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The
 owner starts it with `start_new_session=True` and, as stdin, a pipe whose write end only the owner
@@ -358,7 +359,10 @@ def main(argv: Sequence[str]) -> int:
   """Runs the guard and returns its exit code; 2 for an invalid command line."""
   parser = argparse.ArgumentParser(
     prog='guard.py',
-    usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]',
+    usage=(
+      '%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND '
+      '[ARGUMENT ...]'
+    ),
   )
   parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
   parser.add_argument(

@@ -178,8 +178,10 @@ class Explorer:
         self._batch_ready(),
         name='collect',
         owner='the loop',
-        waits_for=f'{self._config.groups_per_batch} groups of stage {self._config.stage} from the engine and the '
-        'scorers (rollout.collect_deadline_s)',
+        waits_for=(
+          f'{self._config.groups_per_batch} groups of stage {self._config.stage} from the engine '
+          'and the scorers (rollout.collect_deadline_s)'
+        ),
         deadline_s=self._config.collect_deadline_s,
       )
     )
@@ -402,9 +404,8 @@ class Explorer:
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
         f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn '
-        'from while one '
-        f'batch was collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: '
-        f'{why}'
+        'from while one batch was collected, max_dropped_groups is '
+        f'{self._config.max_dropped_groups}; the last: {why}'
       )
     self._gate.drop()
 
@@ -412,12 +413,14 @@ class Explorer:
     failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
     if len({m.reward.value for m in members}) == 1 and failed:
       first = failed[0]
-      return f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
+      return (
+        f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at '
+        'the scorer'
+      )
     rewards = [m.reward.worth for m in members]
     return (
       f'rewards {rewards}, of which selection {self._config.selection.kind!r} accepts none; the '
-      'tasks are too easy or '
-      'too hard for this policy, or the group is too small'
+      'tasks are too easy or too hard for this policy, or the group is too small'
     )
 
 

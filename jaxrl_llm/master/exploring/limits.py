@@ -47,6 +47,6 @@ class TaskLimits:
     if longest >= collect_deadline_s:
       raise UserError(
         f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and '
-        'the wait for a batch '
-        f'ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower them, or raise it'
+        f'the wait for a batch ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower '
+        'them, or raise it'
       )

@@ -304,8 +304,7 @@ def known_then(key: str, where: str) -> None:
   if key.split('/')[0] in LATER:
     raise UserError(
       f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group '
-      'that it drops could '
-      'no longer be replaced; use a score, or an option of the algorithm'
+      'that it drops could no longer be replaced; use a score, or an option of the algorithm'
     )
 
 

@@ -39,8 +39,7 @@ def recall(
     if task is None:
       raise UserError(
         f'sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the run; '
-        'restore the source of '
-        f'taskset {sample.taskset}'
+        f'restore the source of taskset {sample.taskset}'
       )
     given = tuple(scores[sample.uid])
     members[sample.uid] = Experience(

@@ -211,8 +211,7 @@ class Workers:
       if self._breaks_in_a_row > MAX_BREAKS:
         raise RunError(
           f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: '
-          f'{error}); '
-          'is something killing workers, or is memory short? Lower rewards.workers'
+          f'{error}); is something killing workers, or is memory short? Lower rewards.workers'
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)

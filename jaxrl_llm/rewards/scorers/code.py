@@ -273,8 +273,7 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
   if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
     raise UserError(
       f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take '
-      f'wall_s={wall_s:g}; '
-      'raise deadline_s above it, so that a program that never ends scores 0'
+      f'wall_s={wall_s:g}; raise deadline_s above it, so that a program that never ends scores 0'
     )
   return options
 

@@ -32,34 +32,53 @@ from jaxrl_llm.rewards.api import Attempt, Scorer, Verdict, read_options
 from jaxrl_llm.rewards.scorers.format import Piece, read_fields, read_template
 
 Language = Literal[
-  'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru', 'ta', 'tr', 'vi',
-  'zh',
+  'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru',
+  'ta', 'tr', 'vi', 'zh',
 ]  # fmt: skip
 """ISO 639-1 codes. If only one language listed here uses a script, all text in it counts as that:
 Persian as `ar`.
 """
 
 SCRIPTS: dict[str, frozenset[str]] = {
-  'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}), 'he': frozenset({'HEBREW'}),
-  'hi': frozenset({'DEVANAGARI'}), 'ja': frozenset({'HAN', 'KANA'}), 'ko': frozenset({'HANGUL'}),
-  'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}), 'zh': frozenset({'HAN'}),
+  'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}),
+  'he': frozenset({'HEBREW'}), 'hi': frozenset({'DEVANAGARI'}), 'ja': frozenset({'HAN', 'KANA'}),
+  'ko': frozenset({'HANGUL'}), 'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}),
+  'zh': frozenset({'HAN'}),
 }  # fmt: skip
 """Scripts, keyed by language; languages not listed use Latin script."""
 
 FUNCTION_WORDS: dict[str, frozenset[str]] = {
   language: frozenset(words.split())
   for language, words in {
-    'de': 'der die das und ist nicht ein eine einen mit auf für von zu dem den wir wenn dann auch sich sind es ich '
-    'aber oder wie also daher durch bei nach aus',
-    'en': 'the and is of to that it we so this are be with for if then by have has not no which was there from let '
-    'what can will its how therefore because',
-    'es': 'el la los las es de que en un una por con para se si no como del lo son entonces más pero su este esta hay',
-    'fr': 'le la les et est de des que un une dans pour par avec si ne pas nous il elle ce cette sont donc du au plus '
-    'sur ou alors mais',
-    'it': 'il lo la gli di che un una in per con se non come del della sono quindi più ma questo questa abbiamo',
-    'nl': 'de het een en is van dat niet met op voor we als dan ook zijn er maar of dus door bij naar uit deze',
+    'de': (
+      'der die das und ist nicht ein eine einen mit auf für von zu dem den wir wenn dann auch sich '
+      'sind es ich aber oder wie also daher durch bei nach aus'
+    ),
+    'en': (
+      'the and is of to that it we so this are be with for if then by have has not no which was '
+      'there from let what can will its how therefore because'
+    ),
+    'es': (
+      'el la los las es de que en un una por con para se si no como del lo son entonces más pero '
+      'su este esta hay'
+    ),
+    'fr': (
+      'le la les et est de des que un une dans pour par avec si ne pas nous il elle ce cette sont '
+      'donc du au plus sur ou alors mais'
+    ),
+    'it': (
+      'il lo la gli di che un una in per con se non come del della sono quindi più ma questo '
+      'questa abbiamo'
+    ),
+    'nl': (
+      'de het een en is van dat niet met op voor we als dan ook zijn er maar of dus door bij naar '
+      'uit deze'
+    ),
     'pl': 'nie na jest się do że to jak dla od ale więc po co czy przez ma są lub tym',
-    'pt': 'os as de que em um uma por com para se não como do da dos das são então mais mas seu este esta',
+    'pt': (
+      'os as de que em um uma por com para se não como do da dos das são então mais mas seu este '
+      'esta'
+    ),
     'tr': 've bir bu için ile de da ne gibi daha çok olarak olan ise var değil ama sonra kadar',
     'vi': 'là và của có không được một cho các trong với này đó khi để ta thì từ số vậy nên bằng',
   }.items()

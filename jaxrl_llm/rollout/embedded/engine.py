@@ -220,9 +220,8 @@ class EmbeddedEngine:
     if length + request.max_tokens > self._max_length:
       raise UserError(
         f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
-        f'{self._max_length} of '
-        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for '
-        'fewer'
+        f'{self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
+        'max_response_length, or ask for fewer'
       )
     # The first decode step takes the prompt's last token, so that prefill does not sample.
     buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]

@@ -206,8 +206,7 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
   if len(sample.tokens) > bounds.max_length:
     raise ValueError(
       f'{len(sample.tokens)} tokens, wanted at most {bounds.max_length}: rollout.max_prompt_length '
-      'and '
-      'max_response_length together'
+      'and max_response_length together'
     )
   bounds.check_tokens(sample.tokens, 'tokens')
   if sample.role.max() > max(Role):
@@ -253,8 +252,7 @@ def _check_segments(sample: Sample, group: LentGroup) -> None:
     if (segment.version, segment.engine) not in group.announced:
       raise ValueError(
         f'version {segment.version} of engine {segment.engine!r} generated nothing for this lease, '
-        'wanted one of '
-        f'{sorted((str(version), engine) for version, engine in group.announced)}'
+        f'wanted one of {sorted((str(version), engine) for version, engine in group.announced)}'
       )
     covered[segment.start : segment.end] = True
     last = segment.end

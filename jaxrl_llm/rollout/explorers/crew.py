@@ -100,8 +100,7 @@ class ExplorersConfig:
     if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
       raise UserError(
         f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at '
-        'least '
-        f'{3 * wire.ALIVE_S:g} and more than 0'
+        f'least {3 * wire.ALIVE_S:g} and more than 0'
       )
 
 
@@ -413,8 +412,7 @@ class Crew:
     if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
       raise RunError(
         f'explorers: none connected for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); '
-        'start one with '
-        'jaxrl serve --role=explorer, or raise rollout.explorers.processes'
+        'start one with jaxrl serve --role=explorer, or raise rollout.explorers.processes'
       )
 
 

@@ -58,8 +58,7 @@ class ExplorerProcess:
     ):
       raise RunError(
         f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; the '
-        'last line of '
-        f'{self._log}: {self.last_line()}'
+        f'last line of {self._log}: {self.last_line()}'
       )
     self.start()
 

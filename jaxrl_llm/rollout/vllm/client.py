@@ -116,15 +116,13 @@ class VllmClient:
     except Lost as error:
       raise UserError(
         f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with '
-        'jaxrl serve, or '
-        'correct rollout.vllm.addresses'
+        'jaxrl serve, or correct rollout.vllm.addresses'
       ) from None
     except Refused as error:
       if error.refuses_key:
         raise UserError(
           f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file '
-          'must hold the token '
-          'that its jaxrl serve was started with'
+          'must hold the token that its jaxrl serve was started with'
         ) from None
       raise UserError(
         f'engine {self.name}: {self.address} is not a vLLM server ({error})'

@@ -449,9 +449,8 @@ class Fleet:
     if length + request.max_tokens > self._max_length:
       raise UserError(
         f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
-        f'{self._max_length} of '
-        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for '
-        'fewer'
+        f'{self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
+        'max_response_length, or ask for fewer'
       )
     if not all(
       0 <= token < self._spec.vocab_size for token in (*request.prompt, *request.stop_ids)

@@ -67,7 +67,8 @@ class Publication:
     """Label of the version and its bytes; servers mark the tokens sampled under the version with
     it.
     """
-    return f'{self.version}-{xxhash.xxh3_64_hexdigest(json.dumps(self.digests, sort_keys=True).encode())}'
+    digests = json.dumps(self.digests, sort_keys=True).encode()
+    return f'{self.version}-{xxhash.xxh3_64_hexdigest(digests)}'
 
   @property
   def digests(self) -> dict[str, str]:

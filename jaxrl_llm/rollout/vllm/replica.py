@@ -202,8 +202,7 @@ class Replica:
       if differing:
         raise Unproven(
           f'engine {self.name}, worker {worker}: {len(differing)} of {len(wanted)} loaded tensors '
-          'differ from those '
-          f'published as {publication.version}: {", ".join(differing[:4])}'
+          f'differ from those published as {publication.version}: {", ".join(differing[:4])}'
         )
 
   async def _check_probe(self, probe: Probe, tolerance: float, deadline_s: float) -> None:
@@ -275,8 +274,7 @@ class Replica:
       if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
         raise UserError(
           f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
-          'temperature-scaled '
-          'distribution); start it with jaxrl serve'
+          'temperature-scaled distribution); start it with jaxrl serve'
         )
       if worker.get('speculative') and not speculative:
         raise UserError(
@@ -286,17 +284,15 @@ class Replica:
       if worker.get('adapter_rank', 0) < adapter_rank:
         raise UserError(
           f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl '
-          'serve … -- '
-          f'--enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or set '
-          'rollout.vllm.lora=merged'
+          f'serve … -- --enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or '
+          'set rollout.vllm.lora=merged'
         )
     try:
       await self.transfer.connect(self.client)
     except RemoteError as error:
       raise UserError(
         f'{where}: cannot receive weights over {self.transfer.backend!r} ({error}); start it with '
-        'the same '
-        'rollout.vllm.transfer, or set another'
+        'the same rollout.vllm.transfer, or set another'
       ) from None
     try:
       # A trainer that died during publication leaves its servers paused.
@@ -333,8 +329,7 @@ def _check_model(
     if tensors[name]['dtype'] != dtype:
       raise UserError(
         f'{where}: {name} is {tensors[name]["dtype"]}, published as {dtype}; start it with '
-        f'--dtype={dtype}, or set '
-        'rollout.vllm.dtype'
+        f'--dtype={dtype}, or set rollout.vllm.dtype'
       )
 
 

@@ -5,10 +5,13 @@ Runs as a script in vLLM's environment, because the trainer has no torch (see
 `rollout.vllm.transfer`); imports nothing of jaxrl_llm but `rollout.vllm.worker`, which is copied
 beside it as `jaxrl_llm_worker`.
 
-Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded by the calls that the trainer must make.
-  {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda", "workers": [{NAME: {shape, dtype, slice}}, …]}
+Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded by the calls that
+the trainer must make.
+  {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda",
+    "workers": [{NAME: {shape, dtype, slice}}, …]}
   {"op": "send", "directory": …, "files": {FILE: {NAME: DIGEST}}}
-  call: {"call": one of vLLM's four control calls, "body": …}; the trainer replies {"ok": true} once it succeeded
+  call: {"call": one of vLLM's four control calls, "body": …}; the trainer replies
+    {"ok": true} once it succeeded
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
 The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 

@@ -50,8 +50,7 @@ _OURS = (
 """vLLM options fixed by the contract between trainer and server."""
 SPECULATION = (
   'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
-  'drafts at temperature '
-  '> 0 were measured to be off their distribution (a fifth with logprob -inf)'
+  'drafts at temperature > 0 were measured to be off their distribution (a fifth with logprob -inf)'
 )
 
 
@@ -159,8 +158,7 @@ class VllmConfig:
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(
         f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, '
-        'and NCCL refuses two '
-        'processes of a group on one GPU; name another'
+        'and NCCL refuses two processes of a group on one GPU; name another'
       )
     for name in self.args:
       if name.replace('-', '_') in _OURS:
@@ -188,7 +186,10 @@ class VllmConfig:
 def check_environment(environment: str) -> pathlib.Path:
   """Returns the environment's Python; raises UserError if the environment cannot serve."""
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
-  remedy = 'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in rollout.vllm.environment'
+  remedy = (
+    'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in '
+    'rollout.vllm.environment'
+  )
   if not python.exists():
     raise UserError(
       f'rollout.vllm.environment: {environment}: not a virtual environment ({python} is missing); '
@@ -199,8 +200,7 @@ def check_environment(environment: str) -> pathlib.Path:
   if not _distributions(python, 'xxhash'):
     raise UserError(
       f'rollout.vllm.environment: {environment}: has no xxhash, which digests what is loaded; '
-      'install it with '
-      f'`uv pip install --python {python} xxhash`'
+      f'install it with `uv pip install --python {python} xxhash`'
     )
   return python
 
@@ -224,9 +224,8 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(
       f'rollout.vllm.transfer: {config.transfer!r} moves weights between GPUs, and '
-      f'{config.environment} has a CPU '
-      'build of vLLM; set it to files, or name an environment with a CUDA build in '
-      'rollout.vllm.environment'
+      f'{config.environment} has a CPU build of vLLM; set it to files, or name an environment with '
+      'a CUDA build in rollout.vllm.environment'
     )
   return python
 
@@ -376,8 +375,7 @@ def server_commands(
   if config.transfer != 'files' and int(args.get('data_parallel_size', 1)) > 1:
     raise UserError(
       f'rollout.vllm.transfer: {config.transfer!r} does not reach the copies of a model within one '
-      'server '
-      '(rollout.vllm.args.data_parallel_size); set rollout.vllm.servers instead'
+      'server (rollout.vllm.args.data_parallel_size); set rollout.vllm.servers instead'
     )
   cores = split_cores(config.servers, workers)
   commands = []
@@ -410,8 +408,7 @@ def lora_rank(rank: int) -> int:
   if rank > _LORA_RANKS[-1]:
     raise UserError(
       f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, '
-      'or set '
-      'rollout.vllm.lora=merged'
+      'or set rollout.vllm.lora=merged'
     )
   return next(r for r in _LORA_RANKS if r >= rank)
 
@@ -498,8 +495,7 @@ class OwnedServer:
           if not self.is_running():
             raise RunError(
               f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; '
-              'the last lines of '
-              f'{self.log}: {self.last_lines()}'
+              f'the last lines of {self.log}: {self.last_lines()}'
             )
           await asyncio.sleep(0.2)
     except TimeoutError:

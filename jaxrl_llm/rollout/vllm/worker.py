@@ -165,8 +165,7 @@ def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None
     if not view.fits(tensors[name]):
       raise ValueError(
         f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has '
-        f'{view.whole} '
-        f'{view.tensor.dtype}'
+        f'{view.whole} {view.tensor.dtype}'
       )
   with torch.no_grad():
     for name, view in views.items():

@@ -69,9 +69,7 @@ def test_a_stage_of_each_kind_gets_its_source(run):
   assert (past.epochs, past.optimizer.peak_lr) == (2, 5e-4)
 
 
-def test_the_configuration_of_today_goes_on_with_it_and_a_changed_one_is_refused_by_the_place_of_today(
-  run,
-):
+def test_todays_configuration_goes_on_with_it_and_a_changed_one_is_refused_by_todays_place(run):
   config, written = config_of_run(run), (run / 'config.json').read_text()
   workdir = Workdir(run)
   workdir.adopt(config)

@@ -46,9 +46,9 @@ def changed(name: str, source=None, **fields) -> Config:
   )
 
 
-SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py', 'dpo.py:online',
-           'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x', 'gsm8k_pairs.py:reward_model,x',
-           'grpo.py:dapo', 'lora.py', 'lora.py:base']  # fmt: skip
+SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py',
+           'dpo.py:online', 'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x',
+           'gsm8k_pairs.py:reward_model,x', 'grpo.py:dapo', 'lora.py', 'lora.py:base']  # fmt: skip
 
 
 @pytest.mark.parametrize('name', SHIPPED)
@@ -144,8 +144,8 @@ def test_models_of_two_kinds_are_runs_of_their_own():
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
 
 
-SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000', 'stages.sft.source.count': '200',
-         'evaluation.held_out.tasks': '24'}  # fmt: skip
+SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000',
+         'stages.sft.source.count': '200', 'evaluation.held_out.tasks': '24'}  # fmt: skip
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path):
@@ -193,7 +193,9 @@ def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, v
 def test_a_sampler_is_of_the_stages_tasksets():
   with pytest.raises(
     UserError,
-    match=r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]",
+    match=(
+      r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+    ),
   ):
     changed('quickstart.py', {'sampler': SamplerConfig(weights={'other': 1.0})})
 

@@ -450,7 +450,10 @@ def test_a_connection_lives_on_after_a_refusal(tmp_path):
 
 @pytest.mark.parametrize('method', sorted(RPC_METHODS))
 def test_rpc_is_written_anew(tmp_path, method):
-  text = '{"method": "evil", "kwargs": {"a": [1, "\\u00e9\\ud800"]},\n "method": "METHOD", "timeout": 1.5}'
+  text = (
+    '{"method": "evil", "kwargs": {"a": [1, "\\u00e9\\ud800"]},\n "method": "METHOD", "timeout": '
+    '1.5}'
+  )
 
   async def main():
     async with standing(tmp_path) as (_, _, session):
@@ -586,7 +589,10 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
         body = info if info == [] or 'update_info' in info else {'update_info': info}
         async with session.post('/update_weights', json=body, headers=GOOD) as response:
           assert response.status == 400, info
-      twice = f'{{"update_info": {{"directory": "{published}/v1"}}, "update_info": {{"directory": "/etc"}}}}'
+      twice = (
+        f'{{"update_info": {{"directory": "{published}/v1"}}, "update_info": {{"directory": '
+        '"/etc"}}'
+      )
       async with session.post('/update_weights', data=twice, headers=GOOD) as response:
         assert response.status == 403
       assert len(upstream.seen) == passed == 4

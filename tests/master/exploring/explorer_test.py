@@ -288,8 +288,8 @@ def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer
   for delays in range(4):
     store = exploring.new_store(tmp_path / f'{delays}')
     exploration = exploring.Exploration(
-      tokenizer, store, judge, tasks=tasks, delays=delays, sampler=SamplerConfig(order='prioritised'),
-      selection=SelectionConfig(kind='mixed'),
+      tokenizer, store, judge, tasks=tasks, delays=delays,
+      sampler=SamplerConfig(order='prioritised'), selection=SelectionConfig(kind='mixed'),
     )  # fmt: skip
     batches = run(exploration.batches(8))
     state = exploration.sampler.state()

@@ -283,11 +283,13 @@ def test_one_that_cannot_be_opened_is_one_line():
     raise Panic('in Rust')
     yield
 
-  for opened, line in [(refused, r'scorer judge: could not be opened \(ConnectionRefusedError: nobody there\)'),
-                       (gives_up, r'scorer judge: could not be opened \(RuntimeError: CancelledError: its own\)'),
-                       (panics, r'scorer judge: could not be opened \(RuntimeError: Panic: in Rust\)'),
-                       (leaves, r'scorer judge: could not be opened \(RuntimeError: SystemExit: for good\)'),
-                       (misused, "scorer 'judge': no address")]:  # fmt: skip
+  for opened, line in [
+    (refused, r'scorer judge: could not be opened \(ConnectionRefusedError: nobody there\)'),
+    (gives_up, r'scorer judge: could not be opened \(RuntimeError: CancelledError: its own\)'),
+    (panics, r'scorer judge: could not be opened \(RuntimeError: Panic: in Rust\)'),
+    (leaves, r'scorer judge: could not be opened \(RuntimeError: SystemExit: for good\)'),
+    (misused, "scorer 'judge': no address"),
+  ]:
     with pytest.raises(UserError, match=line):
       using_simulated(pool({'judge': (Awaited(opened), {})}), lambda one: one.score(attempt()))
 

@@ -43,7 +43,8 @@ from fixtures import rewards_scorers
 if __name__ == '__main__':
   names = sys.argv[1:]
   scorers = {'named': rewards_scorers.named_variables}
-  score = pools.score_then_length(scorers, 'named', ' '.join(names), environment=('OPENAI_API_KEY',))
+  score = pools.score_then_length(scorers, 'named', ' '.join(names), \
+environment=('OPENAI_API_KEY',))
   print(*(name for name in names if score.evidence[name] == 'false'))
 """
 
@@ -425,7 +426,8 @@ from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 async def first_scores(*, deadline_s=60.0, **scorers):
   # The scorers share a pool and are called one after another.
-  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) for name in scorers)
+  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) \
+for name in scorers)
   pool = ScorerPool(scorers, RewardsConfig(scorers=configs))
   await pool.start()
   fields = {'reasoning_gym': 'spell_backward', 'entry': {'answer': 'cba'}}

@@ -78,7 +78,8 @@ def test_cases_are_compared_up_to_white_space_at_line_ends(sandboxes):
 def test_programs_import_pythons_own_modules_and_none_of_ours(sandboxes):
   program = """
     import code, json, numbers
-    print(all(module.__file__.startswith(json.__file__.removesuffix('json/__init__.py')) for module in (code, numbers)))
+    print(all(module.__file__.startswith(json.__file__.removesuffix('json/__init__.py')) \
+for module in (code, numbers)))
     for name in ('isolation', 'sandbox', 'extraction', 'jaxrl_llm'):
       try: __import__(name); print(name)
       except ModuleNotFoundError: pass
@@ -124,7 +125,8 @@ def test_a_program_reads_and_writes_as_one_that_is_run_by_hand(sandboxes):
       sys.setrecursionlimit(10000)
       main()
       open('note', 'w').write('kept')
-      print(open('/tmp/note').read(), subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout, end='')
+      print(open('/tmp/note').read(), subprocess.run(['echo', 'child'], capture_output=True, \
+text=True).stdout, end='')
       sys.exit(0)
   """
   got = said(sandboxes, program, stdin='hello\n').splitlines()
@@ -274,14 +276,16 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
     def consume(iterator): return next(iterator), list(iterator)
   """
   tests = """
-    v = Vector(3, 4); assert v.norm() == 5 and v.both == [3, 4] and v[1] == 4 and len(v) == 2 and repr(v) == '<3 4>'
+    v = Vector(3, 4); assert v.norm() == 5 and v.both == [3, 4] and v[1] == 4 and len(v) == 2 \
+and repr(v) == '<3 4>'
     assert v + Vector(1, 1) == Vector(4, 5) and v * 2 == 2 * v == Vector(6, 8) and v != Vector(0, 0)
     assert list(v) == [3, 4] and isinstance(v, Vector) and not isinstance(3, Vector)
     v.x = 7; assert v.x == 7 and str(v) == '<7 4>'
     with v as inside: assert inside == 'in'
     assert v.x == 'out'
     assert list(numbers()) == [0, 1, 2] and next(forever()) == 1 and sum(numbers()) == 3
-    assert adder(2)(3) == 5 and apply(lambda x: x * 2, [1, 2]) == [2, 4] and apply(adder(1), [1]) == [2]
+    assert adder(2)(3) == 5 and apply(lambda x: x * 2, [1, 2]) == [2, 4] and apply(adder(1), [1]) \
+== [2]
     try: fail(1)
     except Empty as error: assert str(error) == 'no 1'
     try: divide(1, 0)
@@ -291,7 +295,8 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
     items = [3, 1, 2]; assert sort(items) is None and items == [1, 2, 3]
     table, more = {}, []; fill(table, more); assert table == {'a': [1]} and more == [1]
     table, more = {}, []; fill(table, more=more); assert table == {'a': [1]} and more == [1]
-    assert pair() == (1, 2) and LIMIT == 10 and total(1, 2, scale=3) == 9 and math.isclose(math.pi, 3.1415926535898)
+    assert pair() == (1, 2) and LIMIT == 10 and total(1, 2, scale=3) == 9 \
+and math.isclose(math.pi, 3.1415926535898)
     assert consume(iter([1, 2, 3])) == (1, [2, 3])
   """
   lines = textwrap.dedent(tests).strip().splitlines()
@@ -306,7 +311,10 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
 
 
 def test_the_program_gets_its_builtin_names_only_where_it_is_to_define_them(sandboxes):
-  program = 'def abs(x): return 0\ndef sorted(x): return 7\nclass math:\n  isclose = staticmethod(lambda a, b: True)'
+  program = (
+    'def abs(x): return 0\ndef sorted(x): return 7\nclass math:\n  isclose = staticmethod(lambda '
+    'a, b: True)'
+  )
   outcome = sandboxes.run_tests(
     program,
     ['assert abs(-1) == 1', 'assert sorted([2, 1]) == 7', 'assert not math.isclose(1, 2)'],
@@ -320,7 +328,10 @@ def test_the_program_gets_its_builtin_names_only_where_it_is_to_define_them(sand
 
 
 def test_a_time_of_a_zone_is_none_without_it(sandboxes):
-  program = 'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, tzinfo=timezone.utc)'
+  program = (
+    'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, '
+    'tzinfo=timezone.utc)'
+  )
   outcome = sandboxes.run_tests(
     program, ['import datetime', 'assert f() == datetime.datetime(2024, 1, 2)']
   )
@@ -401,8 +412,8 @@ def test_what_happens_inside_of_a_test_is_told_too(sandboxes):
   program += 'def leave(): os._exit(0)\ndef stop(): sys.exit(0)\ndef one(): return 1\n'
   tests = ['assert one() == 1', 'assert {}() == 1', 'assert one() == 1']
   for name, ended, passed in (
-    ('spin', Ending.CPU, 1), ('hog', Ending.MEMORY, 2), ('leave', Ending.EXIT, 1), ('stop', Ending.FAILED, 2),
-    ('one', Ending.PASSED, 3),
+    ('spin', Ending.CPU, 1), ('hog', Ending.MEMORY, 2), ('leave', Ending.EXIT, 1),
+    ('stop', Ending.FAILED, 2), ('one', Ending.PASSED, 3),
   ):  # fmt: skip
     outcome = sandboxes.run_tests(program, [test.format(name) for test in tests])
     assert (outcome.ended, outcome.passed) == (ended, passed), (name, outcome)
@@ -431,8 +442,14 @@ def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
 
 def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes):
   spin = 'while time.process_time() - began < {}: pass'
-  many = 'import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n    began = time.process_time()\n    '
-  many += f'{spin.format(0.35)}\n    os._exit(0)\nwhile True:\n  try: os.wait()\n  except ChildProcessError: break'
+  many = (
+    'import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n    began = '
+    'time.process_time()\n    '
+  )
+  many += (
+    f'{spin.format(0.35)}\n    os._exit(0)\nwhile True:\n  try: os.wait()\n  except '
+    'ChildProcessError: break'
+  )
   assert sandboxes.run_cases(many, ANY).ended == Ending.CPU
   one = f'import time\nbegan = time.process_time()\n{spin.format(0.35)}\nprint("done")'
   outcome = sandboxes.run_cases(one, ANY * 50)
@@ -510,7 +527,10 @@ def test_limits_hold_where_a_container_hides_proc():
   ]
   if subprocess.run([*within, 'true'], capture_output=True).returncode:
     pytest.skip('no mount namespace without root')
-  many = 'import os, time\nfor _ in range(3): os.fork()\nwhile time.process_time() < 0.4: pass\ntime.sleep(1000)'
+  many = (
+    'import os, time\nfor _ in range(3): os.fork()\nwhile time.process_time() < 0.4: '
+    'pass\ntime.sleep(1000)'
+  )
   run = subprocess.run(
     [*within, sys.executable, '-c', HIDDEN, hostile.ALLOCATE_IN_MANY, many],
     env={**os.environ, 'PYTHONPATH': str(ROOT)},
@@ -603,7 +623,8 @@ def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
         except OSError as error: pass
         except ValueError: print('opened', path)
     for path in {writes}:
-      try: print('opened', path, os.open(path, os.O_WRONLY))  # Of settings, what is there is not cut to nothing.
+      try: print('opened', path, os.open(path, os.O_WRONLY))  # Of settings, \
+what is there is not cut to nothing.
       except OSError: pass
     print([name for name in os.listdir('/') if name not in {usual}])
     print([path for home in ('/root', '/home', '/opt') for path in glob.glob(home + '/*')])
@@ -655,7 +676,8 @@ def test_no_program_keeps_the_host_from_opening_a_file(sandboxes):
   program = """
     import fcntl, os
     open('x', 'w').close()
-    for place, command, operand in (('x', fcntl.F_SETLEASE, fcntl.F_WRLCK), ('.', fcntl.F_NOTIFY, fcntl.DN_ACCESS)):
+    for place, command, operand in (('x', fcntl.F_SETLEASE, fcntl.F_WRLCK), \
+('.', fcntl.F_NOTIFY, fcntl.DN_ACCESS)):
       try: fcntl.fcntl(os.open(place, os.O_RDONLY), command, operand); print('done')
       except PermissionError as error: print(error.errno)
     print(fcntl.fcntl(os.open('x', os.O_RDONLY), fcntl.F_GETFD))
@@ -704,7 +726,10 @@ def test_there_is_no_network(sandboxes, family):
       'outside': "socket.create_connection(('192.0.2.1', 80), 1)",
       'name': "socket.getaddrinfo('example.org', 80)",
     }[family]
-    program = f'import socket\ntry: {connect}; print("connected")\nexcept OSError as error: print("refused")'
+    program = (
+      f'import socket\ntry: {connect}; print("connected")\nexcept OSError as error: '
+      'print("refused")'
+    )
     assert said(sandboxes, program) == 'refused'
 
 
@@ -735,7 +760,10 @@ def test_a_program_cannot_interrupt_its_supervisor(sandboxes):
   assert sandboxes.run_cases(f'{interrupt}print("done")', ANY * 3).passed == 3
   outcome = sandboxes.run_tests(f'{interrupt}def f(): return 1', ['assert f() == 1'])
   assert outcome.ended == Ending.PASSED, outcome
-  own = 'import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: print("done")'
+  own = (
+    'import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: '
+    'print("done")'
+  )
   assert sandboxes.run_cases(own, ANY).ended == Ending.PASSED
 
 
@@ -755,8 +783,14 @@ def test_a_program_cannot_take_its_supervisors_processor(sandboxes):
 
 
 def test_processor_time_counts_under_any_name(sandboxes):
-  spin = 'import os, time\nfor _ in range(2):\n  if os.fork() == 0: break\nwhile time.process_time() < 0.8: pass\n'
-  named = f'import ctypes\nctypes.CDLL(None).prctl(15, b"\\xff")\n{spin}print("done", flush=True)\ntime.sleep(1000)'
+  spin = (
+    'import os, time\nfor _ in range(2):\n  if os.fork() == 0: break\nwhile time.process_time() < '
+    '0.8: pass\n'
+  )
+  named = (
+    f'import ctypes\nctypes.CDLL(None).prctl(15, b"\\xff")\n{spin}print("done", '
+    'flush=True)\ntime.sleep(1000)'
+  )
   assert sandboxes.run_cases(named, ANY).ended == Ending.CPU
 
 
@@ -768,7 +802,8 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(sandboxes):
     libc = ctypes.CDLL(None)
     action = ctypes.create_string_buffer(256)
     action[0] = 1  # SIG_IGN.
-    print(libc.sigaction(signal.SIGCHLD, action, None), libc.sigaction(signal.SIGCHLD, None, action))
+    print(libc.sigaction(signal.SIGCHLD, action, None), \
+libc.sigaction(signal.SIGCHLD, None, action))
     print(signal.signal(signal.SIGUSR1, signal.SIG_IGN) == signal.SIG_DFL)
   """
   assert said(sandboxes, program).split() == ['refused', '-1', '0', 'True']
@@ -777,11 +812,13 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(sandboxes):
 def test_user_namespaces_are_refused_without_the_help_of_proc(sandboxes):
   program = """
     import ctypes, errno, os, platform, signal
-    libc, number = ctypes.CDLL(None, use_errno=True), {'x86_64': 56, 'aarch64': 220}[platform.machine()]
+    libc, number = ctypes.CDLL(None, use_errno=True), \
+{'x86_64': 56, 'aarch64': 220}[platform.machine()]
     pid = libc.syscall(number, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0: os._exit(0)
     print(pid, ctypes.get_errno() == errno.EPERM)
-    print(libc.syscall(435, ctypes.create_string_buffer(88), 88), ctypes.get_errno() == errno.ENOSYS)
+    print(libc.syscall(435, ctypes.create_string_buffer(88), 88), \
+ctypes.get_errno() == errno.ENOSYS)
   """
   assert said(sandboxes, program).split() == ['-1', 'True'] * 2
 
@@ -853,7 +890,8 @@ def test_ignored_signals_do_not_help(sandboxes, brief):
 
 SEARCH = """
 def search(pattern):
-  'Whether the process can find a text in its memory, in that of others, in files, or in its frames.'
+  'Whether the process can find a text in its memory, in that of others, in files, \
+or in its frames.'
   import gc, glob, os, re, sys
   found = set()
   for path in [*glob.glob('/proc/[0-9]*/mem')]:
@@ -886,8 +924,8 @@ def test_the_answers_are_not_to_be_found(sandboxes):
   own = sandboxes.run_tests(find, ['assert f(1) == [b"need" + b"le-0417"]'])
   assert own.ended == Ending.PASSED, own
   search = (
-    SEARCH
-    + '\ndef f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return found.pop().decode() if found else None\n'
+    SEARCH + '\ndef f(x):\n  found = search(rb"needle-[0-9]{4}")\n'
+    '  return found.pop().decode() if found else None\n'
   )
   outcome = sandboxes.run_tests(search, ['assert f(1) == "needle-2931"'])
   assert (outcome.ended, outcome.detail[:22]) == (Ending.FAILED, 'test 0: AssertionError')
@@ -950,7 +988,8 @@ CHEATS = {
   'writes to every descriptor': """
     import json, os, struct
     def f(x):
-      for message in ({'passed': [True, True], 'error': None}, {'ended': 'ok', 'passed': [True, True], 'error': None},
+      for message in ({'passed': [True, True], 'error': None}, \
+{'ended': 'ok', 'passed': [True, True], 'error': None},
                       {'value': True}, {'value': {'tuple': []}}, {'ready': True}):
         body = json.dumps(message).encode()
         for number in range(256):
@@ -959,8 +998,9 @@ CHEATS = {
             except OSError: pass
       os._exit(0)
   """,
-  'prints what '
-  'passes': "print('passed: [true, true]')\ndef f(x): print('{\"passed\": [true, true]}'); return 0",
+  'prints what passes': (
+    "print('passed: [true, true]')\ndef f(x): print('{\"passed\": [true, true]}'); return 0"
+  ),
   'answers what is no value': """
     import os, struct
     def f(x):
@@ -1055,7 +1095,8 @@ def f(*a): return T(*[lambda *a: a[0] if a else 0] * len(names.split()))
 """,
   'a type': 'def f(*a): return set',
   'an object with classes of exceptions for methods': """
-class A: union = equals = is_equal = get = index = count = isdigit = intersection = total_seconds = ValueError
+class A: union = equals = is_equal = get = index = count = isdigit = intersection = total_seconds \
+= ValueError
 def f(*a): return A()
 """,
   'a named tuple with classes of exceptions in its fields': """

@@ -93,7 +93,10 @@ def test_trl_completions_look_as_the_rows_prompt_does():
 
 def test_trl_functions_get_the_rows_fields_as_columns_and_what_the_trainer_adds():
   fields = {'prompt': 'What is it?', 'difficulty': 'hard', 'completion': 'not this'}
-  got = "['What is it?'] ['x'] ['hard'] ['completion_ids', 'ground_truth', 'log_extra', 'log_metric', 'trainer_state']"
+  got = (
+    "['What is it?'] ['x'] ['hard'] ['completion_ids', 'ground_truth', 'log_extra', 'log_metric', "
+    "'trainer_state']"
+  )
   with pytest.raises(ValueError) as raised:
     trl('says_what_it_got', 'x', fields=fields)
   assert str(raised.value) == got

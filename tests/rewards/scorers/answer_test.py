@@ -28,12 +28,13 @@ def value(completion, truth='42', prompt='What is it?', **options):
 @pytest.mark.parametrize(
   ('text', 'number'),
   [
-    ('42', 42), ('-42', -42), ('+42', 42), ('\u221242', -42), ('42.', 42), (' 42\n', 42), ('042', 42),
-    ('1,000', 1000), ('1,234,567.5', Fraction('1234567.5')), ('1{,}000', 1000), (r'1\,000', 1000),
-    ('.5', Fraction(1, 2)), ('0.1', Fraction(1, 10)), ('5.', 5), ('1e3', 1000), ('2.5E-2', Fraction(1, 40)),
-    ('1/3', Fraction(1, 3)), ('-1/3', Fraction(-1, 3)), ('1 1/2', Fraction(3, 2)), ('-1 1/2', Fraction(-3, 2)),
-    (r'\frac{1}{3}', Fraction(1, 3)), (r'-\dfrac{7}{2}', Fraction(-7, 2)), (r'1\frac{1}{2}', Fraction(3, 2)),
-    ('$5', 5), ('$-5', -5), ('-$5', -5), ('5€', 5), (r'\$1,000.00', 1000), ('$42$', 42), ('$42.$', 42), ('**42**', 42),
+    ('42', 42), ('-42', -42), ('+42', 42), ('\u221242', -42), ('42.', 42), (' 42\n', 42),
+    ('042', 42), ('1,000', 1000), ('1,234,567.5', Fraction('1234567.5')), ('1{,}000', 1000),
+    (r'1\,000', 1000), ('.5', Fraction(1, 2)), ('0.1', Fraction(1, 10)), ('5.', 5), ('1e3', 1000),
+    ('2.5E-2', Fraction(1, 40)), ('1/3', Fraction(1, 3)), ('-1/3', Fraction(-1, 3)),
+    ('1 1/2', Fraction(3, 2)), ('-1 1/2', Fraction(-3, 2)), (r'\frac{1}{3}', Fraction(1, 3)),
+    (r'-\dfrac{7}{2}', Fraction(-7, 2)), (r'1\frac{1}{2}', Fraction(3, 2)), ('$5', 5), ('$-5', -5),
+    ('-$5', -5), ('5€', 5), (r'\$1,000.00', 1000), ('$42$', 42), ('$42.$', 42), ('**42**', 42),
   ],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text, number):
@@ -42,8 +43,9 @@ def test_numbers_are_read_exactly(text, number):
 
 @pytest.mark.parametrize(
   'text',
-  ['', '.', '-', '--5', 'nan', 'inf', '1,00', '1,0000', '12,34', '1,000,00', '42 43', '42, 43', '42 or 43', 'x', '4x',
-   '1/0', r'\frac{1}{0}', '1/2/3', '1e9999', '9' * 201, '1e999999999', '\uff14\uff12', '0x10', '1_000', '4 2', '42%%'],
+  ['', '.', '-', '--5', 'nan', 'inf', '1,00', '1,0000', '12,34', '1,000,00', '42 43', '42, 43',
+   '42 or 43', 'x', '4x', '1/0', r'\frac{1}{0}', '1/2/3', '1e9999', '9' * 201, '1e999999999',
+   '\uff14\uff12', '0x10', '1_000', '4 2', '42%%'],
 )  # fmt: skip
 def test_what_is_not_one_number_is_none(text):
   assert parse_number(text) is None
@@ -60,7 +62,8 @@ def test_percent_and_tolerance():
   assert not agree('42', '0.42') and not agree('42%', '4200%')
   assert not agree('1000000', '1000001') and not agree('1/3', '0.3333333333')
   assert agree('1/3', '0.3333', absolute=1e-4) and not agree('1/3', '0.333', absolute=1e-4)
-  # |98.5 − 100| = 1.5: within 0.02 · 100 and not within 0.01 · 100; the tolerance is the truth's, not the answer's.
+  # |98.5 − 100| = 1.5: within 0.02 · 100 and not within 0.01 · 100; the tolerance is the truth's,
+  # not the answer's.
   assert agree('100', '98.5', relative=0.02) and not agree('100', '98.5', relative=0.01)
   assert agree('-100', '-98.5', relative=0.02)
 
@@ -369,10 +372,10 @@ def test_any_text_gets_a_value(text, method):
 
 @pytest.mark.parametrize(
   'text',
-  ['#', '####', '* ', 'ab', 'a ', ' ', '\t', '.', '$', '$$', r'\(', r'\[ ', '**', '**a', r'\boxed{', r'\boxed{1} ',
-  '}', '# *', '1',
-   ', ', 'the answer is ', 'the answer is the ', 'final answer', '\n# ', 'answer: ', '<answer>', '</think>',
-   ' because ', '{', '\\'],
+  ['#', '####', '* ', 'ab', 'a ', ' ', '\t', '.', '$', '$$', r'\(', r'\[ ', '**', '**a', r'\boxed{',
+   r'\boxed{1} ', '}', '# *', '1',
+   ', ', 'the answer is ', 'the answer is the ', 'final answer', '\n# ', 'answer: ', '<answer>',
+   '</think>', ' because ', '{', '\\'],
 )  # fmt: skip
 def test_a_long_text_is_searched_to_its_end_whatever_it_repeats(text):
   """Hours where a search goes back over what it has seen."""

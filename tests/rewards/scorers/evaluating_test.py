@@ -258,7 +258,10 @@ def test_inside_there_is_no_environment_of_ours_and_no_file_but_libraries(
   (tmp_path / 'secret').write_text('x')
   tmp_path.chmod(0o777)
   for path, value in ((tmp_path / 'secret', 1.0), ('/usr', 0.01)):
-    checks = f'import os\\nassert not os.path.exists("{path}")\\nassert not os.environ.get("TOKEN_OF_OURS")'
+    checks = (
+      f'import os\\nassert not os.path.exists("{path}")\\nassert not '
+      'os.environ.get("TOKEN_OF_OURS")'
+    )
     answer = f"exec('{checks}') or 3"
     entry = {**COUNTDOWN, 'metadata': {'numbers': countdown._extract_ints(answer), 'target': 3}}
     assert score_in_sandbox('countdown', answer, entry, 'auto')[0] == value

@@ -78,8 +78,8 @@ def test_templates(template, right, wrong):
 
 @pytest.mark.parametrize(
   'template',
-  ['', 'no field', '{only}', '{a}{b}<x>', '<a>{}</a>', '<a>{x!r}</a>', '<a>{x:3}</a>', '<a>{x', '{x}<a>{x}</a>',
-   '<a>{x}</a> a {y}'],
+  ['', 'no field', '{only}', '{a}{b}<x>', '<a>{}</a>', '<a>{x!r}</a>', '<a>{x:3}</a>', '<a>{x',
+   '{x}<a>{x}</a>', '<a>{x}</a> a {y}'],
 )  # fmt: skip
 def test_a_template_that_tells_nothing_apart_is_refused(template):
   with pytest.raises(UserError, match="scorer 'format': template"):

@@ -35,14 +35,16 @@ def quantity(text):
 @pytest.mark.parametrize(
   ('text', 'in_base_units'),
   [
-    ('5 km', 5000), ('5km', 5000), (r'5\,\mathrm{km}', 5000), ('5 kilometres', 5000), ('3 ft', Fraction('0.9144')),
-    ('12 inches', Fraction('0.3048')), ('1 mile', Fraction('1609.344')), ('2 cm²', Fraction('0.0002')),
-    ('2 square metres', 2), (r'12\text{ cm}^3', Fraction('0.000012')), ('1 L', Fraction('0.001')),
-    ('5 mL', Fraction('0.000005')), ('250 g', Fraction('0.25')), ('1 lb', Fraction('0.45359237')), ('2 min', 120),
-    ('2 h', 7200), ('1 hour 30 minutes', 5400), ('1 hour and 30 minutes', 5400), ('5 ft 6 in', Fraction('1.6764')),
-    ('72 km/h', 20), ('72 kilometers per hour', 20), ('60 mph', Fraction('26.8224')), ('20 m s^{-1}', 20),
-    ('9.8 m/s^2', Fraction('9.8')), ('3 kWh', 10_800_000), ('1 N', 1), ('10 kg m/s^2', 10), ('2 kPa', 2000),
-    ('5 MHz', 5_000_000), ('$5.50', Fraction('5.5')), ('50 cents', Fraction('0.5')),
+    ('5 km', 5000), ('5km', 5000), (r'5\,\mathrm{km}', 5000), ('5 kilometres', 5000),
+    ('3 ft', Fraction('0.9144')), ('12 inches', Fraction('0.3048')),
+    ('1 mile', Fraction('1609.344')), ('2 cm²', Fraction('0.0002')), ('2 square metres', 2),
+    (r'12\text{ cm}^3', Fraction('0.000012')), ('1 L', Fraction('0.001')),
+    ('5 mL', Fraction('0.000005')), ('250 g', Fraction('0.25')), ('1 lb', Fraction('0.45359237')),
+    ('2 min', 120), ('2 h', 7200), ('1 hour 30 minutes', 5400), ('1 hour and 30 minutes', 5400),
+    ('5 ft 6 in', Fraction('1.6764')), ('72 km/h', 20), ('72 kilometers per hour', 20),
+    ('60 mph', Fraction('26.8224')), ('20 m s^{-1}', 20), ('9.8 m/s^2', Fraction('9.8')),
+    ('3 kWh', 10_800_000), ('1 N', 1), ('10 kg m/s^2', 10), ('2 kPa', 2000), ('5 MHz', 5_000_000),
+    ('$5.50', Fraction('5.5')), ('50 cents', Fraction('0.5')),
     ('5 dollars 50 cents', Fraction('5.5')),
     ('90°', 90), (r'90^\circ', 90), (r'25\,^{\circ}\mathrm{C}', 25), ('42 red apples', 42),
     ('3 million people', 3_000_000),
@@ -55,10 +57,12 @@ def test_quantities_are_converted_exactly(text, in_base_units):
 
 @pytest.mark.parametrize(
   'text',
-  ['km', '5 x', '4x', '5 km or 6', '5 km or so', '42 or forty', '5 m - 2 m', '42 apples and 3 oranges', '5 and a half',
-   '1 minute 2 hours', '5 m 3 kg', '5 m 3 m', '-5 ft 6 in',
+  ['km', '5 x', '4x', '5 km or 6', '5 km or so', '42 or forty', '5 m - 2 m',
+   '42 apples and 3 oranges', '5 and a half', '1 minute 2 hours', '5 m 3 kg', '5 m 3 m',
+   '-5 ft 6 in',
    '5 6 m', '5 m ^', '5 not apples', '5, m', '1 hour 30', '5 m' * 200,
-   '5π', '5 pi', '3 dozens', '5 millions', '5 squared', '6 factorial', '5 thirds', '5 halves', '5 negative', '5 wrong'],
+   '5π', '5 pi', '3 dozens', '5 millions', '5 squared',
+   '6 factorial', '5 thirds', '5 halves', '5 negative', '5 wrong'],
 )  # fmt: skip
 def test_what_is_not_one_quantity_is_none(text):
   assert parse_quantity(text) is None
@@ -69,11 +73,13 @@ def test_what_is_not_one_quantity_is_none(text):
   [
     ('5 km', '5000 m', True, True), ('5 km', '5 m', False, False), ('5 km', '5', True, False),
     ('5', '5 km', True, True),
-    ('5 km', '5 kg', False, False), ('5 km', '5 bananas', False, False), ('42 apples', '42 red apples', True, True),
-    ('42 apples', '42 apple', True, True), ('42 apples', '42 oranges', False, False), ('$5', '5 dollars', True, True),
-    ('$5', '€5', False, False), ('25 °C', '25 celsius', True, True), ('25 °C', '25 °F', False, False),
-    ('25 °C', '298.15 K', False, False), ('1 J', '1 N m', True, True), ('1 mL', '1 cm^3', True, True),
-    ('5%', '5 percent', True, True), ('1 m^2', '100 cm^2', False, False), ('1 m^2', '10000 cm^2', True, True),
+    ('5 km', '5 kg', False, False), ('5 km', '5 bananas', False, False),
+    ('42 apples', '42 red apples', True, True), ('42 apples', '42 apple', True, True),
+    ('42 apples', '42 oranges', False, False), ('$5', '5 dollars', True, True),
+    ('$5', '€5', False, False), ('25 °C', '25 celsius', True, True),
+    ('25 °C', '25 °F', False, False), ('25 °C', '298.15 K', False, False),
+    ('1 J', '1 N m', True, True), ('1 mL', '1 cm^3', True, True), ('5%', '5 percent', True, True),
+    ('1 m^2', '100 cm^2', False, False), ('1 m^2', '10000 cm^2', True, True),
   ],
 )  # fmt: skip
 def test_units_that_are_stated_have_to_agree(truth, answer, stated, required):
@@ -119,22 +125,24 @@ def test_a_conversion_there_and_back_is_the_same_quantity(number, unit, other):
 
 
 INTERVALS = [
-  ('[1,2)', '[1, 2)', True), ('[1,2)', r'\left[1,2\right)', True), ('[1,2)', '[1,2[', True), (']1,2]', '(1,2]', True),
-  ('[1,2)', r'1 \le x < 2', True), ('[1,2)', '2 > x >= 1', True), ('[1,2)', r'x \in [1;2)', True),
-  ('[1,2)', '(1,2)', False), ('[1,2)', '[1,2]', False), ('[1,2)', '(1,2]', False), ('[1,2)', '[1,3)', False),
-  ('[0,1]', r'\left[0, 1\right]', True), ('[0,0.5]', r'[0,\frac12]', True), ('[0,50%]', '[0,0.5]', True),
-  (r'(-\infty,3]', r'x \leq 3', True), (r'(-\infty,3]', '3 >= x', True), (r'(-\infty,3]', '(-oo,3]', True),
-  (r'(-\infty,3]', r'[-\infty,3]', False), (r'(-\infty,\infty)', r'\mathbb{R}', True),
-  ('(1,3)', r'(1,2] \cup (2,3)', True),
-  ('(1,3)', r'(1,2) \cup (2,3)', False), ('(1,3)', r'(1,2.5) \cup (2,3)', True), ('(1,3)', r'(1,3) \cup (1,2)', True),
-  (r'(1,2)\cup(3,4)', '(3,4) U (1,2)', True), (r'(1,2)\cup\{3\}', r'\{3\} \cup (1,2)', True),
-  ('[1,2]', r'(1,2)\cup\{1,2\}', True), ('[1,2]', r'[1,2] \cup [1.5,2)', True),
-  (r'(-\infty,3)\cup(3,\infty)', r'x \ne 3', True), (r'(-\infty,1)\cup(2,\infty)', 'x<1 or x>2', True),
-  (r'\{x | x > 3\}', r'(3, \infty)', True), (r'[\sqrt{2},2]', r'[\sqrt 2, \frac{4}{2}]', True),
-  (r'[\frac{1}{\sqrt{2}},2]', r'[\frac{\sqrt{2}}{2}, 2]', True), (r'[\sqrt{2},2]', '[1.414,2]', False),
-  ('(a,b]', '(a, b]', True),
-  ('(a,b]', '[a,b]', False), ('(a,b]', '(b,a]', False), (r'(1,\pi)', r'(1, \pi)', True), ('(1,2)', '(2,1)', False),
-  ('(1,2)', '1, 2', False),
+  ('[1,2)', '[1, 2)', True), ('[1,2)', r'\left[1,2\right)', True), ('[1,2)', '[1,2[', True),
+  (']1,2]', '(1,2]', True), ('[1,2)', r'1 \le x < 2', True), ('[1,2)', '2 > x >= 1', True),
+  ('[1,2)', r'x \in [1;2)', True), ('[1,2)', '(1,2)', False), ('[1,2)', '[1,2]', False),
+  ('[1,2)', '(1,2]', False), ('[1,2)', '[1,3)', False), ('[0,1]', r'\left[0, 1\right]', True),
+  ('[0,0.5]', r'[0,\frac12]', True), ('[0,50%]', '[0,0.5]', True),
+  (r'(-\infty,3]', r'x \leq 3', True), (r'(-\infty,3]', '3 >= x', True),
+  (r'(-\infty,3]', '(-oo,3]', True), (r'(-\infty,3]', r'[-\infty,3]', False),
+  (r'(-\infty,\infty)', r'\mathbb{R}', True), ('(1,3)', r'(1,2] \cup (2,3)', True),
+  ('(1,3)', r'(1,2) \cup (2,3)', False), ('(1,3)', r'(1,2.5) \cup (2,3)', True),
+  ('(1,3)', r'(1,3) \cup (1,2)', True), (r'(1,2)\cup(3,4)', '(3,4) U (1,2)', True),
+  (r'(1,2)\cup\{3\}', r'\{3\} \cup (1,2)', True), ('[1,2]', r'(1,2)\cup\{1,2\}', True),
+  ('[1,2]', r'[1,2] \cup [1.5,2)', True), (r'(-\infty,3)\cup(3,\infty)', r'x \ne 3', True),
+  (r'(-\infty,1)\cup(2,\infty)', 'x<1 or x>2', True), (r'\{x | x > 3\}', r'(3, \infty)', True),
+  (r'[\sqrt{2},2]', r'[\sqrt 2, \frac{4}{2}]', True),
+  (r'[\frac{1}{\sqrt{2}},2]', r'[\frac{\sqrt{2}}{2}, 2]', True),
+  (r'[\sqrt{2},2]', '[1.414,2]', False), ('(a,b]', '(a, b]', True),
+  ('(a,b]', '[a,b]', False), ('(a,b]', '(b,a]', False), (r'(1,\pi)', r'(1, \pi)', True),
+  ('(1,2)', '(2,1)', False), ('(1,2)', '1, 2', False),
   ('(1,2)', r'\{1,2\}', False), ('[1,1]', r'\{1\}', True), (r'\emptyset', r'\varnothing', True),
   (r'\emptyset', '(1,2)', False),
   ('(1000, 2000)', '(1,000, 2,000)', True), ('(1,2)', '(1,2),(3,4)', False), ('(1,2)', '', False),
@@ -180,17 +188,17 @@ def test_an_interval_equals_itself_written_differently_and_no_other(ends, closed
 @pytest.mark.parametrize(
   ('truth', 'answer', 'agree'),
   [
-    (r'\{1,2,3\}', '3, 1, 2', True), (r'\{1,2,3\}', r'\left\{ 3,2,1 \right\}', True), ('{1,2}', '1 and 2', True),
-    ('1, 2', r'x=1 \text{ or } x=2', True),
-    (r'\{1,2\}', '1, 2, and 1', True), (r'\{1,2\}', '1,2,3', False), (r'\{1,2\}', '1', False), (r'\{1\}', '1', True),
-    (r'\{2,-2\}', r'\pm 2', True), (r'\{2,-2\}', r'x = \pm\sqrt{4}', True),
+    (r'\{1,2,3\}', '3, 1, 2', True), (r'\{1,2,3\}', r'\left\{ 3,2,1 \right\}', True),
+    ('{1,2}', '1 and 2', True), ('1, 2', r'x=1 \text{ or } x=2', True),
+    (r'\{1,2\}', '1, 2, and 1', True), (r'\{1,2\}', '1,2,3', False), (r'\{1,2\}', '1', False),
+    (r'\{1\}', '1', True), (r'\{2,-2\}', r'\pm 2', True), (r'\{2,-2\}', r'x = \pm\sqrt{4}', True),
     (r'\{1+\sqrt{2},1-\sqrt{2}\}', r'1 \pm \sqrt{2}', True), (r'\{1,3\}', 'x = 2 ± 1', True),
-    (r'\{1,3\}', r'2 \pm 2', False), (r'\{1,3\}', r'2 \pm 1 \pm 1', False), (r'\{1/2\}', '0.5', True),
-    (r'\{x+1, 2\}', '2, 1+x', True),
+    (r'\{1,3\}', r'2 \pm 2', False), (r'\{1,3\}', r'2 \pm 1 \pm 1', False),
+    (r'\{1/2\}', '0.5', True), (r'\{x+1, 2\}', '2, 1+x', True),
     (r'\{(1,2),(3,4)\}', '(3,4),(1,2)', True), (r'\{(1,2),(3,4)\}', '(4,3),(1,2)', False),
     (r'\{\{1\},2\}', r'\{2,\{1\}\}', True),
-    (r'\{1,2\}', r'\{\{1,2\}\}', False), (r'\{1,2\}', '(1,2)', False), (r'\emptyset', r'\{\}', True),
-    (r'\emptyset', r'\{0\}', False),
+    (r'\{1,2\}', r'\{\{1,2\}\}', False), (r'\{1,2\}', '(1,2)', False),
+    (r'\emptyset', r'\{\}', True), (r'\emptyset', r'\{0\}', False),
     ('1, 2', 'x=1, y=2', False), (r'\{1,2\}', '1 or', False),
     (r'\{1,2,3\}', '1,,2,3', False), (r'\{1000, 2\}', '1,000, 2', True), ('', '1', None),
     (r'\{1\}', ', '.join(map(str, range(200))), False),
@@ -229,7 +237,8 @@ def test_a_set_is_its_elements_in_any_order(numbers, data):
     ('(1,2)', '', False), ('5', '5', None), ('(1,,2)', '(1,2)', None),
     (', '.join('1' * 65), '(1,2)', None),
     ('(1,2)', 'x=1, y=2', True), ('(1,2)', 'y=1, x=2', False), ('(1,2)', '(y,x)=(1,2)', False),
-    ('(b,a)=(1,2)', 'b=1, a=2', True), ('(1,(2,3))', r'(1,\{2,3\})', False), (r'(1,\{2,3\})', r'(1,\{3,2\})', True),
+    ('(b,a)=(1,2)', 'b=1, a=2', True), ('(1,(2,3))', r'(1,\{2,3\})', False),
+    (r'(1,\{2,3\})', r'(1,\{3,2\})', True),
   ],
 )  # fmt: skip
 def test_tuples(truth, answer, agree):
@@ -248,17 +257,18 @@ CITIES = read_choices(['Paris', 'London', 'Rome', 'Not enough information'])
 @pytest.mark.parametrize(
   ('text', 'letters'),
   [
-    ('B', 'B'), ('b', 'B'), ('(B)', 'B'), ('(b).', 'B'), ('B.', 'B'), ('B)', 'B'), ('[B]', 'B'), ('**B**', 'B'),
-    (r'\text{B}', 'B'), (r'\textbf{(B)}', 'B'),
-    ('$B$', 'B'), ('option B', 'B'), ('Option (B)', 'B'), ('the correct choice B', 'B'), ('Answer: B', 'B'),
-    ('London', 'B'), ('london.', 'B'),
-    ('B. London', 'B'), ('(B) London', 'B'), ('B London', 'B'), ('B: London', 'B'), ('B is correct', 'B'),
-    ('B is the right answer', 'B'),
+    ('B', 'B'), ('b', 'B'), ('(B)', 'B'), ('(b).', 'B'), ('B.', 'B'), ('B)', 'B'), ('[B]', 'B'),
+    ('**B**', 'B'), (r'\text{B}', 'B'), (r'\textbf{(B)}', 'B'),
+    ('$B$', 'B'), ('option B', 'B'), ('Option (B)', 'B'), ('the correct choice B', 'B'),
+    ('Answer: B', 'B'), ('London', 'B'), ('london.', 'B'),
+    ('B. London', 'B'), ('(B) London', 'B'), ('B London', 'B'), ('B: London', 'B'),
+    ('B is correct', 'B'), ('B is the right answer', 'B'),
     ('A, C', 'AC'), ('A and C', 'AC'), ('CA', 'AC'), ('(A), (C)', 'AC'), ('A, B, and C', 'ABC'),
     ('D. Not enough information', 'D'),
     ('E', None), ('', None), ('B. Paris', None), ('A or B', None), ('A/B', None), ('not B', None),
     ('B is wrong', None), ('Berlin', None),
-    ('AE', None), ('B?C', None), ('both A and B', None), ('London and Paris', None), ('2', None), ('BB', None),
+    ('AE', None), ('B?C', None), ('both A and B', None),
+    ('London and Paris', None), ('2', None), ('BB', None),
   ],
 )  # fmt: skip
 def test_choices_that_are_known(text, letters):
@@ -267,9 +277,10 @@ def test_choices_that_are_known(text, letters):
 
 @pytest.mark.parametrize(
   ('text', 'letters'),
-  [('B', 'B'), ('B. 12 cm', 'B'), ('(B) 12 cm', 'B'), ('B) the cat', 'B'), ('B cat', None), ('B. or C', None),
-   ('B. not sure', None),
-   ('B) see C', None), ('cat', None), ('J', 'J'), ('B) A', None), ('B. I', None), ('B) A cat', 'B')],
+  [('B', 'B'), ('B. 12 cm', 'B'), ('(B) 12 cm', 'B'), ('B) the cat', 'B'), ('B cat', None),
+   ('B. or C', None), ('B. not sure', None),
+   ('B) see C', None), ('cat', None), ('J', 'J'),
+   ('B) A', None), ('B. I', None), ('B) A cat', 'B')],
 )  # fmt: skip
 def test_choices_that_are_not_known(text, letters):
   assert parse_choice(text, None) == (None if letters is None else frozenset(letters))
@@ -304,10 +315,10 @@ def test_a_truth_may_count_the_choices():
   [
     ('The Beatles', 'beatles'), ('New  York.', 'new york'), ("King's College", 'Kings College'),
     ('well-known', 'well known'), ('U.S.A.', 'USA'),
-    ('“Paris”', 'paris'), (r'\text{Paris}', 'Paris'), ('**Paris**', 'paris'), ('1,000 BC', '1000 bc'),
-    ('rock & roll', 'rock and roll'),
-    ('ＡＢＣ', 'abc'), ('北京。', '北京'), ('Yes!', 'yes'), ('king of the hill', 'King of hill'), ('Straße', 'STRASSE'),
-    ('cafe\u0301', 'café'),
+    ('“Paris”', 'paris'), (r'\text{Paris}', 'Paris'), ('**Paris**', 'paris'),
+    ('1,000 BC', '1000 bc'), ('rock & roll', 'rock and roll'),
+    ('ＡＢＣ', 'abc'), ('北京。', '北京'), ('Yes!', 'yes'), ('king of the hill', 'King of hill'),
+    ('Straße', 'STRASSE'), ('cafe\u0301', 'café'),
   ],
 )  # fmt: skip
 def test_texts_that_are_the_same(one, other):
@@ -316,8 +327,8 @@ def test_texts_that_are_the_same(one, other):
 
 @pytest.mark.parametrize(
   ('one', 'other'),
-  [('3.5', '35'), ('-5', '5'), ('C++', 'C'), ('C#', 'C'), ('50%', '50'), ('vitamin A', 'vitamin'), ('10²', '102'),
-   ('a', 'the'), ('12:30', '1230'),
+  [('3.5', '35'), ('-5', '5'), ('C++', 'C'), ('C#', 'C'), ('50%', '50'), ('vitamin A', 'vitamin'),
+   ('10²', '102'), ('a', 'the'), ('12:30', '1230'),
    ('1/2', '12'), ('x=1', 'x1'), ('not Paris', 'Paris'), ('.5', '5'), ('1,5', '15')],
 )  # fmt: skip
 def test_texts_that_differ(one, other):
@@ -367,8 +378,9 @@ def test_several_methods_in_their_order():
   ('text', 'wanted'),
   [('9^{9^{9}}', True), ('(9^9)^{9}', True), (r'\left(9^{9}\right)^{9}', True), ('2^{99999}', True),
    ('2^{9999}', False), ('99999!', True),
-   ('5!', False), ('5!!', True), ('1e9999', True), ('e^{x^2}', False), ('x^{2^3}', False), ('10^6', False),
-   ('9' * 400, True), ('(' * 41 + '42' + ')' * 41, True), ('(' * 40 + '42' + ')' * 40, False)],
+   ('5!', False), ('5!!', True), ('1e9999', True), ('e^{x^2}', False), ('x^{2^3}', False),
+   ('10^6', False), ('9' * 400, True), ('(' * 41 + '42' + ')' * 41, True),
+   ('(' * 40 + '42' + ')' * 40, False)],
 )  # fmt: skip
 def test_what_would_explode_is_seen_before_it_is_computed(text, wanted):
   assert explodes(text) is wanted

@@ -49,10 +49,11 @@ def test_shares(text, language, wanted):
 
 @pytest.mark.parametrize(
   'hidden',
-  ['```python\nprint("hello world")\n```', '`hello world`', r'$\text{hello world}$', r'$$hello + world$$', r'\(hello\)',
+  ['```python\nprint("hello world")\n```', '`hello world`',
+   r'$\text{hello world}$', r'$$hello + world$$', r'\(hello\)',
    r'\[hello '
-   r'world\]', r'\begin{align}hello &= world\end{align}', '<b>', 'https://hello.world/again', r'\hello',
-   '~~~\nhello\n~~~'],
+   r'world\]', r'\begin{align}hello &= world\end{align}', '<b>', 'https://hello.world/again',
+               r'\hello', '~~~\nhello\n~~~'],
 )  # fmt: skip
 def test_code_and_latex_do_not_count(hidden):
   assert words(prose(hidden)) == []

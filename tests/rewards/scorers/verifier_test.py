@@ -98,8 +98,9 @@ def test_an_unknown_verifier_is_the_scorers_own_error():
 
 @pytest.mark.parametrize(
   'answer',
-  ["__import__('os').system('true')", 'open("x", "w")', 'exit()', 'exec("1")', '[].append(1)', 'S("1")',
-   '(lambda: 1)()', '().__class__', '[print(1) for x in [1]]', 'f"{exit()}"', '1 + eval("1")'],
+  ["__import__('os').system('true')", 'open("x", "w")', 'exit()', 'exec("1")', '[].append(1)',
+   'S("1")', '(lambda: 1)()', '().__class__', '[print(1) for x in [1]]', 'f"{exit()}"',
+   '1 + eval("1")'],
 )  # fmt: skip
 def test_code_is_recognised(answer):
   assert runs_code(answer)
@@ -107,8 +108,9 @@ def test_code_is_recognised(answer):
 
 @pytest.mark.parametrize(
   'answer',
-  ['42', 'retal', 'x**2 + sqrt(2)*exp(x)', '[1, 2, 3]', '["a", "b"]', '{"a": 1}', 'Mr.Smith', '____', 'the cat (black)',
-   'open the door', '1 2 3', 'max(1, 2)', 'C + log(x)', '((((', 'getattr', 'def f(): pass'],
+  ['42', 'retal', 'x**2 + sqrt(2)*exp(x)', '[1, 2, 3]', '["a", "b"]', '{"a": 1}', 'Mr.Smith',
+   '____', 'the cat (black)', 'open the door', '1 2 3', 'max(1, 2)', 'C + log(x)', '((((',
+   'getattr', 'def f(): pass'],
 )  # fmt: skip
 def test_ordinary_answers_are_not_code(answer):
   assert not runs_code(answer)

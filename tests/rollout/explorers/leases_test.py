@@ -102,7 +102,7 @@ def test_a_group_does_not_go_to_one_whose_message_was_broken_off():
   asyncio.run(check())
 
 
-def test_groups_of_one_that_is_gone_go_out_again_in_their_order_before_those_that_nobody_has_begun():
+def test_groups_of_one_that_is_gone_go_out_again_in_order_before_those_that_nobody_has_begun():
   async def check():
     leases = Leases(silent_s=60.0)
     one, two, three = await lent(leases, 'a', 'b', 'a')

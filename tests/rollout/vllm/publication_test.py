@@ -303,11 +303,13 @@ spec = tiny('qwen3', 11, hidden_size=16, intermediate_size=24, head_dim=8)
 
 def leaves(seed):
   random = np.random.default_rng(seed)
-  return [(entry.unrolled, random.normal(size=entry.shape).astype(np.float32)) for entry in entries(spec)]
+  return [(entry.unrolled, random.normal(size=entry.shape).astype(np.float32)) \
+for entry in entries(spec)]
 
 
 def die(work, at):
-  # Each step is a moment: files made, opened, renamed and removed, arrays asked for, data sent to the disk.
+  # Each step is a moment: files made, opened, renamed and removed, arrays asked for, \
+data sent to the disk.
   passed = []
 
   def moment(kind):
@@ -360,7 +362,8 @@ def attempt(name, at):
     assert os.WTERMSIG(status) == signal.SIGKILL
     return True
   assert os.waitstatus_to_exitcode(status) == 0
-  left = {'new': {'0.2', '0.3', '0.4'}, 'again': {'0.1', '0.2', '0.3'}, 'keep': {'0.3', 'unfinished'}}
+  left = {'new': {'0.2', '0.3', '0.4'}, 'again': {'0.1', '0.2', '0.3'}, \
+'keep': {'0.3', 'unfinished'}}
   assert found.keys() == left[name]
   return False
 
@@ -374,7 +377,8 @@ def is_whole(publication, directory):
 
 
 def control(version):
-  return PublicationFolder(root.with_name('control'), spec, dtype='float32').write(version, leaves(9))
+  return PublicationFolder(root.with_name('control'), spec, dtype='float32').write(version, \
+leaves(9))
 
 
 for name in ('new', 'again', 'keep'):

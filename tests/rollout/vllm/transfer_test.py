@@ -47,7 +47,9 @@ INIT, START, UPDATE, FINISH = (
 )
 STUB = {
   'vllm/model_executor/layers/utils.py': '',
-  'vllm/distributed/device_communicators/shm_broadcast.py': 'class SpinCondition:\n  def wait(self): ...\n',
+  'vllm/distributed/device_communicators/shm_broadcast.py': (
+    'class SpinCondition:\n  def wait(self): ...\n'
+  ),
   'vllm/distributed/weight_transfer/base.py': """
 import abc, dataclasses
 print('noise at import')
@@ -157,7 +159,8 @@ class Engine(TrainerWeightTransferEngine):
     for name, tensor in self.source:
       handle = {'GPU-1': (len, (3, 4), b'handle')}
       info = dict(names=[name], dtype_names=['x'], shapes=[list(tensor.shape)], ipc_handles=handle)
-      self.client.update_weights({**info, 'ipc_handles_pickled': None, 'tensor_sizes': [tensor.nbytes]})
+      self.client.update_weights({**info, 'ipc_handles_pickled': None, \
+'tensor_sizes': [tensor.nbytes]})
     self.client.finish_weight_update()
 """,
 }
@@ -730,13 +733,16 @@ def test_configurations_that_cannot_work_are_one_clear_error(tmp_path):
 REAL = """
 import dataclasses, inspect, torch
 import jaxrl_llm_sender as sender
-from vllm.distributed.weight_transfer import base, clients, factory, ipc_engine, nccl_common, nccl_engine
+from vllm.distributed.weight_transfer import base, clients, factory, ipc_engine, nccl_common, \
+nccl_engine
 
 client, source = sender.ForwardingClient(None), sender.PublicationSource(torch.device('cpu'))
 assert isinstance(client, base.VLLMWeightSyncClient)
-for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', 'finish_weight_update'):
+for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', \
+'finish_weight_update'):
   wanted = inspect.signature(getattr(base.VLLMWeightSyncClient, name)).parameters
-  assert list(inspect.signature(getattr(sender.ForwardingClient, name)).parameters) == list(wanted), name
+  assert list(inspect.signature(getattr(sender.ForwardingClient, name)).parameters) \
+== list(wanted), name
 parameters = inspect.signature(factory.WeightTransferTrainerFactory.trainer_init).parameters
 assert list(parameters) == ['init_info', 'client', 'source']
 
@@ -752,12 +758,14 @@ for info, engine in zip((nccl, ipc), engines):
 
 # What vLLM's engine reads from a source, checked by its own check.
 source.tensors = {'w': torch.ones(2, 3, dtype=torch.bfloat16)}
-((name, tensor),) = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata())
+((name, tensor),) = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(source, \
+source.metadata())
 assert name == 'w' and tensor.shape == (2, 3)
 
 # Our JSON form of an update is vLLM's own.
 info = dict(names=['w'], dtype_names=['bfloat16'], shapes=[[2, 3]])
-sent = ipc_engine.IPCWeightTransferUpdateInfo(**info, ipc_handles={'GPU-1': (1, 2)}, tensor_sizes=[12])
+sent = ipc_engine.IPCWeightTransferUpdateInfo(**info, ipc_handles={'GPU-1': (1, 2)}, \
+tensor_sizes=[12])
 update = dataclasses.asdict(sent)
 assert sender.as_json(update) == clients._json_safe_update_payload(update)
 nccl_engine.NCCLWeightTransferUpdateInfo(**sender.as_json(info))

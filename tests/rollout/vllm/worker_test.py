@@ -532,7 +532,8 @@ HIDDEN, HEAD, HEADS, MLP = 8, 2, 4, 12
 
 
 def at(rank, size):
-  # Layers ask for their place when they are made: no group of processes is needed to make those of any rank.
+  # Layers ask for their place when they are made: no group of processes is needed to make those \
+of any rank.
   for module in (linear, vocabulary, parameters):
     module.get_tensor_model_parallel_rank = lambda: rank
     module.get_tensor_model_parallel_world_size = lambda: size
@@ -540,7 +541,8 @@ def at(rank, size):
 
 def model_of(kv_heads, words):
   model = torch.nn.Module()
-  model.packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj'], 'gate_up_proj': ['gate_proj', 'up_proj']}
+  model.packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj'], \
+'gate_up_proj': ['gate_proj', 'up_proj']}
   model.embed_tokens = vocabulary.VocabParallelEmbedding(words, HIDDEN)
   model.lm_head = vocabulary.ParallelLMHead(words, HIDDEN)
   model.tied = vocabulary.ParallelLMHead(words, HIDDEN).tie_weights(model.embed_tokens)
@@ -551,7 +553,8 @@ def model_of(kv_heads, words):
   model.replicated = linear.ReplicatedLinear(HIDDEN, 4, bias=True)
   for parameter in model.parameters():
     parameter.data.fill_(7.0)
-  for table in (model.embed_tokens, model.lm_head):  # Their loaders zero what pads the vocabulary; ours leaves it.
+  for table in (model.embed_tokens, model.lm_head):  # Their loaders zero what pads the \
+vocabulary; ours leaves it.
     table.weight.data.zero_()
   return model
 
@@ -582,7 +585,8 @@ with set_current_vllm_config(VllmConfig()):
           parameter = theirs.get_parameter(f'{fused[0] if fused else layer}.{leaf}')
           parameter.weight_loader(parameter, tensor, *(fused[1:] if fused else ()))
         worker.load(worker.hf_views(ours), whole)
-        for (name, wanted), (same, found) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        for (name, wanted), (same, found) in zip(theirs.named_parameters(), \
+ours.named_parameters(), strict=True):
           assert name == same and torch.equal(found, wanted), (size, kv_heads, words, rank, name)
           compared += 1
 print('compared', compared)

@@ -132,8 +132,8 @@ def _check_length(length: int, longest: int) -> None:
   if length == longest:
     raise Refusal(
       f'The decoder prompt (length {length}) plus the number of requested output tokens (at least '
-      '1) is longer than '
-      f'the maximum model length of {longest}. {remedy} (prompt + requested output tokens).'
+      f'1) is longer than the maximum model length of {longest}. {remedy} (prompt + requested '
+      'output tokens).'
     )
 
 

@@ -246,7 +246,10 @@ class FakeServer:
     except CoreDead:
       return failure('EngineCore encountered an issue. See stack trace (above) for the root cause.')
     except WorkerError as error:
-      message = f"Call to collective_rpc method failed: Worker failed with error '{error}', please check the stack "
+      message = (
+        f"Call to collective_rpc method failed: Worker failed with error '{error}', please check "
+        'the stack '
+      )
       return await send_and_close(request, failure(f'{message}trace above for the root cause'))
     except Exception as error:
       logging.exception('fake: %s failed', request.path)

@@ -98,7 +98,6 @@ def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, 
     if found.shape != tensor.shape or found.dtype != tensor.dtype:
       raise ValueError(
         f'{name}: published as {found.shape} torch.{found.dtype.name}, the model has '
-        f'{tensor.shape} '
-        f'torch.{tensor.dtype.name}'
+        f'{tensor.shape} torch.{tensor.dtype.name}'
       )
   return tensors

@@ -26,8 +26,10 @@ from .remote import Origin, Remote, is_same, is_suspect, remote_class
 from .values import STANDARD_TYPES, TYPE_NAMES, Undecodable
 
 _ALIASED = frozenset({
-  *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
-  *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
+  *('bisect', 'calendar', 'cmath', 'collections', 'copy',
+    'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
+  *('itertools', 'json', 'math', 'operator', 'random', 're',
+    'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
 """Modules that a name in the tests may mean if the program imports them under that name (`import
 datetime as dt`). All of them only compute.

@@ -35,20 +35,22 @@ _DENIED = {
   # user), set priorities and processors, or use resources shared by all processes of a user or of
   # the host.
   'x86_64': {
-    'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
-    'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
-    'process_vm_readv': 310, 'process_vm_writev': 311, 'memfd_create': 319, 'bpf': 321, 'userfaultfd': 323,
-    'msgget': 68, 'semget': 64, 'vmsplice': 278, 'io_setup': 206, 'inotify_init': 253, 'inotify_init1': 294,
-    'fanotify_init': 300, 'sched_setaffinity': 203, 'sched_setscheduler': 144, 'sched_setparam': 142,
-    'sched_setattr': 314, 'setpriority': 141, 'ioprio_set': 251,
+    'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166,
+    'swapon': 167, 'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272,
+    'perf_event_open': 298, 'setns': 308, 'process_vm_readv': 310, 'process_vm_writev': 311,
+    'memfd_create': 319, 'bpf': 321, 'userfaultfd': 323, 'msgget': 68, 'semget': 64,
+    'vmsplice': 278, 'io_setup': 206, 'inotify_init': 253, 'inotify_init1': 294,
+    'fanotify_init': 300, 'sched_setaffinity': 203, 'sched_setscheduler': 144,
+    'sched_setparam': 142, 'sched_setattr': 314, 'setpriority': 141, 'ioprio_set': 251,
   },
   'aarch64': {
-    'shmget': 194, 'ptrace': 117, 'pivot_root': 41, 'chroot': 51, 'mount': 40, 'umount2': 39, 'swapon': 224,
-    'add_key': 217, 'request_key': 218, 'keyctl': 219, 'unshare': 97, 'perf_event_open': 241, 'setns': 268,
-    'process_vm_readv': 270, 'process_vm_writev': 271, 'memfd_create': 279, 'bpf': 280, 'userfaultfd': 282,
-    'msgget': 186, 'semget': 190, 'vmsplice': 75, 'io_setup': 0, 'inotify_init1': 26, 'fanotify_init': 262,
-    'sched_setaffinity': 122, 'sched_setscheduler': 119, 'sched_setparam': 118, 'sched_setattr': 274,
-    'setpriority': 140, 'ioprio_set': 30,
+    'shmget': 194, 'ptrace': 117, 'pivot_root': 41, 'chroot': 51, 'mount': 40, 'umount2': 39,
+    'swapon': 224, 'add_key': 217, 'request_key': 218, 'keyctl': 219, 'unshare': 97,
+    'perf_event_open': 241, 'setns': 268, 'process_vm_readv': 270, 'process_vm_writev': 271,
+    'memfd_create': 279, 'bpf': 280, 'userfaultfd': 282, 'msgget': 186, 'semget': 190,
+    'vmsplice': 75, 'io_setup': 0, 'inotify_init1': 26, 'fanotify_init': 262,
+    'sched_setaffinity': 122, 'sched_setscheduler': 119, 'sched_setparam': 118,
+    'sched_setattr': 274, 'setpriority': 140, 'ioprio_set': 30,
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
@@ -88,8 +90,8 @@ _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _DENIED_EVERYWHERE = {
-  'io_uring_setup': 425, 'io_uring_enter': 426, 'io_uring_register': 427, 'open_tree': 428, 'move_mount': 429,
-  'fsopen': 430, 'pidfd_getfd': 438, 'mount_setattr': 442, 'memfd_secret': 447,
+  'io_uring_setup': 425, 'io_uring_enter': 426, 'io_uring_register': 427, 'open_tree': 428,
+  'move_mount': 429, 'fsopen': 430, 'pidfd_getfd': 438, 'mount_setattr': 442, 'memfd_secret': 447,
 }  # fmt: skip
 
 

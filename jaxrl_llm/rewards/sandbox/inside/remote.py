@@ -68,8 +68,10 @@ _STANDARD_NAMES = frozenset(
 harmless.
 """
 _COMPARISONS = frozenset({
-  *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
-  *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
+  *('equal', 'equals', 'eq', 'same', 'sameas', 'matches',
+    'compare', 'compareto', 'identical', 'equivalent'),
+  *('isclose', 'allclose', 'approx', 'almostequal',
+    'approximately', 'contains', 'has', 'includes', 'all', 'any'),
 })  # fmt: skip
 """Names of comparison methods, in lower case and without underscores; a prefix `is` is ignored."""
 

@@ -38,7 +38,10 @@ def diagnose(
       f'{reason} in {share}, such as {truth}; without --options.mode, one is chosen from the truths'
     )
   if reason == NO_ANSWER:
-    return f'{share} have no answer where the scorer looks ({_described(read)}); {_elsewhere(attempts, read)}'
+    return (
+      f'{share} have no answer where the scorer looks ({_described(read)}); '
+      f'{_elsewhere(attempts, read)}'
+    )
   if reason:
     return f'{reason} in {share}; a completion must give one answer'
   got = json.dumps(str(evidence[place].get('answer'))[:60], ensure_ascii=False)

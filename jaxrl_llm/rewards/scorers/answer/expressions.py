@@ -115,11 +115,14 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
 
 _SEPARATORS = re.compile(
-  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)|\b(?:or|and)\b|\.\s|[;\n|≡]'
+  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)'
+  r'|\b(?:or|and)\b|\.\s|[;\n|≡]'
 )
 _RELATIONS = re.compile(
-  r'\\(?:geq?|leq?|geqslant|leqslant|geqq|leqq|n?(?:geq|leq|gtr|less)|neq?|lt|gt|ll|gg|approx|approxeq|sim|simeq|cong|'
-  r'(?:less|gtr)(?:sim|approx)|prec|succ|preceq|succeq|propto|doteq|asymp|not|neg)(?![a-zA-Z])|[<>≤≥≠≈~¬≪≫⩽⩾≲≳≅≃]'
+  r'\\(?:geq?|leq?|geqslant|leqslant|geqq|leqq|n?(?:geq|leq|gtr|less)|neq?|lt|gt|ll|gg|'
+  r'approx|approxeq|sim|simeq|cong|'
+  r'(?:less|gtr)(?:sim|approx)|prec|succ|preceq|succeq|propto|doteq|asymp|not|neg)'
+  r'(?![a-zA-Z])|[<>≤≥≠≈~¬≪≫⩽⩾≲≳≅≃]'
 )
 _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')

@@ -45,16 +45,17 @@ class Formula(NamedTuple):
 
 
 _FUNCTIONS = (
-  'arcsin', 'arccos', 'arctan', 'arccot', 'arcsec', 'arccsc', 'asin', 'acos', 'atan', 'sinh', 'cosh', 'tanh',
-  'coth', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'log', 'ln', 'lg', 'exp', 'sqrt', 'cbrt', 'abs', 'floor',
-  'ceil', 'cis',
+  'arcsin', 'arccos', 'arctan', 'arccot', 'arcsec', 'arccsc', 'asin', 'acos', 'atan', 'sinh',
+  'cosh', 'tanh', 'coth', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'log', 'ln', 'lg', 'exp',
+  'sqrt', 'cbrt', 'abs', 'floor', 'ceil', 'cis',
 )  # fmt: skip
 _SAME = {'asin': 'arcsin', 'acos': 'arccos', 'atan': 'arctan'}
 _INVERSES = {name: f'arc{name}' for name in ('sin', 'cos', 'tan', 'cot', 'sec', 'csc')}
 _GREEK = frozenset({
-  'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'varepsilon', 'zeta', 'eta', 'theta', 'vartheta', 'iota',
-  'kappa', 'lambda', 'mu', 'nu', 'xi', 'rho', 'sigma', 'tau', 'upsilon', 'phi', 'varphi', 'chi', 'psi',
-  'omega', 'Gamma', 'Delta', 'Theta', 'Lambda', 'Xi', 'Pi', 'Sigma', 'Upsilon', 'Phi', 'Psi', 'Omega', 'ell',
+  'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'varepsilon', 'zeta', 'eta', 'theta', 'vartheta',
+  'iota', 'kappa', 'lambda', 'mu', 'nu', 'xi', 'rho', 'sigma', 'tau', 'upsilon', 'phi', 'varphi',
+  'chi', 'psi', 'omega', 'Gamma', 'Delta', 'Theta', 'Lambda', 'Xi', 'Pi', 'Sigma', 'Upsilon', 'Phi',
+  'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
 """Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` does not equal
@@ -63,8 +64,8 @@ _OPAQUE = frozenset('fghFGH')
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
-  r'(?:\\overline\{(?P<again>\d+)\}|\\bar\{(?P<bar>\d+)\}|\\dot\{?(?P<dot>\d)\}?|(?<=\.)\((?P<round>\d+)\)|'
-  r'(?<=\.\d)\((?P<round_1>\d+)\)|(?<=\.\d\d)\((?P<round_2>\d+)\))?',
+  r'(?:\\overline\{(?P<again>\d+)\}|\\bar\{(?P<bar>\d+)\}|\\dot\{?(?P<dot>\d)\}?|'
+  r'(?<=\.)\((?P<round>\d+)\)|(?<=\.\d)\((?P<round_1>\d+)\)|(?<=\.\d\d)\((?P<round_2>\d+)\))?',
   re.ASCII,
 )
 _MIXED = re.compile(r'\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))', re.ASCII)

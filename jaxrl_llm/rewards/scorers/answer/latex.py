@@ -13,16 +13,17 @@ import unicodedata
 _SUPERSCRIPTS = str.maketrans('⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ', '0123456789+-()ni')
 _SUBSCRIPTS = str.maketrans('₀₁₂₃₄₅₆₇₈₉', '0123456789')
 _UNICODE = {
-  '−': '-', '–': '-', '×': r'\times ', '·': r'\cdot ', '⋅': r'\cdot ', '÷': r'\div ', '∕': '/', '∞': r'\infty ',
-  'π': r'\pi ', 'θ': r'\theta ', 'α': r'\alpha ', 'β': r'\beta ', 'γ': r'\gamma ', 'φ': r'\phi ', 'λ': r'\lambda ',
-  'μ': r'\mu ', 'ω': r'\omega ', 'σ': r'\sigma ', 'Δ': r'\Delta ', 'ε': r'\epsilon ', '±': r'\pm ', '∓': r'\mp ',
-  '≤': r'\le ', '⩽': r'\le ', '≥': r'\ge ', '⩾': r'\ge ', '≠': r'\ne ', '≈': r'\approx ', '∪': r'\cup ',
-  '∩': r'\cap ', '∈': r'\in ', '∅': r'\emptyset ', 'ℝ': r'\mathbb{R}', 'ℤ': r'\mathbb{Z}', '√': r'\sqrt ',
-  '∛': r'\sqrt[3]', '°': r'^\circ ', '⟨': r'\langle ', '⟩': r'\rangle ', '⌊': r'\lfloor ', '⌋': r'\rfloor ',
+  '−': '-', '–': '-', '×': r'\times ', '·': r'\cdot ', '⋅': r'\cdot ', '÷': r'\div ', '∕': '/',
+  '∞': r'\infty ', 'π': r'\pi ', 'θ': r'\theta ', 'α': r'\alpha ', 'β': r'\beta ', 'γ': r'\gamma ',
+  'φ': r'\phi ', 'λ': r'\lambda ', 'μ': r'\mu ', 'ω': r'\omega ', 'σ': r'\sigma ', 'Δ': r'\Delta ',
+  'ε': r'\epsilon ', '±': r'\pm ', '∓': r'\mp ', '≤': r'\le ', '⩽': r'\le ', '≥': r'\ge ',
+  '⩾': r'\ge ', '≠': r'\ne ', '≈': r'\approx ', '∪': r'\cup ', '∩': r'\cap ', '∈': r'\in ',
+  '∅': r'\emptyset ', 'ℝ': r'\mathbb{R}', 'ℤ': r'\mathbb{Z}', '√': r'\sqrt ', '∛': r'\sqrt[3]',
+  '°': r'^\circ ', '⟨': r'\langle ', '⟩': r'\rangle ', '⌊': r'\lfloor ', '⌋': r'\rfloor ',
   '⌈': r'\lceil ', '⌉': r'\rceil ', '½': r'\frac{1}{2}', '⅓': r'\frac{1}{3}', '⅔': r'\frac{2}{3}',
-  '¼': r'\frac{1}{4}', '¾': r'\frac{3}{4}', '⅕': r'\frac{1}{5}', '⅙': r'\frac{1}{6}', '⅛': r'\frac{1}{8}',
-  '′': "'", '’': "'", '…': r'\ldots ', '∖': r'\setminus ', '\u00a0': ' ', '\u202f': ' ', '\u2009': ' ', '\u200b': '',
-  '∧': r'\wedge ', '∨': r'\vee ',
+  '¼': r'\frac{1}{4}', '¾': r'\frac{3}{4}', '⅕': r'\frac{1}{5}', '⅙': r'\frac{1}{6}',
+  '⅛': r'\frac{1}{8}', '′': "'", '’': "'", '…': r'\ldots ', '∖': r'\setminus ', '\u00a0': ' ',
+  '\u202f': ' ', '\u2009': ' ', '\u200b': '', '∧': r'\wedge ', '∨': r'\vee ',
 }  # fmt: skip
 _UNICODE_MARK = re.compile('[' + ''.join(_UNICODE) + ']')
 _RUNS = (
@@ -37,13 +38,15 @@ _FONT = r'\\(?:mathrm|mathit|mathbf|mathsf|mathtt|mathnormal|operatorname\*?)'
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
-    (r'(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|pi|infty|cup|le|ge|leq|geq|cdot|times|pm|begin|end)(?![a-zA-Z]))',
+    (r'(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|pi|infty|cup|le|ge|leq|geq|'
+     r'cdot|times|pm|begin|end)(?![a-zA-Z]))',
      r'\\'),
     (r'\\text\s*\{\s*([,;])\s*\}', r'\1 '),
     (r',\s*\\!\s*|\{\s*,\s*\}\s*', ','),
     (r'\{\s*:\s*\}|\\colon' + _END + r'|\\!:\\!|\\text\s*\{\s*:\s*\}', ':'),
     (r'(?<=\d)(?:(?<!\\)\\[,;:> ]|\\(?:thinspace|enspace)' + _END + r'|~)(?=\d{3}(?!\d))', ' '),
-    (r'(?<!\\)\\[!/]|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut|'
+    (r'(?<!\\)\\[!/]|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|'
+     r'limits|nolimits|mathstrut|strut|'
      r'boldsymbol|bm|bf|rm|it|hfill|noindent|nonumber|middle)' + _END + r'(?:\.(?!\d))?', ''),
     (r'\\(?:[hv]space|phantom|hphantom|label|tag)\*?\s*\{[^{}]*\}', ' '),
     (r'\\q?quad|(?<!\\)\\[,;:> ]|\\(?:thinspace|enspace|space|newline)' + _END + '|~|&nbsp;', ' '),
@@ -67,22 +70,26 @@ _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (r'\\(?:rparen)' + _END, ')'),
     (r'\\(?:text(?:bf|it|rm|normal|sf|tt|up)|mbox|hbox|emph)(?=\s*\{)', r'\\text'),
     (_FONT + r'\s*\{\s*([a-zA-Z])\s*\}', r' \1 '),
-    (rf'(?:{_FONT}|\\text)\s*\{{\s*\\?(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|lg|exp|cis|sinh|cosh|tanh)\s*\}}',
+    (rf'(?:{_FONT}|\\text)\s*\{{\s*\\?(arcsin|arccos|arctan|sin|cos|tan|cot|'
+     rf'sec|csc|log|ln|lg|exp|cis|sinh|cosh|tanh)\s*\}}',
      r'\\\1 '),
     (rf'(?:{_FONT}|\\text)\s*\{{([-+\d.,/\s]*\d[.,\s]*)\}}', r' \1 '),
     (r'\\(?:mathrm|mathit|mathsf|mathtt|mathnormal|operatorname\*?)(?=\s*\{)', r'\\text'),
     (r'\\mathbf(?=\s*\{\s*[a-zA-Z(])', r'\\text'),
     (r'_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}|_\s*\\text\s*\{\s*(\w+)\s*\}', r'_{\1\2}'),
-    (r'\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}', r'\\text{\1/\2}'),
+    (r'\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}',
+     r'\\text{\1/\2}'),
     (r'\\text\s*\{\s*,?\s*(and|or)\s*,?\s*\}', r' \1 '),
     (r'\\(?:vee|lor)' + _END, ' or '),
     (r'\\(?:wedge|land)' + _END, ' and '),
     (r'\\(?:degree|degrees)' + _END + r'|\^\s*\{\s*\\circ\s*\}|\^\s*\{\s*o\s*\}', r'^\\circ '),
-    (r'\\mathbb\s*R' + _END + r'|\\Bbb\s*\{?R\}?|\\(?:R|reals|Reals|RR)' + _END + r'|\\text\s*\{\s*R\s*\}(?=\s*$)',
+    (r'\\mathbb\s*R' + _END + r'|\\Bbb\s*\{?R\}?|\\(?:R|reals|Reals|RR)' + _END
+     + r'|\\text\s*\{\s*R\s*\}(?=\s*$)',
      r'\\mathbb{R}'),
     (r'\\(?:backslash)' + _END, r'\\setminus '),
     (r'\\%', '%'),
-    (r'\s*\\text\s*\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|\s*\b(?:percent(?:age)?|per cent|pct)\b\.?\s*$', '%'),
+    (r'\s*\\text\s*\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}'
+     r'|\s*\b(?:percent(?:age)?|per cent|pct)\b\.?\s*$', '%'),
   )
 )  # fmt: skip
 _DELIMITERS = (('$$', '$$'), ('$', '$'), (r'\(', r'\)'), (r'\[', r'\]'), ('**', '**'), ('`', '`'))

@@ -15,16 +15,18 @@ _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
   (r'\\lbrace(?![a-zA-Z])', r'\\{'), (r'\\rbrace(?![a-zA-Z])', r'\\}'),
   (r'\\langle(?![a-zA-Z])', '⟨'), (r'\\rangle(?![a-zA-Z])', '⟩'),
-  (r'\\cup(?![a-zA-Z])', '∪'), (r'\\setminus(?![a-zA-Z])', '∖'), (r'\\pm(?![a-zA-Z])', '±'), (r'\\mp(?![a-zA-Z])', '∓'),
-  (r'\\infty(?![a-zA-Z])', '∞'), (r'\\in(?![a-zA-Z])', '∈'),
+  (r'\\cup(?![a-zA-Z])', '∪'), (r'\\setminus(?![a-zA-Z])', '∖'), (r'\\pm(?![a-zA-Z])', '±'),
+  (r'\\mp(?![a-zA-Z])', '∓'), (r'\\infty(?![a-zA-Z])', '∞'), (r'\\in(?![a-zA-Z])', '∈'),
   (r'\\(?:le|leq|leqslant)(?![a-zA-Z])|<=', '≤'), (r'\\(?:ge|geq|geqslant)(?![a-zA-Z])|>=', '≥'),
   (r'\\(?:ne|neq)(?![a-zA-Z])|!=', '≠'), (r'\\lt(?![a-zA-Z])', '<'), (r'\\gt(?![a-zA-Z])', '>'),
-  (r'\\(?:emptyset|varnothing)(?![a-zA-Z])', '∅'), (r'\\(?:mathbb|mathbf|Bbb)\s*\{?R\}?|\\R(?![a-zA-Z])', 'ℝ'),
-  (r'\\mid(?![a-zA-Z])', '|'), (r'\\(?:vee|lor)(?![a-zA-Z])', ' or '), (r'\\q?quad(?![a-zA-Z])', ' '),
+  (r'\\(?:emptyset|varnothing)(?![a-zA-Z])', '∅'),
+  (r'\\(?:mathbb|mathbf|Bbb)\s*\{?R\}?|\\R(?![a-zA-Z])', 'ℝ'), (r'\\mid(?![a-zA-Z])', '|'),
+  (r'\\(?:vee|lor)(?![a-zA-Z])', ' or '), (r'\\q?quad(?![a-zA-Z])', ' '),
 )  # fmt: skip
 _SIGNS = tuple((re.compile(pattern), sign) for pattern, sign in _SIGNS)
 _NAME = re.compile(
-  r"\s*(?P<name>\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([\w\s,]*\))?|\([a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\)|\|[A-Za-z]+\||"
+  r"\s*(?P<name>\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([\w\s,]*\))?|"
+  r'\([a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\)|\|[A-Za-z]+\||'
   r'\\(?:overline|angle|vec|hat|text)\s*\{?\s*[A-Za-z]+\s*\}?)\s*[=∈]\s*(?![=])'
 )
 _BOTH = str.maketrans('±∓', '+-'), str.maketrans('±∓', '-+')

@@ -35,7 +35,8 @@ _NUMBER = re.compile(
   (?:
     {_POWER.format('tens', 'tens_bare')}
   | (?P<mixed>\d+(?=\s|\\))?\s* (?: (?P<a>\d+)\s*/\s*(?P<b>\d+)
-      | \\[dt]?frac\s* (?: \{{\s*(?P<c>-?\d+)\s*\}}\s*\{{\s*(?P<d>\d+)\s*\}} | (?P<e>\d)\s*(?P<f>\d) ) )
+      | \\[dt]?frac\s*
+        (?: \{{\s*(?P<c>-?\d+)\s*\}}\s*\{{\s*(?P<d>\d+)\s*\}} | (?P<e>\d)\s*(?P<f>\d) ) )
   | (?P<whole>[1-9]\d{{0,2}}(?:,\d{{3}})+|\d{{1,3}}(?:\ \d{{3}})+(?!\d)|\d*) (?:\.(?P<part>\d*))?
     (?:[eE](?P<exponent>[-+]?\d{{1,3}}))?
     (?:\s*(?:\\times|\\cdot|[×·*x])\s*{_POWER.format('times', 'times_bare')})?
@@ -46,8 +47,8 @@ _NUMBER = re.compile(
   re.ASCII | re.VERBOSE,
 )
 _NOISE = (
-  ('\u2212', '-'), ('{,}', ','), (r'\!', ''), (r'\,', ''), (r'\;', ''), (r'\:', ''), (r'\ ', ' '), ('~', ' '),
-  (r'\%', '%'), (r'\$', '$'), ('\u00a0', ' '), ('\u202f', ' '),
+  ('\u2212', '-'), ('{,}', ','), (r'\!', ''), (r'\,', ''), (r'\;', ''), (r'\:', ''), (r'\ ', ' '),
+  ('~', ' '), (r'\%', '%'), (r'\$', '$'), ('\u00a0', ' '), ('\u202f', ' '),
 )  # fmt: skip
 _WORDS = re.compile(
   r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname|mbox|rm)\s*\{([^{}]*)\}'

@@ -31,17 +31,20 @@ from jaxrl_llm.rewards.scorers.answer.short_text import normalise
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 _LABEL = re.compile(
-  r'(?:\\text\s*\{\s*\(?(?P<a>[A-J])\s*\)?[.:]?\s*\}|\((?P<b>[A-J])\)|(?P<c>[A-J])[).:](?=\s|$))\s*(?P<rest>.*)',
+  r'(?:\\text\s*\{\s*\(?(?P<a>[A-J])\s*\)?[.:]?\s*\}|\((?P<b>[A-J])\)|(?P<c>[A-J])[).:](?=\s|$))'
+  r'\s*(?P<rest>.*)',
   re.DOTALL,
 )
 _LETTER = re.compile(r'[A-J]')
 _MATRIX = re.compile(
-  r'[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?matrix|smallmatrix|array)\}\s*(?:\{[^{}]*\})?(?P<rows>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?',
+  r'[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?matrix|smallmatrix|array)\}\s*(?:\{[^{}]*\})?'
+  r'(?P<rows>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?',
   re.DOTALL,
 )
 _TEXT = re.compile(r'(?:\\text\s*\{[^{}]*\}\s*)+')
 _WORDS = re.compile(
-  r'(?<!\\)(?<![a-zA-Z])(?!(?:arc)?(?:sin|cos|tan|sinh|cosh|tanh|sqrt)(?![a-z]))[a-zA-Z]{4,}|[ap]\.?\s?m\b',
+  r'(?<!\\)(?<![a-zA-Z])(?!(?:arc)?(?:sin|cos|tan|sinh|cosh|tanh|sqrt)(?![a-z]))[a-zA-Z]{4,}'
+  r'|[ap]\.?\s?m\b',
   re.IGNORECASE,
 )
 _CLOCK = re.compile(r'[\d\s:.]+')

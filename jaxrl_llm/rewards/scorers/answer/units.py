@@ -98,26 +98,30 @@ _OWN = {
   'month': {'month': '1', 'yr year': '12'},
 }
 _SYMBOL_PREFIXES = {
-  'p': -12, 'n': -9, 'µ': -6, 'μ': -6, 'u': -6, 'm': -3, 'c': -2, 'd': -1, 'h': 2, 'k': 3, 'M': 6, 'G': 9, 'T': 12,
+  'p': -12, 'n': -9, 'µ': -6, 'μ': -6, 'u': -6, 'm': -3,
+  'c': -2, 'd': -1, 'h': 2, 'k': 3, 'M': 6, 'G': 9, 'T': 12,
 }  # fmt: skip
 _NAME_PREFIXES = {
-  'pico': -12, 'nano': -9, 'micro': -6, 'milli': -3, 'centi': -2, 'deci': -1, 'hecto': 2, 'kilo': 3, 'mega': 6,
-  'giga': 9, 'tera': 12,
+  'pico': -12, 'nano': -9, 'micro': -6, 'milli': -3, 'centi': -2, 'deci': -1, 'hecto': 2, 'kilo': 3,
+  'mega': 6, 'giga': 9, 'tera': 12,
 }  # fmt: skip
 _SHORT = {'mph': 'mi/h', 'kph': 'km/h', 'kmh': 'km/h', 'kmph': 'km/h', 'rpm': '/min'}
 _NO_UNIT = re.compile(
-  'or|and|not|no|nor|to|plus|minus|times|over|divided|but|maybe|approximately|about|than|else|except|is|was|then|half|'
-  'quarter|point|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|'
-  'eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|million|billion|trillion|dozen|lakh|'
-  'crore|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|'
-  'squared|cubed|factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
+  'or|and|not|no|nor|to|plus|minus|times|over|divided|but|maybe|approximately|about|than|else|'
+  'except|is|was|then|half|quarter|point|zero|one|two|three|four|five|six|seven|eight|nine|ten|'
+  'eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|'
+  '(?:twen|thir|for|fif|six|seven|eigh|nine)ty|'
+  '(?:hundred|thousand|million|billion|trillion|dozen|lakh|crore|third|fourth|fifth|sixth|seventh|'
+  'eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|squared|cubed|'
+  'factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
 """Matches words after a number that are neither units nor things counted: connectives, numerals,
 operations.
 """
 _TOKEN = re.compile(
-  r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?(?P<power>\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d\s*\}|[-+]?\d)|[²³]|'
-  r'[23](?!\d))?|(?P<over>/)|(?P<times>[·*\-,]|\\cdot|\\times))'
+  r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?'
+  r'(?P<power>\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d\s*\}|[-+]?\d)|[²³]|[23](?!\d))?'
+  r'|(?P<over>/)|(?P<times>[·*\-,]|\\cdot|\\times))'
 )
 _DEGREES = re.compile(r'\s*\^\s*\{?\s*\\circ\s*\}?|\s*\\degree|\s+°')
 _SCALES = re.compile(r'(?:°|\bdegrees?)\s*(C|F)(?:elsius|ahrenheit)?\b', re.IGNORECASE)

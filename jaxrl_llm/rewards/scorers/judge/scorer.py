@@ -76,8 +76,7 @@ class JudgeOptions(RemoteOptions):
     if self.max_tokens < 1 or self.malformed_retries < 0:
       raise UserError(
         f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, '
-        'wanted at '
-        'least 1 and 0'
+        'wanted at least 1 and 0'
       )
     if self.template is not None:
       check_template(self.template, self.mode, where)
@@ -168,7 +167,10 @@ class Judge(ServiceClient):
           raise Malformed(
             f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}'
           ) from None
-        hint = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
+        hint = (
+          f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the '
+          'form asked for.'
+        )
         messages = [
           *body['messages'],
           {'role': 'assistant', 'content': text or '(nothing)'},

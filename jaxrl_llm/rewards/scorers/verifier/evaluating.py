@@ -30,21 +30,24 @@ from jaxrl_llm.rewards.scorers.answer.effort import explodes
 T = TypeVar('T')
 
 PLAIN = frozenset({
-  'ab', 'acre', 'advanced_geometry', 'aiw', 'arc_1d', 'arc_agi', 'base_conversion', 'basic_arithmetic', 'bf',
-  'binary_alternation', 'boxnet', 'caesar_cipher', 'calendar_arithmetic', 'chain_sum', 'circuit_logic', 'codeio',
-  'coin_flip', 'color_cube_rotation', 'complex_arithmetic', 'count_bits', 'count_primes', 'course_schedule',
-  'cryptarithm', 'decimal_arithmetic', 'decimal_chain_sum', 'dice', 'emoji_mystery', 'family_relationships',
-  'figlet_font', 'fraction_simplification', 'futoshiki', 'game_of_life', 'game_of_life_halting', 'gcd', 'graph_color',
-  'group_anagrams', 'gsm_symbolic', 'isomorphic_strings', 'jugs', 'kakurasu', 'knight_swap', 'knights_knaves',
-  'largest_island', 'lcm', 'leg_counting', 'letter_counting', 'letter_jumble', 'list_functions', 'mahjong_puzzle',
-  'manipulate_matrix', 'maze', 'mini_sudoku', 'modulo_grid', 'needle_haystack', 'number_filtering', 'number_format',
-  'number_sequence', 'number_sorting', 'palindrome_generation', 'palindrome_partitioning', 'path_star',
-  'polynomial_equations', 'pool_matrix', 'power_function', 'prime_factorization', 'products', 'propositional_logic',
-  'quantum_lock', 'ransom_note', 'rearc', 'rectangle_count', 'rotate_matrix', 'rotten_oranges', 'rubiks_cube',
-  'rush_hour', 'self_reference', 'sentence_reordering', 'shortest_path', 'simple_equations', 'simple_geometry',
-  'sokoban', 'spell_backward', 'string_manipulation', 'string_splitting', 'string_synthesis', 'sudoku', 'survo',
-  'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
-  'zebra_puzzles',
+  'ab', 'acre', 'advanced_geometry', 'aiw', 'arc_1d', 'arc_agi', 'base_conversion',
+  'basic_arithmetic', 'bf', 'binary_alternation', 'boxnet', 'caesar_cipher', 'calendar_arithmetic',
+  'chain_sum', 'circuit_logic', 'codeio', 'coin_flip', 'color_cube_rotation', 'complex_arithmetic',
+  'count_bits', 'count_primes', 'course_schedule', 'cryptarithm', 'decimal_arithmetic',
+  'decimal_chain_sum', 'dice', 'emoji_mystery', 'family_relationships', 'figlet_font',
+  'fraction_simplification', 'futoshiki', 'game_of_life', 'game_of_life_halting', 'gcd',
+  'graph_color', 'group_anagrams', 'gsm_symbolic', 'isomorphic_strings', 'jugs', 'kakurasu',
+  'knight_swap', 'knights_knaves', 'largest_island', 'lcm', 'leg_counting', 'letter_counting',
+  'letter_jumble', 'list_functions', 'mahjong_puzzle', 'manipulate_matrix', 'maze', 'mini_sudoku',
+  'modulo_grid', 'needle_haystack', 'number_filtering', 'number_format', 'number_sequence',
+  'number_sorting', 'palindrome_generation', 'palindrome_partitioning', 'path_star',
+  'polynomial_equations', 'pool_matrix', 'power_function', 'prime_factorization', 'products',
+  'propositional_logic', 'quantum_lock', 'ransom_note', 'rearc', 'rectangle_count', 'rotate_matrix',
+  'rotten_oranges', 'rubiks_cube', 'rush_hour', 'self_reference', 'sentence_reordering',
+  'shortest_path', 'simple_equations', 'simple_geometry', 'sokoban', 'spell_backward',
+  'string_manipulation', 'string_splitting', 'string_synthesis', 'sudoku', 'survo', 'syllogism',
+  'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal',
+  'word_sorting', 'zebra_puzzles',
 })  # fmt: skip
 """Verifiers whose source was reviewed and does not evaluate answers
 (`tests/rewards/scorers/evaluating_test.py`).
@@ -64,8 +67,9 @@ but a sandbox that starts slowly must not.
 """
 
 _FUNCTIONS = frozenset({
-  'sqrt', 'cbrt', 'root', 'exp', 'log', 'ln', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'asin', 'acos', 'atan', 'acot',
-  'asec', 'acsc', 'sinh', 'cosh', 'tanh', 'coth', 'sech', 'csch', 'asinh', 'acosh', 'atanh', 'acoth', 'Abs', 'pi',
+  'sqrt', 'cbrt', 'root', 'exp', 'log', 'ln', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'asin',
+  'acos', 'atan', 'acot', 'asec', 'acsc', 'sinh', 'cosh', 'tanh', 'coth', 'sech', 'csch', 'asinh',
+  'acosh', 'atanh', 'acoth', 'Abs', 'pi',
 })  # fmt: skip
 _NUMBER = r'[0-9]+(?:\.[0-9]*)?|\.[0-9]+'
 _ARITHMETIC = re.compile(rf'(?:{_NUMBER}|[-+*/()\s])*+', re.ASCII)
