@@ -136,8 +136,8 @@ def _check(
   for row, length in enumerate(lengths):
     if not 0 < length <= chunk_len:
       raise UserError(
-        f'packing: row {row} has {length} tokens, wanted 1 … {chunk_len} (chunk_len); '
-        'raise chunk_len or refuse such rows at admission'
+        f'packing: row {row} has {length} tokens, wanted 1 … {chunk_len} (chunk_len); raise '
+        'chunk_len or refuse such rows at admission'
       )
   if sorted(row for unit in units for row in unit) != list(range(len(lengths))):
     raise ValueError(f'packing: units must name each of the {len(lengths)} rows exactly once')

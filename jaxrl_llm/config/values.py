@@ -122,8 +122,8 @@ def check_json(value: Any, where: str) -> None:
       check_json(element, f'{where}.{index}')
   elif type(value) not in SCALARS or (isinstance(value, float) and not math.isfinite(value)):
     raise UserError(
-      f'{where}: got {value!r} ({type(value).__name__}), wanted a JSON value '
-      '(none, true or false, a finite number, text, a list or a dict)'
+      f'{where}: got {value!r} ({type(value).__name__}), wanted a JSON value (none, true or false, '
+      'a finite number, text, a list or a dict)'
     )
 
 

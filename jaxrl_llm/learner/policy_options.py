@@ -293,9 +293,8 @@ def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], To
   if config.policy_loss_options:
     raise UserError(
       f'{where}: {dict(config.policy_loss_options)}, wanted none: policy_loss '
-      f'{config.policy_loss!r} takes the options '
-      f'of {name_of(config)}; set {", ".join(field.name for field in dataclasses.fields(kind))} '
-      'there'
+      f'{config.policy_loss!r} takes the options of {name_of(config)}; set '
+      f'{", ".join(field.name for field in dataclasses.fields(kind))} there'
     )
   return functools.partial(loss, options=config)
 
@@ -369,7 +368,6 @@ def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '
-      f'max_response_length={setting.max_response_length} '
-      'tokens; wanted fewer, or 0 for none'
+      f'max_response_length={setting.max_response_length} tokens; wanted fewer, or 0 for none'
     )
   check_ranges(config, where, _SHAPING_RANGES)

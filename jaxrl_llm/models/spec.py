@@ -59,8 +59,7 @@ class RopeScaling:
       if not 0 < self.low_freq_factor < self.high_freq_factor:
         raise UserError(
           'rope_scaling: wanted 0 < low_freq_factor < high_freq_factor, got '
-          f'{self.low_freq_factor} and '
-          f'{self.high_freq_factor}'
+          f'{self.low_freq_factor} and {self.high_freq_factor}'
         )
 
 

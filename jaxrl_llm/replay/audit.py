@@ -191,8 +191,8 @@ class _Audit:
         yield f'{uid}: counts in {counting} attempts'
       yield from self._used(uid, partition, trained)
     for uid, attempt in self._db.execute(
-      'SELECT DISTINCT uid, attempt FROM transitions t WHERE NOT EXISTS '
-      '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
+      'SELECT DISTINCT uid, attempt FROM transitions t WHERE NOT EXISTS (SELECT 1 FROM samples s '
+      'WHERE s.uid = t.uid AND s.attempt = t.attempt)'
     ):
       yield f'{uid} (attempt {attempt}): has transitions and was never issued'
 
@@ -286,8 +286,8 @@ class _Audit:
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
         # table names are constants
-        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '
-        '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
+        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS (SELECT 1 FROM samples s '
+        'WHERE s.uid = t.uid AND s.attempt = t.attempt)'
       ):
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 

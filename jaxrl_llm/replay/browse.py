@@ -119,9 +119,8 @@ def summary(directory: str | os.PathLike) -> list[str]:
     ).fetchone()
     scores = db.execute(
       # with max(), SQLite takes that row's columns
-      'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM '
-      '(SELECT scorer, status, value, count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, '
-      'scorer) GROUP BY 1, 2'
+      'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM (SELECT scorer, status, value, '
+      'count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
     ).fetchall()
     (plans, first, last) = db.execute('SELECT count(*), min(step), max(step) FROM plans').fetchone()
   sealed = sum(
@@ -287,20 +286,19 @@ def history(directory: str | os.PathLike, uid: str) -> list[str]:
       'SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)
     ):
       (sample,) = reader.read([(name, row)])
-      lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_described(sample)}')
+      lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_summary(sample)}')
     for attempt, payload in db.execute(
       'SELECT attempt, payload FROM open_segment WHERE uid = ?', (uid,)
     ):
       lines.append(
-        f'attempt {attempt}, open segment: {_described(decode_row(payload, f"open segment, {uid}"))}'
+        f'attempt {attempt}, open segment: {_summary(decode_row(payload, f"open segment, {uid}"))}'
       )
   return lines
 
 
-def _described(sample) -> str:
+def _summary(sample) -> str:
   versions = ', '.join(dict.fromkeys(str(segment.version) for segment in sample.segments))
   return (
     f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '
-    f'{int(sample.loss_mask.sum())} trained; '
-    f'weights {versions or "none"}'
+    f'{int(sample.loss_mask.sum())} trained; weights {versions or "none"}'
   )

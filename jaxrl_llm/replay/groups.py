@@ -27,8 +27,8 @@ _DRAWABLE_GROUPS = _GROUPS.format(
   "WHERE state = 'trained' AND uses < :max_uses AND changed < :step AND version >= :oldest",
   barred=(
     "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
-    "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR "
-    "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))"
+    "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR (m.state = 'trained' AND "
+    '(m.uses >= :max_uses OR m.changed = :step)))'
   ),
 )
 _WAITING_GROUPS = _GROUPS.format(

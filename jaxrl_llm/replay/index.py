@@ -200,9 +200,8 @@ class ReplayStore:
     """Newest score of each sample by each scorer, in the order in which they were given."""
     with self._lock:
       rows = self._db.execute(
-        'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN '
-        f'({NAMED}) AND attempt = (SELECT max(attempt) FROM samples s WHERE s.uid = c.uid) ORDER '
-        'BY seq',
+        f'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN ({NAMED}) AND attempt '
+        '= (SELECT max(attempt) FROM samples s WHERE s.uid = c.uid) ORDER BY seq',
         (json.dumps(list(uids)),),
       ).fetchall()
     newest: dict[str, dict[str, Score]] = {uid: {} for uid in uids}

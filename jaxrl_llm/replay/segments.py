@@ -55,8 +55,8 @@ def write_segment(
   except _UNREADABLE as error:
     temporary.unlink(missing_ok=True)
     raise SegmentError(
-      f'segment {path}: {len(payloads)} rows could not be written: {_first_line(error)}; '
-      'is the disk full? Nothing is lost: free space and start again with the same command'
+      f'segment {path}: {len(payloads)} rows could not be written: {_first_line(error)}; is the '
+      'disk full? Nothing is lost: free space and start again with the same command'
     ) from error
   return path
 

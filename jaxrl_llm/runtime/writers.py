@@ -136,9 +136,8 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
   if offset > size or not ends_line:
     problem = f'has {size} bytes' if offset > size else 'has no line end there'
     raise RunError(
-      f'{path}: the checkpoint committed its first {offset} bytes, but it {problem}: '
-      'the file was changed after the checkpoint; restore it, or start in a new --workdir with '
-      '--init_from'
+      f'{path}: the checkpoint committed its first {offset} bytes, but it {problem}: the file was '
+      'changed after the checkpoint; restore it, or start in a new --workdir with --init_from'
     )
 
 

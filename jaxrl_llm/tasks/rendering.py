@@ -128,8 +128,7 @@ class TemplateProcess:
       self._stop()
       raise RenderError(
         f'the process that renders it did not start within {self._limits.start_s:g} s '
-        f'({type(error).__name__}); start '
-        'again when this machine has memory and time'
+        f'({type(error).__name__}); start again when this machine has memory and time'
       ) from None
 
   def _ask(self, order: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:

@@ -156,8 +156,8 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     if not _PLAIN_NAME.fullmatch(name):
       raise UserError(
         f'{directory / _INDEX}: weight_map has {one_line(tensor, 100)} in '
-        f'{one_line(repr(name), 200)}, wanted the name '
-        'of a .safetensors file in the same directory; move the file there and correct the index'
+        f'{one_line(repr(name), 200)}, wanted the name of a .safetensors file in the same '
+        'directory; move the file there and correct the index'
       )
   return values
 

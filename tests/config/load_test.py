@@ -540,8 +540,8 @@ def test_no_configuration_given():
     ),
     (
       {'tasksets': (Source(name='a', options={'b': [(1, 2)]}),)},
-      'config.tasksets.0.options.b.0: got (1, 2) (tuple), wanted a JSON value '
-      '(none, true or false, a finite number, text, a list or a dict)',
+      'config.tasksets.0.options.b.0: got (1, 2) (tuple), wanted a JSON value (none, true or '
+      'false, a finite number, text, a list or a dict)',
     ),
     ({'free': {1: 2}}, 'config.free (key): got 1 (int), wanted text'),
   ],

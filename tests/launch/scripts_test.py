@@ -208,9 +208,8 @@ def test_which_versions_are_new_enough(tmp_path, version, accepted):
     ('--tier=slow', 'test: --tier=slow: wanted --tier=fast, --tier=full or --tier=acceptance'),
     (
       '--teir=fast',
-      'test: --teir=fast: unknown argument; '
-      'wanted [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST '
-      'ARGUMENTS]',
+      'test: --teir=fast: unknown argument; wanted [--tier=fast|full|acceptance] '
+      '[--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]',
     ),
     ('--workers=0', 'test: --workers=0: wanted --workers=N, a number from 1 to 99'),
     ('--workers=two', 'test: --workers=two: wanted --workers=N, a number from 1 to 99'),

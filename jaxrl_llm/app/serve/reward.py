@@ -78,8 +78,8 @@ def load(
   if spec.head != 'scalar':
     raise UserError(
       f'--model={source}: a model with head {spec.head!r}; wanted a reward model '
-      '(…ForSequenceClassification with one '
-      'label), as jaxrl train --config=configs/reward_model.py exports it'
+      '(…ForSequenceClassification with one label), as jaxrl train '
+      '--config=configs/reward_model.py exports it'
     )
   tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
   tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')

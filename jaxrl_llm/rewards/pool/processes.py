@@ -242,8 +242,8 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
   # pickle raises any of the three.
   except (AttributeError, TypeError, pickle.PicklingError) as error:
     raise UserError(
-      f'scorer {name!r}: cannot be pickled for its worker process ({error}); '
-      'wanted a top-level function, or a functools.partial of one'
+      f'scorer {name!r}: cannot be pickled for its worker process ({error}); wanted a top-level '
+      'function, or a functools.partial of one'
     ) from None
 
 

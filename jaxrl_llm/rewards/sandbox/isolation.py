@@ -96,8 +96,7 @@ def readable() -> tuple[str, ...]:
 # own modules.
 _START = (
   'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); '
-  'sys.path.append(options["code"]); '
-  'from inside.zygote import main; main(options)'
+  'sys.path.append(options["code"]); from inside.zygote import main; main(options)'
 )
 
 

@@ -390,8 +390,8 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
   """
   if result['ended'] == 'starved':
     raise SandboxError(
-      'the program hit its wall-clock limit while other processes held the CPUs; '
-      'run fewer at once, or raise wall_s and the deadline above it'
+      'the program hit its wall-clock limit while other processes held the CPUs; run fewer at '
+      'once, or raise wall_s and the deadline above it'
     )
   return result
 

@@ -246,8 +246,7 @@ def _check_segments(sample: Sample, group: LentGroup) -> None:
     if not last <= segment.start <= segment.end <= len(sample.tokens):
       raise ValueError(
         f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, '
-        f'{len(sample.tokens)}): segments are in '
-        'order and do not overlap'
+        f'{len(sample.tokens)}): segments are in order and do not overlap'
       )
     if (segment.version, segment.engine) not in group.announced:
       raise ValueError(

@@ -304,8 +304,8 @@ class Fleet:
         self._fail(
           RunError(
             'no engine left: none served for '
-            f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the '
-            f'last: {self._last_trouble}'
+            f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the last: '
+            f'{self._last_trouble}'
           )
         )
       if self._earlier is not None and not self._loading.locked() and not self._is_one_behind():

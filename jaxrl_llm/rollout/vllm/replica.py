@@ -257,8 +257,7 @@ class Replica:
     if served < max_length:
       raise UserError(
         f'{where}: max_model_len is {served}, the run needs {max_length} '
-        '(rollout.max_prompt_length + '
-        'max_response_length); start it with a larger --max_model_len'
+        '(rollout.max_prompt_length + max_response_length); start it with a larger --max_model_len'
       )
     try:
       workers = await self.client.weights()

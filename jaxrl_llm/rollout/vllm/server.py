@@ -501,8 +501,7 @@ class OwnedServer:
     except TimeoutError:
       raise RunError(
         f'engine {self.name}: vLLM did not serve within {deadline_s:g} s '
-        '(rollout.vllm.start_deadline_s); the last '
-        f'lines of {self.log}: {self.last_lines()}'
+        f'(rollout.vllm.start_deadline_s); the last lines of {self.log}: {self.last_lines()}'
       ) from None
     finally:
       await client.close()

@@ -1218,9 +1218,8 @@ def test_unfit_certificates_are_one_clear_line(tmp_path, certificate):
 
 def test_the_module_is_light():
   code = (
-    'import sys, jaxrl_llm.core.net.front; '
-    'print(*sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "numpy", "torch", "vllm", '
-    '"jaxrl_llm")))'
+    'import sys, jaxrl_llm.core.net.front; print(*sorted(m for m in sys.modules if m.split(".")[0] '
+    'in ("jax", "numpy", "torch", "vllm", "jaxrl_llm")))'
   )
   done = subprocess.run(
     [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -70,8 +70,8 @@ def test_a_scorer_gets_what_is_chosen_and_a_line_says_it():
     name='math', kind='answer', weight=2.0, options={'mode': 'choice', 'extraction': ANYWHERE}
   )
   assert chosen.line() == (
-    'scorer math: mode choice; extraction boxed, tags, hashes, phrase, bold, whole '
-    '(all of 2 different truths are letters of choices)'
+    'scorer math: mode choice; extraction boxed, tags, hashes, phrase, bold, whole (all of 2 '
+    'different truths are letters of choices)'
   )
   other = ScorerConfig(name='format')
   assert choose_for(other, lambda: pytest.fail('nothing is open')) == (other, '')
