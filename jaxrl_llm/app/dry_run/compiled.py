@@ -29,8 +29,8 @@ _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\
 
 
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
-  """Returns the mesh axes, and a table of the megabytes that each role keeps in total and on each
-  device.
+  """Returns the mesh axes, and a table of the megabytes that each role keeps in total, on each
+  device and, if any are offloaded, in host memory for each device.
   """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
@@ -38,8 +38,11 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
   table.add_column('role')
   table.add_column('MB', justify='right')
   table.add_column('MB a device', justify='right')
+  if any(role.offloaded for role in roles):
+    table.add_column('MB on the host', justify='right')
   for role in roles:
-    table.add_row(role.role, f'{role.whole / 1e6:,.1f}', f'{role.per_device / 1e6:,.1f}')
+    sizes = [role.whole, role.per_device, role.offloaded][: len(table.columns) - 1]
+    table.add_row(role.role, *(f'{size / 1e6:,.1f}' for size in sizes))
   return Group(f'{mesh.devices.size} × {device.device_kind}: {axes}', table)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
+from jaxrl_llm.learner.optimizer import is_offloaded
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
@@ -34,13 +35,15 @@ class Program(NamedTuple):
 
 
 class Held(NamedTuple):
-  """Memory that a role keeps on the devices between steps."""
+  """Memory that a role keeps between steps."""
 
   role: str
   whole: int
   """Bytes in total, counting copies once."""
   per_device: int
-  """Bytes on each device, including copies."""
+  """Bytes in each device's memory, including copies."""
+  offloaded: int
+  """Bytes that each device keeps in host memory instead, including copies."""
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
@@ -122,20 +125,24 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
     if 'reference' in algorithm.reads and algorithm.reference.every != 1:
       add('reference', state.params)
     if algorithm.critic_loss is not None:
-      state = abstract_state(critic, stage.critic.optimizer, mesh)
+      offload = stage.critic.config.offload
+      state = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
       add('critic', state.params)
       add('critic optimizer', state.opt_state)
   return list(largest.values())
 
 
-def held_bytes(tree: Any) -> tuple[int, int]:
-  """Returns the bytes of a tree of sharded shapes: in total, counting copies once, and on each
-  device.
+def held_bytes(tree: Any) -> tuple[int, int, int]:
+  """Returns the bytes of a tree of sharded shapes: in total, counting copies once; in each device's
+  memory; and in host memory for each device.
   """
-
-  def size(shape, leaf):
-    return math.prod(shape) * np.dtype(leaf.dtype).itemsize
-
-  leaves = jax.tree.leaves(tree)
-  whole = sum(size(leaf.shape, leaf) for leaf in leaves)
-  return whole, sum(size(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in leaves)
+  whole = per_device = offloaded = 0
+  for leaf in jax.tree.leaves(tree):
+    itemsize = np.dtype(leaf.dtype).itemsize
+    shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+    whole += math.prod(leaf.shape) * itemsize
+    if is_offloaded(leaf.sharding):
+      offloaded += shard
+    else:
+      per_device += shard
+  return whole, per_device, offloaded

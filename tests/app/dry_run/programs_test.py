@@ -1,0 +1,28 @@
+"""Memory that each role keeps, by where it is kept."""
+
+from jaxrl_llm.api import load_config
+from jaxrl_llm.app.composition.stages import build_stages, policy_options
+from jaxrl_llm.app.composition.state import critic_model
+from jaxrl_llm.app.dry_run.programs import held
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+
+
+def test_an_offloaded_optimizer_is_in_host_memory_for_policy_and_critic():
+  def roles(offload: bool):
+    optimizers = ('sft.optimizer', 'ppo.optimizer', 'ppo.critic.optimizer')
+    config = load_config('ppo', {f'stages.{name}.offload': offload for name in optimizers})
+    mesh = build_mesh(MeshConfig(fsdp=2, data=None))
+    stages = build_stages(config, mesh, 64, {'sft': [8] * 200})
+    model = build_model(tiny('qwen2', 64), policy_options(config), mesh)
+    return {role.role: role for role in held(stages, model, critic_model(model), mesh)}
+
+  kept, moved = roles(False), roles(True)
+  for role in ('optimizer', 'critic optimizer'):
+    assert kept[role].offloaded == 0
+    # Its scalars stay on the device.
+    assert moved[role].per_device < 100 < moved[role].offloaded
+    assert moved[role].per_device + moved[role].offloaded == kept[role].per_device
+    assert moved[role].whole == kept[role].whole
+  assert moved['critic'] == kept['critic']
