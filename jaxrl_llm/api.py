@@ -1,5 +1,4 @@
-"""Public names, for import by users' programs, configurations, scorers, workflows, engines and
-algorithms.
+"""Public names, for users' programs, configurations, scorers, workflows, engines and algorithms.
 
 Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX.
 `api.pyi` shows them to type checkers.

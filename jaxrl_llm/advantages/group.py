@@ -16,17 +16,13 @@ _Rewards = Float64[np.ndarray, 'members']
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
-  """Advantage per sample; 0 if it is unscorable, alone in its group, or its group has zero
-  variance.
-  """
+  """Advantage per sample; 0 if unscorable, alone in its group, or its group has zero variance."""
   scored: Bool[np.ndarray, 'samples']
   """False for unscorable samples (reward None): they are in no baseline and in no loss."""
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these groups that have only one scored sample or equal rewards, and hence no learning
-  signal.
-  """
+  """Number of these groups with only one scored sample or equal rewards, so no learning signal."""
 
 
 def group_advantages(

@@ -93,9 +93,7 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Amount of training between noticeable changes, in the unit of `n` in `adapted` (samples or
-  tokens).
-  """
+  """Training between noticeable changes, in the unit of `n` in `adapted` (samples or tokens)."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):

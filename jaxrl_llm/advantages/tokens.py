@@ -1,5 +1,4 @@
-"""Per-token rewards, returns and advantages in float64, over the trained (valid) tokens of a row
-only.
+"""Per-token rewards, returns and advantages in float64, over a row's trained (valid) tokens only.
 
 A row's `mask` marks the valid tokens. The others, such as the prompt and tool output, are called
 holes: values in holes are never read, and every result is exactly 0 there.
@@ -46,8 +45,7 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid one; only valid tokens are
-  discounted.
+  """G_t = r_t + γ G_t' over the valid tokens, with t' the next valid one; only they are discounted.
 
   Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them:
   with resets a trajectory with tool tokens would teach nothing before its last turn.
@@ -58,8 +56,7 @@ def token_returns(
 def place_rewards(
   mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of
-  turn i.
+  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at turn i's last token.
 
   A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row
   without valid tokens (one that is left out of the loss) gives zeros, whatever the rewards of its
@@ -91,8 +88,7 @@ def whiten(
   eps: float = 1e-8,
   shift_mean: bool = True,
 ) -> list[Float64[np.ndarray, '_']]:
-  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over all valid tokens of the
-  batch.
+  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over the batch's valid tokens.
 
   PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer
   than two valid tokens, or if all are equal (max = min, tested before the division), the result is
@@ -125,8 +121,7 @@ def kl_penalty(
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards -coef · k, with d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d
-  - 1.
+  """Token rewards -coef · k, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
 
   Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are
   those of `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score

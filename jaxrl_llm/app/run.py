@@ -91,8 +91,7 @@ class _Launch(NamedTuple):
 async def run(
   config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None
 ) -> int:
-  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a
-  finished run.
+  """Runs `config` in the run directory `path`. Returns the exit code: 0 only for a finished run.
 
   Args:
     on_start: called with a function that ends the run with a commit; that function takes a signal's
@@ -246,9 +245,7 @@ def _facts(value: Any) -> _Facts:
 
 @contextlib.asynccontextmanager
 async def _opened(resources: Resources | None, *, start: bool):
-  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to
-  do.
-  """
+  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left."""
   if resources is None:
     yield
     return

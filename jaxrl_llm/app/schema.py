@@ -1,5 +1,4 @@
-"""The root configuration. Most parts are defined beside the code that reads them, and only
-assembled here.
+"""The root configuration. Most parts are defined beside their code, and only assembled here.
 
 Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed
 (`--dry_run`), never entered by hand.
@@ -43,9 +42,7 @@ from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 
 def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Raises UserError if a field is below its lower bound in `bounds`; a field that is None always
-  passes.
-  """
+  """Raises UserError if a field is below its lower bound in `bounds`; None always passes."""
   for name, least in bounds.items():
     value = getattr(config, name)
     if value is not None and value < least:
@@ -78,9 +75,7 @@ class PolicyConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
   scan_layers: bool = False
-  """Compile a single layer and scan it over all layers: compiles faster, but runs 10 to 15 % slower
-  on a CPU.
-  """
+  """Scan one compiled layer over all layers: compiles faster, runs 10 to 15 % slower on a CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Which activations of each layer are kept for the backward pass (see ModelOptions.remat). On a
   CPU it saves memory only with scan_layers.
@@ -198,13 +193,9 @@ class Rollouts:
   experts: ExpertsConfig | None = None
   """For algorithm mix: expert demonstrations that join the rollouts; None: no expert rows."""
   past: PastConfig | None = None
-  """Groups of earlier batches to train on again, at most `past.draw.max_age` old; None: no
-  replay.
-  """
+  """Groups of earlier batches to retrain on, at most `past.draw.max_age` old; None: no replay."""
   bound: int = 0
-  """Maximum number of updates by which a rollout's weights may lag behind the trained ones; 0:
-  on-policy.
-  """
+  """Most updates by which a rollout's weights may lag behind the trained ones; 0: on-policy."""
   publish_every: int = 1
   """Number of updates from one publication of the weights to the engine to the next."""
   rollout_only: bool = False
@@ -238,9 +229,7 @@ class Rollouts:
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
-    """Raises UserError for values that have no meaning, alone or together; `where` prefixes the
-    field's name.
-    """
+    """Raises UserError for values meaningless alone or together; `where` prefixes the field."""
     _check_tasksets(where, self.tasksets)
     _at_least(
       where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
@@ -331,9 +320,7 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorded:
-  """Source of a stage's batches: groups of rollouts that another run stored, for offline
-  training.
-  """
+  """Source of a stage's batches: another run's stored groups of rollouts, for offline training."""
 
   run: str
   """Directory of the other run, which is read only once, when this run begins."""
@@ -448,9 +435,7 @@ class RolloutConfig:
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Maximum wait in seconds for a batch of rollouts, or for the next task of an evaluation to
-  finish.
-  """
+  """Maximum wait in seconds for a batch of rollouts, or for an evaluation's next task to finish."""
   mismatch: MismatchConfig = MismatchConfig()
   """Differences between trainer and sampler logprobs above which a step logs a warning."""
   workflow: WorkflowConfig = WorkflowConfig()
@@ -487,9 +472,7 @@ class RolloutConfig:
     return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
 
   def engine_spec(self) -> EngineSpec:
-    """Returns the spec of the chosen engine, built from its options; imports a user's own
-    engine.
-    """
+    """Returns the spec of the chosen engine, built from its options; imports a user's engine."""
     options, make = named_pair(self.engine, 'engine', ENGINES)
     if self.engine in ENGINES:
       return make(getattr(self, self.engine))

@@ -1,6 +1,4 @@
-"""Summary printed at the end of a run: accuracies, answers before and after, paths of the
-results.
-"""
+"""Summary at the end of a run: accuracies, answers before and after, paths of the results."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo
 
 @flax.struct.dataclass
 class Chunks:
-  """One micro-batch on the device (or several, with a leading axis `micro`): sequences packed into
-  chunks.
-  """
+  """One micro-batch on the device (several: leading axis `micro`): sequences packed into chunks."""
 
   tokens: Int[Leaf, '*micro chunks time']
   positions: Int[Leaf, '*micro chunks time']
@@ -25,9 +23,7 @@ class Chunks:
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Tokens that are trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens whose logprobs are reported: those in the samples' own loss_mask, even in rows left out
-  of the loss.
-  """
+  """Tokens with reported logprobs: those of the samples' loss_mask, even in rows without loss."""
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the sampler."""
@@ -73,9 +69,7 @@ _PER_SEGMENT = frozenset({'temperature', 'pair', 'label'})
 
 
 def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shape and dtype of each field of `Chunks`, given the axes before `time` or
-  `segments`.
-  """
+  """Returns shape and dtype of each `Chunks` field, given the axes before `time` or `segments`."""
 
   def width(name):
     return segments if name in _PER_SEGMENT else time

@@ -1,5 +1,4 @@
-"""Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by their
-lengths.
+"""Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by length.
 
 Invariants: every row is placed exactly once and whole; rows of one unit share optimizer step, rank
 and micro-batch; every rank has the same number of chunks in every micro-batch. Pure and
@@ -26,9 +25,7 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-  """Placement of one optimizer step's rows in `micro_batches` arrays of shape [ranks * chunks,
-  chunk_len].
-  """
+  """Placement of a step's rows in `micro_batches` arrays of shape [ranks * chunks, chunk_len]."""
 
   ranks: int
   chunks: int
@@ -56,8 +53,7 @@ class Packing:
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
-  """Distributes units over optimizer steps by a seeded permutation; step sizes differ by at most
-  one unit.
+  """Distributes units over optimizer steps by a seeded permutation; sizes differ by at most one.
 
   Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very
   different mean lengths, which is a different algorithm.
@@ -144,8 +140,7 @@ def _check(
 
 
 def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list[list[int]]:
-  """Assigns units to ranks, longest first, in rounds of one unit per rank; the least loaded rank
-  picks first.
+  """Assigns units to ranks, longest first, in rounds of one per rank; the least loaded picks first.
 
   The first two rounds give snake order (ranks forwards, then backwards); later rounds keep
   levelling the loads, which would drift apart in snake order.
@@ -169,9 +164,7 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of all chunks so far, sorted: the first one with enough room is the best
-    fit.
-    """
+    """(free tokens, chunk) of all chunks so far, sorted: the first with enough room fits best."""
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
     """Places one unit, its rows sorted longest first."""
@@ -186,9 +179,7 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """Returns the chunk of each row: in the fullest micro-batch that fits them all, else in a new
-    one.
-    """
+    """Returns each row's chunk: in the fullest micro-batch that fits all, else in a new one."""
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}
     for frees in free.values():
@@ -231,9 +222,7 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fits sizes (descending) into `free`; returns the index of each, or None if one does not
-  fit.
-  """
+  """Best-fits sizes (descending) into `free`; returns their indices, or None if one cannot fit."""
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

@@ -1,5 +1,4 @@
-"""Step plans: the rows and decisions of a training step, made by process 0, sent to every process,
-and replayable.
+"""Step plans: rows and decisions of a training step, made by process 0, sent to all, replayable.
 
 Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is
 derived where needed instead of being sent.
@@ -45,17 +44,13 @@ class Row:
   truncated: bool
   """Whether the length limit ended it."""
   version_step: int | None
-  """Step of the oldest policy version that generated any of its tokens; None if no version of this
-  run did.
-  """
+  """Step of the oldest policy version that made any of its tokens; None if none of this run did."""
   correct: bool | None = None
   """Correctness by the taskset's own measure; None: unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str | None = None
-  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole
-  trajectory.
-  """
+  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole one."""
   step_index: int = 0
   """Index of the row's step in its trajectory."""
   masked: bool = False
@@ -95,9 +90,7 @@ class StepPlan:
   commit: bool = False
   commit_by_clock: bool = False
   stop: int = 0
-  """0, or the signal that ends the run after a commit of the completed batches; such a plan has no
-  rows.
-  """
+  """0, or the signal that ends the run after a commit of the completed batches; it has no rows."""
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
   """Counters from collecting the batch (dropped samples and groups by reason)."""
 
@@ -180,8 +173,7 @@ def plan_shape(
 def _plan_chunks(
   lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int
 ) -> int:
-  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of its best
-  utilisation.
+  """Returns the most chunks per micro-batch at which each drawn step keeps `_KEPT` of its best use.
 
   A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average:
   a large share if a step has few of them. Fewer chunks per micro-batch waste less, but give a
@@ -220,8 +212,7 @@ def units_of(rows: Sequence[Row]) -> list[list[int]]:
 def deal_rows(
   rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
-  """Splits the rows into `minibatches` optimizer steps per epoch, each epoch by its own seeded
-  permutation.
+  """Splits rows into `minibatches` optimizer steps per epoch, each by its own seeded permutation.
 
   Expert rows and the others are split separately, so that each step has its share of both; pairs
   stay together.

@@ -1,3 +1,1 @@
-"""Configurations: typed dataclasses, built by Python files and changed by dotted overrides on the
-command line.
-"""
+"""Configurations: dataclasses, built by Python files, changed by dotted command-line overrides."""

@@ -1,5 +1,4 @@
-"""Inspects the annotations of configuration fields: their alternatives, element types and
-descriptions.
+"""Inspects the annotations of configuration fields: alternatives, element types and descriptions.
 
 Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B],
 Mapping[str, T], Any or Json (any JSON value), dataclasses, and unions of these. Any other
@@ -118,9 +117,7 @@ def field_type(cls: type, name: str, where: str) -> Any:
 
 
 def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
-  """Returns the annotations of a tuple's `count` elements. Raises UserError if the tuple has
-  another length.
-  """
+  """Returns the annotations of a tuple's `count` elements. Raises UserError for another length."""
   kinds = typing.get_args(annotation)
   if repeats(annotation):
     return (kinds[0],) * count

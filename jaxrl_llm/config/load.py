@@ -1,5 +1,4 @@
-"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from the command
-line.
+"""Loads a configuration: a Python file's `get_config(variant)`, then command-line overrides.
 
   jaxrl train --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
@@ -65,9 +64,7 @@ ABSENT = '(absent)'
 def load_config(
   argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS
 ) -> Any:
-  """Loads the configuration for a full command line (program name first); absl parses the other
-  flags.
-  """
+  """Loads the configuration for a full command line (program name first); absl parses the rest."""
   absl_argv, spec, overrides = split_argv(argv)
   parse_flags(absl_argv, flag_values)
   if spec is None:
@@ -78,8 +75,7 @@ def load_config(
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
-  """Splits a command line into absl's arguments, the last --config, and the --config.KEY=TEXT
-  overrides.
+  """Splits a command line into absl's arguments, the last --config and --config.KEY=TEXT overrides.
 
   As in absl, a value may also be the next argument. Arguments after a bare `--` are left alone.
   """
@@ -108,9 +104,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-  """Parses ['--config.a.b=text', ...] to {'a.b': 'text'}. Raises UserError for any other
-  argument.
-  """
+  """Parses ['--config.a.b=text', ...] to {'a.b': 'text'}. Raises UserError for other arguments."""
   rest, spec, overrides = split_argv(['', *arguments])
   if rest[1:] or spec is not None:
     raise UserError(f'{rest[1] if rest[1:] else "--config=" + spec}: wanted --config.KEY=VALUE')
@@ -205,8 +199,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 
 
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-  """Lists differences as (dotted key, old value, new value); `old` and `new` are configurations or
-  their JSON.
+  """Lists differences as (dotted key, old, new); `old` and `new` are configurations or their JSON.
 
   A value missing on one side is '(absent)' there. Tuple elements with distinct names are matched by
   name.
@@ -224,8 +217,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Executes the file as a module in sys.modules, where its dataclasses look up the names in their
-  annotations.
+  """Executes the file as a module in sys.modules, where its dataclasses look up their annotations.
 
   As in a Python script, modules in the file's directory can be imported, such as other
   configurations or a user's own algorithm.
@@ -243,9 +235,7 @@ def _execute(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
-  """Runs the user's code; turns any exception into a one-line UserError with the line number in the
-  file.
-  """
+  """Runs the user's code; turns any exception into a one-line UserError with its line number."""
   try:
     return call()
   except Exception as error:
@@ -262,9 +252,7 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
 
 
 def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
-  """Returns a copy of the JSON `value` in which the part at path `names` is replaced with the
-  parsed `text`.
-  """
+  """Returns a copy of the JSON `value` whose part at path `names` is the parsed `text`."""
   if not names:
     return parse_text(text, annotation, where)
   name, *rest = names

@@ -1,6 +1,4 @@
-"""Former fields of configuration dataclasses: naming one raises an error that gives its new
-place.
-"""
+"""Former fields of configuration dataclasses: naming one is an error that gives its new place."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
-  """Decorates a dataclass from which fields have moved: their names raise errors that give the new
-  place.
+  """Decorates a dataclass with moved fields: their names raise errors that give the new place.
 
   As an argument, or as a key of JSON or of an override (`check_moved`), a former name raises
   UserError; as an attribute it raises AttributeError.

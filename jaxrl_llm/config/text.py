@@ -129,9 +129,7 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """Parses JSON; bare words are strings, except true, false, none and Python's spellings of
-  them.
-  """
+  """Parses JSON; bare words are strings, except true, false, none and Python's spellings."""
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:

@@ -40,9 +40,7 @@ def check_types(config: Any, where: str = 'config') -> None:
 
 
 def to_json(config: Any) -> Any:
-  """Converts a configuration to an independent JSON value. Infinities become the strings 'inf' and
-  '-inf'.
-  """
+  """Converts a configuration to an independent JSON value. Infinities become 'inf' and '-inf'."""
   return _write(config, type(config))
 
 
@@ -149,9 +147,7 @@ def _write(value: Any, annotation: Any) -> Any:
 
 
 def default_json(cls: type) -> dict[str, Any]:
-  """Returns a dataclass's defaults as `to_json` writes them; fields without a default are
-  absent.
-  """
+  """Returns a dataclass's defaults as `to_json` writes them; those without are absent."""
   kinds = field_types(cls)
   written = {}
   for field in dataclasses.fields(cls):

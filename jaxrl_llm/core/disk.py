@@ -42,8 +42,7 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 
 @contextlib.contextmanager
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
-  """Creates a temporary directory that only this user can enter, and removes it at the end of the
-  block.
+  """Creates a temporary directory that only this user can enter, and removes it after the block.
 
   First removes directories with the same prefix that killed processes left; those of live processes
   and of other users stay.

@@ -1,6 +1,4 @@
-"""Exceptions for users, whose messages are single lines: what is wrong, where, got, wanted,
-remedy.
-"""
+"""Exceptions for users, with one-line messages: what is wrong, where, got, wanted, remedy."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A correctly configured run cannot continue (disk full, no engine left, too many skipped
-  updates).
-  """
+  """A correctly configured run cannot continue (disk full, no engine left, too many skips)."""
 
   exit_code = 1
 
@@ -54,9 +50,7 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """Returns the first UserError in an exception group, at any depth; if there is none, the first
-  exception.
-  """
+  """Returns the first UserError in an exception group, at any depth, else the first exception."""
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

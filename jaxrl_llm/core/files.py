@@ -94,9 +94,7 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 
 def check_depth(value: Any) -> None:
-  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels
-  deep.
-  """
+  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels."""
   level = [value]
   for _ in range(MAX_DEPTH + 1):
     containers = [item for item in level if isinstance(item, list | dict)]

@@ -18,9 +18,7 @@ T = TypeVar('T')
 
 
 def parse(argv: Sequence[str]) -> list[str]:
-  """Parses absl flags; returns the remaining arguments. Raises UserError for an invalid command
-  line.
-  """
+  """Parses absl flags; returns the remaining arguments. Raises UserError if invalid."""
   try:
     return flags.FLAGS(list(argv))
   except flags.Error as error:
@@ -42,8 +40,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """Runs `main` like `asyncio.run`, but ends the process after an expired wait, because a thread
-  may be stuck.
+  """Runs `main` like `asyncio.run`, but ends the process if a wait expires: a thread may be stuck.
 
   The error is printed as one line, after `main` has finished its clean-up.
   """

@@ -1,6 +1,4 @@
-"""Converts between nested dicts and flat ones with names like 'a/b/c', which tables and checkpoints
-use.
-"""
+"""Converts between nested dicts and flat ones named like 'a/b/c', for tables and checkpoints."""
 
 from __future__ import annotations
 

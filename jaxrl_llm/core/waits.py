@@ -1,5 +1,4 @@
-"""Bounded waits: each has a name, an owner and a deadline; those in `unless` can be interrupted by
-a stop.
+"""Bounded waits: each has name, owner and deadline; those in `unless` can be interrupted by a stop.
 
 `docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose
 expiry its caller handles, or carries a comment `# wait NAME: BOUND` that says what else ends it;
@@ -90,9 +89,7 @@ async def limit(
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """Limits a block that cannot be interrupted: at the deadline, dumps all stacks and ends the
-  process.
-  """
+  """Limits an uninterruptible block: at the deadline, dumps all stacks and ends the process."""
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)
@@ -130,8 +127,7 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """Returns the result of `work`, or None if `stop` is set first; `work` is then cancelled and
-  awaited.
+  """Returns `work`'s result, or None if `stop` is set first; `work` is then cancelled and awaited.
 
   Args:
     stop: future that ends the wait; it takes precedence over work that completes at the same time.
@@ -148,9 +144,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 
 
 def _dump_stacks() -> None:
-  """Dumps the stacks of all threads, and of suspended tasks, which the threads' stacks do not
-  show.
-  """
+  """Dumps the stacks of all threads, and of suspended tasks, which threads' stacks do not show."""
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)

@@ -84,9 +84,7 @@ class RowLoader:
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Loads the plan's optimizer step `number`, packed, onto the devices; fields that annotation
-    derives are 0.
-    """
+    """Loads the plan's step `number`, packed, onto the devices; annotated fields are 0."""
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -153,9 +151,7 @@ def _check_finite(name: str, array: Float[np.ndarray, 'micro columns _']) -> Non
 
 
 class Grid(NamedTuple):
-  """Part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices
-  hold.
-  """
+  """Part of a step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
 
   packing: Packing
   shape: Shape

@@ -38,9 +38,7 @@ TokenColumn = Literal[
 token and require 'values' in `Algorithm.reads`.
 """
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""Outputs of a model for a micro-batch if the model's head is 'lm', 'value' or 'scalar',
-respectively.
-"""
+"""Outputs of a model for a micro-batch if its head is 'lm', 'value' or 'scalar', respectively."""
 Constants = Mapping[str, Any]
 """Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]
@@ -58,13 +56,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
-  """Update rule of the reference policy, which is initially the policy at the beginning of the
-  stage.
-  """
+  """Update rule of the reference policy, initially the policy at the beginning of the stage."""
 
   every: int | None = None
-  """Number of batches between refreshes, which set the reference to the current policy; None: no
-  refreshes.
+  """Number of batches between refreshes, which set the reference to the current policy; None: none.
 
   With 1 the reference is the policy before each batch, so no separate copy of the reference is
   kept.
@@ -86,9 +81,7 @@ class ReferenceRule:
 
 
 class Closed(NamedTuple):
-  """Input of `annotate`: a closed batch, that is, one whose rows are final but not yet trained
-  on.
-  """
+  """Input of `annotate`: a closed batch, one whose rows are final but not yet trained on."""
 
   rows: Sequence[Row]
   step: int
@@ -111,9 +104,7 @@ class Annotation(NamedTuple):
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
   """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
-  """Reward of each row after shaping, for the metric `critic/rewards`; None: rewards are as
-  scored.
-  """
+  """Reward of each row after shaping, for the metric `critic/rewards`; None: as scored."""
   constants: Constants = types.MappingProxyType({})
   state: Json = None
 

@@ -1,6 +1,4 @@
-"""Detection of options that are set but have no effect, because of other options or the
-algorithm.
-"""
+"""Detection of options that are set but have no effect, due to other options or the algorithm."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
 
 
 def _shown(value: Any) -> str:
-  """Formats a value in one line; for a dataclass, only the fields that differ from their
-  defaults.
-  """
+  """Formats a value in one line; for a dataclass, only fields that differ from their defaults."""
   if not dataclasses.is_dataclass(value):
     return repr(value)
   names = [

@@ -1,5 +1,4 @@
-"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and imitation of experts in one
-optimizer step.
+"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and expert imitation in a step.
 
 L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the
 whole step. Usual rows are rollouts; only they have the KL and entropy terms. A micro-batch or step
@@ -35,9 +34,7 @@ from jaxrl_llm.ops.reduce import Aggregation, masked_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig(PolicyGradientConfig):
-  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows in one
-  update.
-  """
+  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows at once."""
 
   mu: MuSchedule = MuSchedule(mu=0.1)
   """Weight of imitation as a schedule over the stage's batches."""
@@ -55,9 +52,7 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Annotates the usual rows as the policy gradient does. Expert rows are imitated regardless of
-    reward.
-    """
+    """Annotates usual rows like the policy gradient. Experts are imitated regardless of reward."""
     expert = np.array([row.is_expert for row in closed.rows], bool)
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}

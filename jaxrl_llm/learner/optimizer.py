@@ -27,9 +27,7 @@ class OptimizerConfig:
   end of the stage.
   """
   warmup_steps: int = 0
-  """Updates over which the rate rises linearly: the n-th update has n / warmup_steps of the
-  peak.
-  """
+  """Updates over which the rate rises linearly: update n has n / warmup_steps of the peak."""
   end_lr_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
@@ -100,8 +98,7 @@ def optimizer_shardings(
   *,
   offload: bool = False,
 ):
-  """Returns the optimizer state's shardings: leaves shaped like a parameter have its sharding, all
-  others `whole`.
+  """Returns the optimizer state's shardings: a parameter's for leaves of its shape, else `whole`.
 
   Args:
     offload: whether the parameter-shaped leaves are in host memory.

@@ -132,8 +132,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite wherever they are read; logs a warning for each other
-  row.
+  """Selects rows whose columns are finite wherever they are read; warns of each other row.
 
   Raises:
     RunError: no row is finite.
@@ -172,9 +171,7 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns whitened per-token advantages of each row and, if there is a critic, the critic's
-  targets.
-  """
+  """Returns whitened per-token advantages of each row and, with a critic, its targets."""
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -278,9 +275,7 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Estimates advantages from the rows' worths (`worths`), each among the rows that share its
-  baseline.
-  """
+  """Estimates advantages from the rows' `worths`, each among the rows that share its baseline."""
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
@@ -292,9 +287,7 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose baseline averages at least two different worths; length terms do not
-  count.
-  """
+  """Selects rows whose baseline averages at least two different worths; without length terms."""
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
@@ -329,9 +322,7 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """Returns the current KL coefficients, their metrics (over `finite` rows), and the state after
-  this batch.
-  """
+  """Returns the current KL coefficients, their metrics (over `finite` rows), and the next state."""
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None
@@ -350,9 +341,7 @@ def _kl(
 def _measured_kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[float, float]:
-  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and the number of these
-  tokens.
-  """
+  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and their number."""
   total, count = 0.0, 0
   masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], finite, strict=True)]
   for p, q, mask in zip(

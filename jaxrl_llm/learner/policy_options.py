@@ -46,9 +46,7 @@ class AdvantageOptions:
   dynamic sampling).
   """
   mask_truncated: bool = False
-  """Excludes truncated samples from the loss; their rewards stay in the baseline (overlong
-  filtering).
-  """
+  """Excludes truncated samples from the loss; rewards stay in the baseline (overlong filtering)."""
   gamma: float = 1.0
   """gae, reinforce_plus_plus: discount per trained token."""
   lam: float = 1.0
@@ -62,9 +60,7 @@ class ShapingOptions:
   """
 
   overlong_buffer_len: int = 0
-  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0:
-  off.
-  """
+  """DAPO: responses longer than max_response_length minus this many are penalised; 0: off."""
   overlong_penalty_factor: float = 1.0
   """DAPO: size of the penalty at max_response_length."""
   length_reward_weight: float = 0.0
@@ -86,14 +82,10 @@ class KlOptions:
   allow_zero_gradient_kl: bool = False
   """Allows k1 in the loss, which has zero expected gradient on-policy."""
   kl_reward_coef: float = 0.0
-  """Coefficient of the KL penalty in each token's reward; needs token rewards (reinforce_plus_plus,
-  gae).
-  """
+  """Coefficient of the KL penalty in token rewards; needs them (reinforce_plus_plus, gae)."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None: fixed
-  coefficient.
-  """
+  """Target mean KL per token to which the (loss or reward) coefficient is adapted; None: fixed."""
   kl_horizon: float = 10_000.0
   """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
@@ -141,9 +133,7 @@ class PolicyGradientConfig(
   log-likelihoods; sapo: a soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own
-  options.
-  """
+  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
@@ -152,16 +142,12 @@ class PolicyGradientConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options from the
-  literature.
-  """
+  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpoConfig(PolicyGradientConfig):
-  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's standard deviation nor the response
-  length.
-  """
+  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's deviation nor response length."""
 
   norm_adv_by_std: bool = False
   loss_agg_mode: Aggregation = 'seq-mean-token-sum-norm'
@@ -218,9 +204,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
-  """REINFORCE++ (arXiv:2501.03262): token returns, whitened over the batch; KL, if any, in the
-  reward.
-  """
+  """REINFORCE++ (arXiv:2501.03262): batch-whitened token returns; KL, if any, in the reward."""
 
   adv_estimator: AdvEstimator = 'reinforce_plus_plus'
 
@@ -362,9 +346,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for an overlong buffer beyond the response length and for negative
-  penalties.
-  """
+  """Raises UserError for an overlong buffer beyond the response length or negative penalties."""
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '

@@ -37,9 +37,7 @@ from jaxrl_llm.ops.reduce import Stat, Term, by_segment, masked_stat, segment_su
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DpoConfig:
-  """Direct preference optimization (arXiv:2305.18290) on static pairs or pairs formed from
-  rollouts.
-  """
+  """Direct preference optimization (arXiv:2305.18290) on static pairs or pairs from rollouts."""
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
@@ -115,9 +113,7 @@ class RewardModelConfig:
 
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
-  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), with scores at the sequences'
-  last tokens.
-  """
+  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), scored at the last tokens."""
   check_ranges(
     config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)}
   )

@@ -1,6 +1,4 @@
-"""Training state: parameters, optimizer, counters; created sharded, never assembled on one
-device.
-"""
+"""Training state: parameters, optimizer, counters; created sharded, never whole on one device."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Learned(NamedTuple):
   """State of the policy, or of the reward model if the stage trains one."""
   critic: TrainState[Array] | None = None
   reference: Params | None = None
-  """Reference parameters, like `policy.params`. None if none is read, or if it is the policy before
-  each batch.
-  """
+  """Reference parameters, like `policy.params`. None if unread, or the policy before each batch."""
   reference_step: int = 0
   """Completed batches of the run when the reference was last updated."""
   algorithm_state: Json = None
@@ -121,9 +117,7 @@ def with_output(
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[Array]:
-  """Creates a fresh training state that takes over `params`; with `offload` the moments are in host
-  memory.
-  """
+  """Creates a fresh state that takes over `params`; with `offload` moments are in host memory."""
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
@@ -160,9 +154,7 @@ def abstract_state(
 
 
 def abstract_base(model: Model, mesh: Mesh) -> Params | None:
-  """Returns shapes, dtypes and shardings of the base parameters under adapters; None without
-  adapters.
-  """
+  """Returns shapes, dtypes and shardings of the base under adapters; None without adapters."""
   parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
   shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
   return jax.tree.map(

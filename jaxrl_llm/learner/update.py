@@ -1,5 +1,4 @@
-"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, in one jitted
-program.
+"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, jitted as one.
 
 Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
 not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
@@ -125,8 +124,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 def _denominators(
   loss: Loss, outputs: Any, batch: Chunks, constants: Constants
 ) -> dict[str, Float[Array, '']]:
-  """Returns each term's denominator over the whole step, from the loss on zero outputs, without a
-  forward pass.
+  """Returns each term's denominator of the step, from the loss on zeros, without a forward pass.
 
   A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """

@@ -133,9 +133,7 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with fixed numbers of rollouts and of expert rows; at first, fewer earlier groups may
-  be available.
-  """
+  """Batches with fixed numbers of rollouts and expert rows; at first, with fewer earlier groups."""
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
     super().__init__(explorer)
@@ -165,9 +163,7 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the store record of an expert row; its uid starts with the stage, because stages may
-  share rows.
-  """
+  """Returns an expert row's store record; its uid starts with the stage, as stages share rows."""
   uid = f'{stage}/{row.uid}'
   return Issue(
     uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert'
@@ -211,9 +207,7 @@ class Planner:
     self._committed = time.monotonic()
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
-    """Returns the plan of `step` once its batch is complete, or a stop plan once a signal has
-    arrived.
-    """
+    """Returns the plan of `step` once its batch is complete, or a stop plan after a signal."""
     batch = await unless(self._stop, batches.next())
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
@@ -254,9 +248,7 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Returns why a pass must compute the policy's logprobs before the batch; empty if the update's
-  suffice.
-  """
+  """Returns why a pass must compute the policy's logprobs first; empty if the update's suffice."""
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
   if 'proximal_logprobs' in algorithm.on_host or (

@@ -1,6 +1,4 @@
-"""Evaluation suites: greedy, mean@k and pass@k accuracy of one fixed policy version on held-out
-tasks.
-"""
+"""Evaluation suites: greedy, mean@k and pass@k accuracy of one policy version on held-out tasks."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class SuiteConfig:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-  """1 - C(n - correct, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374),
-  eq. 1.
-  """
+  """1 - C(n - correct, k) / C(n, k), unbiased: Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -86,9 +82,7 @@ def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """Fraction of tasks that the greedy completion solves, with its standard error; omits unscorable
-  completions.
-  """
+  """Fraction of tasks solved greedily, with its standard error; omits unscorable completions."""
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
   return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}

@@ -1,5 +1,4 @@
-"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all of
-this.
+"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all.
 
 Every process calls it; only process 0 writes anything besides arrays.
 """
@@ -52,9 +51,7 @@ class Logs:
   """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Size in bytes of files that the run created and keeps reading, keyed by path in the run
-  directory.
-  """
+  """Size in bytes of files that the run created and keeps reading, keyed by relative path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +65,7 @@ class Start:
   best: tuple[float, int] | None = None
   """Accuracy and step of the best evaluation of earlier starts."""
   base: str | None = None
-  """Digest of the base weights under the policy's adapters, which are not committed; None without
-  adapters.
-  """
+  """Digest of base weights under the policy's adapters, not committed; None without adapters."""
 
 
 class RunKeeper:
@@ -155,9 +150,7 @@ class RunKeeper:
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the
-    state.
-    """
+    """Publishes and evaluates the version; a signal abandons this and is recorded in the state."""
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
@@ -169,9 +162,7 @@ class RunKeeper:
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Returns 0, or the signal that interrupted it: then nothing is written, since all suites will
-    be repeated.
-    """
+    """Returns 0, or the signal that interrupted it: then nothing is written, all suites repeat."""
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]

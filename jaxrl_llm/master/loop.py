@@ -1,6 +1,4 @@
-"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and every
-mode.
-"""
+"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and mode."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class Keeper(Protocol):
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""Returns the stage's programs and the loop state, which it prepares for the stage if that has not
-begun yet.
-"""
+"""Returns the stage's programs and the loop state, prepared for the stage if it has not begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +152,7 @@ async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """Whether to publish now; a resumed run always publishes first, since its engine serves nothing
-  yet.
-  """
+  """Whether to publish now; a resumed run always publishes first: its engine serves nothing yet."""
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 

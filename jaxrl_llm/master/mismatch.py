@@ -1,5 +1,4 @@
-"""Mismatch of trainer and sampler logprobs: metrics, computed on the host in float64, and warning
-budgets.
+"""Mismatch of trainer and sampler logprobs: metrics, on the host in float64, and warning budgets.
 
 Both logprobs are of the same tokens at the same temperature. With equal weights they differ only
 numerically, and the budgets apply to that difference alone; older rollouts also differ by what the
@@ -29,9 +28,7 @@ _BUDGETS = {
 """Metric that each field of MismatchConfig bounds, and the metric's unit."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
-"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens, of
-equal length.
-"""
+"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +97,7 @@ def _mean(values: Float[np.ndarray, '...']) -> Mean:
 
 
 def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
-  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any
-  budget.
+  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any.
 
   Args:
     values: resolved metrics of the step; a missing metric exceeds nothing.

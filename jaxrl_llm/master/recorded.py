@@ -1,5 +1,4 @@
-"""Another run's rollouts as static training data of this run: imported once, then drawn in shuffled
-passes.
+"""Another run's rollouts as static data of this run: imported once, then drawn in shuffled passes.
 
 After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a
 JSON file beside it holds the groups with their processed rewards.
@@ -29,9 +28,7 @@ from jaxrl_llm.tasks.selectors import Passes
 def write_recorded(
   workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
 ) -> None:
-  """Writes groups to `file`, relative to the run directory; the file appears complete or not at
-  all.
-  """
+  """Writes groups to `file`, relative to the run directory; it appears complete or not at all."""
   path = workdir / file
   rows, samples = [], []
   for group in groups:
@@ -109,9 +106,7 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
-    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task no longer
-    exists.
-    """
+    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task is gone."""
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:

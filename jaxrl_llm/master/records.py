@@ -42,9 +42,7 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Metric]:
-  """Length, reward and packing metrics of a closed batch; a function of the plan and its
-  samples.
-  """
+  """Length, reward and packing metrics of a closed batch; a function of plan and samples."""
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
   lengths = [row.length - row.prompt_len for row in rows]
@@ -85,9 +83,7 @@ def _turns(sample: Sample) -> int:
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
-  """Advantage metrics: mean per trained token, as is customary; extremes over the tokens of the
-  batch.
-  """
+  """Advantage metrics: mean per trained token, as is customary; extremes over all tokens."""
   values, weights = [], []
   for row, advantage, in_loss in zip(
     batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss
@@ -121,8 +117,7 @@ def _scorer_metrics(taken: Mapping[str, Experience]) -> dict[str, Metric]:
 def logprob_pairs(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], *, fresh: bool = False
 ) -> list[Pair]:
-  """Logprobs of each rollout's trained, sampled tokens: the trainer's before the batch, and the
-  sampler's.
+  """Logprobs of a rollout's trained, sampled tokens: the trainer's before the batch, the sampler's.
 
   Omits rows whose logprobs were computed after an update of the batch.
 
@@ -153,9 +148,7 @@ def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-  """Returns one row per trained sample for `rollouts/`; arrays have one entry per completion
-  token.
-  """
+  """Returns a row per trained sample for `rollouts/`; arrays have an entry per completion token."""
   return [
     _rollout_row(
       batch.plan.rows[i],

@@ -19,9 +19,7 @@ from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 _CHUNKS_PER_RANK = 8
-"""Maximum number of chunks per rank and micro-batch; a chunk holds several sequences if they are
-short.
-"""
+"""Maximum chunks per rank and micro-batch; a chunk holds several sequences if they are short."""
 
 
 class RewardModel:
@@ -56,9 +54,7 @@ class RewardModel:
     self._score = build_score(model, mesh, token_chunk=chunk_len)
 
   def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens
-    each.
-    """
+    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens."""
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
     packing = self._shape.pack([len(sequence) for sequence in sequences])
@@ -78,8 +74,7 @@ class RewardModel:
 
 
 class Batcher:
-  """Scores sequences of many callers together: those waiting when the model becomes free form its
-  next pass.
+  """Scores sequences of many callers together: those waiting when the model is free form a pass.
 
   Attributes:
     passes: number of passes so far.

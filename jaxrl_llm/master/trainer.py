@@ -185,9 +185,7 @@ class StageTrainer:
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Returns the logprob fields that need no pass, because the batch's only update computes them
-    itself.
-    """
+    """Returns the logprob fields that need no pass, as the batch's only update computes them."""
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
@@ -198,8 +196,7 @@ class StageTrainer:
     return tuple(name for name, is_computed in computed.items() if is_computed)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
-    """Loads the rows, runs the forward passes that plan and algorithm require, and computes
-    advantages.
+    """Loads rows, runs the forward passes that plan and algorithm require, and computes advantages.
 
     The passes run once over the rows, in the first epoch's packing; their results serve all epochs.
     """

@@ -1,5 +1,4 @@
-"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same command from a
-checkout.
+"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same from a checkout.
 
   jaxrl train       trains a configuration; the same command resumes
   jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
@@ -46,9 +45,7 @@ _HANDLE_SIGNALS = ('train', 'score')
 
 
 def launch(name: str, argv: Sequence[str]) -> int:
-  """Runs a command and returns its exit code. Imports only that command: scorer workers import this
-  module too.
-  """
+  """Runs a command; returns its exit code. Imports only that one, as scorer workers import this."""
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

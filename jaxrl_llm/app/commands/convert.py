@@ -1,5 +1,4 @@
-"""Reads a Hugging Face model into this package's layout and writes it as a Hugging Face model
-again.
+"""Reads a Hugging Face model into this package's layout and writes it out as one again.
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 

@@ -1,5 +1,4 @@
-"""Evaluates the commits of a run: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780]
-[--out=FILE]`.
+"""Evaluates the commits of a run: `jaxrl evaluate --workdir=DIR [--steps=500,780] [--out=FILE]`.
 
 Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of
 the run's configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another

@@ -111,9 +111,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """If this Python lacks the compiler for the chip, re-executes the command with the Python that
-  has it.
-  """
+  """If this Python lacks the chip's compiler, re-executes the command with one that has it."""
   chip, _ = parse_topology(topology)
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
@@ -143,9 +141,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
 
 
 def _join_job() -> None:
-  """Joins the `jax.distributed` job that the environment describes, if any (launch/cluster sets the
-  variables).
-  """
+  """Joins the `jax.distributed` job that the environment names, if any (set by launch/cluster)."""
   address = os.environ.get('JAX_COORDINATOR_ADDRESS')
   if not address:
     return

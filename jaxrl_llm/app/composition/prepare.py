@@ -92,9 +92,7 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, a hub id or a run to a model directory; for a run, that is its export
-  (`hf/`).
-  """
+  """Resolves a directory, a hub id or a run to a model directory; a run's is its export (`hf/`)."""
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -106,8 +104,7 @@ def model_directory(source: str) -> pathlib.Path:
 def prepare(
   config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept
-  on resume.
+  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept.
 
   Args:
     load: returns the taskset with a given name; pass it to share loaded tasks with other code.
@@ -357,9 +354,7 @@ def _take_over(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Copies the other run's groups whose tasks are in this stage's tasksets and whose sequences
-  fit.
-  """
+  """Copies the other run's groups with tasks of this stage's tasksets and sequences that fit."""
   file = static_file(stage)
   if (workdir / file).exists():
     return
@@ -432,9 +427,7 @@ def _take_over(
 
 
 def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """Returns the `policy.init_from` of another run (None: random weights) and its rewards as
-  JSON.
-  """
+  """Returns another run's `policy.init_from` (None: random weights) and its rewards as JSON."""
   try:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']
@@ -451,9 +444,7 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
 def _check_same_tokenizer(
   stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other
-  text.
-  """
+  """Raises UserError if the recorded run's vocabulary differs: its ids would mean other text."""
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
       f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
@@ -462,16 +453,12 @@ def _check_same_tokenizer(
 
 
 def preferences_file(name: str) -> str:
-  """Returns the path of the preference samples (chosen and rejected alternate), relative to the run
-  directory.
-  """
+  """Returns the preference samples' path (chosen and rejected alternate) in the run directory."""
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """Returns the path of the static rows of a stage that does not sample, relative to the run
-  directory.
-  """
+  """Returns the path of the static rows of a stage that does not sample in the run directory."""
   pairs = isinstance(stage.source, Pairs)
   return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
 

@@ -110,9 +110,7 @@ def build_rollouts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-  """Process 0's resources beside the loop's parts; `open_resources` opens them, `close` releases
-  them.
-  """
+  """Process 0's resources beside the loop's parts; `open_resources` opens, `close` closes them."""
 
   events: Events
   engine: Engine | None
@@ -141,9 +139,7 @@ class Resources:
 
 
 def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resources:
-  """Opens process 0's logs, store, engine and scorers, as the commit's state left them (None: no
-  commit).
-  """
+  """Opens process 0's logs, store, engine and scorers, in the commit's state (None: no commit)."""
   config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')

@@ -1,6 +1,4 @@
-"""Reads the config.json that a run saved, and converts the forms of earlier versions to the current
-one.
-"""
+"""Reads the config.json of a run, and converts the forms of earlier versions to the current one."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def read_saved(file: pathlib.Path) -> Any:
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a `source`; fields that have no effect on this kind of source are
-  left out.
-  """
+  """Returns a saved stage with a `source`; fields that have no effect on its kind are left out."""
   if not isinstance(stage, dict) or 'source' in stage:
     return stage
   chosen = next((name for name in _SOURCES if stage.get(name) is not None), None)

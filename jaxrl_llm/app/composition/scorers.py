@@ -1,6 +1,4 @@
-"""Builds the scorers that a configuration names. Imports no JAX, so that scoring by hand starts
-fast.
-"""
+"""Builds the scorers that a configuration names. Imports no JAX, so scoring by hand starts fast."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 
 
 def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
-  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a
-  scorer.
-  """
+  """Builds a scorer from the catalogue or a user's own, a function from the options to a scorer."""
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
     raise UserError(

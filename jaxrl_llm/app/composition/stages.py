@@ -1,6 +1,4 @@
-"""Builds the stages that every process runs, including derived numbers, from their
-configurations.
-"""
+"""Builds the stages that every process runs, with derived numbers, from their configurations."""
 
 from __future__ import annotations
 
@@ -159,9 +157,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a stage that cannot learn, or would not learn what its configuration
-  suggests.
-  """
+  """Raises UserError for a stage that cannot learn, or not what its configuration suggests."""
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
@@ -259,9 +255,7 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a reference that cannot differ from the policy, or cannot move as
-  configured.
-  """
+  """Raises UserError for a reference that cannot differ from the policy, or move as configured."""
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
     return
@@ -293,9 +287,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
-  """Returns the spec of the model that the stages train: a policy, or a reward model with one
-  output.
-  """
+  """Returns the spec of the stages' model: a policy, or a reward model with one output."""
   setting = Setting(max_response_length=config.rollout.max_response_length)
   heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
   if len(set(heads.values())) > 1:

@@ -74,9 +74,7 @@ def begin_stage(
 def _begin_critic(
   stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model
 ) -> TrainState:
-  """Starts a stage's critic from the configured model, else the last stage's critic, else the
-  policy's body.
-  """
+  """Starts a critic from the configured model, else the last critic, else the policy's body."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic.config.offload
   if source is None and before.critic is not None:
@@ -131,9 +129,7 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
 
 
 def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
-  """Returns the state committed at `step` (0: the initial state), and the digest of the base below
-  its adapters.
-  """
+  """Returns the state committed at `step` (0: initial), and the digest of its adapters' base."""
   config, model, mesh = setup.config, setup.model, setup.process.mesh
   params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
@@ -151,9 +147,7 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Returns a digest of all names and bits of the base parameters. Collective: every process must
-  call it.
-  """
+  """Returns a digest of all names and bits of the base parameters. Every process must call it."""
   hasher = xxhash.xxh3_128()
   for name, array in Gatherer(mesh).leaves(base):
     hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
@@ -161,9 +155,7 @@ def base_digest(base: Params, mesh: Mesh) -> str:
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Raises UserError if the base weights differ from those that the committed adapters were trained
-  on.
-  """
+  """Raises UserError if the base weights differ from those of the committed adapters."""
   if digest != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
@@ -176,9 +168,7 @@ def check_base(digest: str | None, committed: Mapping[str, Any], config: Config)
 def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> LoopState:
-  """Restores the state committed at `step`, in or at the end of `stage`, except for the base below
-  adapters.
-  """
+  """Restores the state committed at `step`, in or at the end of `stage`, except adapters' base."""
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(

@@ -1,6 +1,4 @@
-"""The run directory: at most one live run, and a configuration that is fixed once a step is
-committed.
-"""
+"""The run directory: at most one live run, and a configuration fixed once a step is committed."""
 
 from __future__ import annotations
 

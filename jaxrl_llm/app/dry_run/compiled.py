@@ -18,9 +18,7 @@ from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
 UTILISATION = 0.4
-"""Share of the chip's peak FLOP/s that is assumed for the expected time; a well-tuned training step
-reaches it.
-"""
+"""Share of the chip's peak FLOP/s assumed for the expected time; a well-tuned step reaches it."""
 _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
 """Compiler options, keyed by platform. Without this one, TPU programs would fuse gathers into
 products as chains of permutes, which cannot be counted.
@@ -47,9 +45,7 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
 
 
 def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
-  """Compiles a program; returns a line with its statistics, and whether it fits `chip` (True if
-  that is None).
-  """
+  """Compiles a program; returns its statistics, and whether it fits `chip` (True if None)."""
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
   try:
@@ -91,9 +87,7 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
 
 
 def _excess(message: str) -> str:
-  """Returns the memory figures in a compiler's error message, or the message's first line if there
-  are none.
-  """
+  """Returns the memory figures in a compiler's error, or its first line if there are none."""
   match = _TOO_MUCH.search(message)
   return (
     f'needs {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]

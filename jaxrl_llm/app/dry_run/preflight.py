@@ -62,8 +62,7 @@ def print_list() -> None:
 
 
 def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = None) -> None:
-  """Prints the resolved configuration, derived numbers, parameters, memory by role and compiled
-  programs.
+  """Prints the resolved configuration, derived numbers, parameters, memory by role and programs.
 
   Trains nothing and writes nothing to the run directory.
 
@@ -136,9 +135,7 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
 
 
 def _options(config: Config, chip: str | None) -> ModelOptions:
-  """Returns the training options, without fused GPU attention, which compiles only on a machine
-  with a GPU.
-  """
+  """Returns the training options, without fused GPU attention, which compiles only on a GPU."""
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'
   return (

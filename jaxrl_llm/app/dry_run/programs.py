@@ -29,9 +29,7 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """Model FLOPs over all devices for one micro-batch whose chunks each hold one sequence of full
-  length.
-  """
+  """Model FLOPs over all devices for one micro-batch whose chunks each hold one full sequence."""
 
 
 class Held(NamedTuple):
@@ -47,9 +45,7 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """Yields the update of each role that the stage trains, and its scoring passes (logprobs,
-  values).
-  """
+  """Yields the update of each trained role, and its scoring passes (logprobs, values)."""
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
@@ -90,9 +86,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
-  """Returns the shapes and shardings of the arrays of one optimizer step, as the row loader places
-  them.
-  """
+  """Returns the shapes and shardings of one optimizer step's arrays, as the loader places them."""
   shape = stage.shape
   arrays = shapes(
     shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments

@@ -23,9 +23,7 @@ from jaxrl_llm.tasks.processors import Outcomes, Passed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurateConfig:
-  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1): pass rate and
-  guessability.
-  """
+  """Kimi k1.5's two prompt measures (arXiv:2501.12599, section 2.1): pass rate and guessability."""
 
   samples: int = 10
   """Number of attempts at each task."""
@@ -36,9 +34,7 @@ class CurateConfig:
   high: float = 1.0
   """Maximum share of correct attempts for a task to be kept, inclusive."""
   guess_tries: int = 8
-  """Number of guesses (attempts without reasoning) per task; one correct guess drops the task. 0:
-  no guesses.
-  """
+  """Number of guesses (attempts without reasoning) per task; a correct one drops it. 0: none."""
   guess_tokens: int = 16
   """Maximum length of a guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
@@ -104,18 +100,14 @@ async def curate(
 
 
 def guess_of(task: Task, instruction: str) -> Task:
-  """Returns the task with `instruction`, to answer without reasoning, appended to its last
-  message.
-  """
+  """Returns the task with `instruction` (answer without reasoning) appended to its last message."""
   *before, last = task.prompt
   content = f'{last["content"]}\n\n{instruction}' if instruction else last['content']
   return dataclasses.replace(task, prompt=(*before, {**last, 'content': content}))
 
 
 def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConfig) -> None:
-  """Raises UserError before sampling if the instruction makes a prompt longer than `limit`
-  tokens.
-  """
+  """Raises UserError before sampling if the instruction makes a prompt exceed `limit` tokens."""
   longest = max(len(render(guess_of(task, config.guess_instruction).prompt)) for task in tasks)
   if longest > limit:
     raise UserError(
@@ -130,9 +122,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
-  """Runs and scores `samples` attempts at each task; returns the outcomes under the keys of
-  `tasks`.
-  """
+  """Runs and scores `samples` attempts at each task; returns outcomes under the keys of `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 

@@ -39,9 +39,7 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
 async def evaluate(
   config: Config, run: pathlib.Path, steps: Sequence[int]
 ) -> AsyncIterator[dict[str, Any]]:
-  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and suite. Only
-  reads the run.
-  """
+  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) per step and suite. Read-only."""
   if not config.evaluation:
     raise UserError(
       'evaluation: the configuration of the run has no suite, so there is nothing to measure'

@@ -102,9 +102,7 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reopened(Setup):
-  """An existing run, without its training loop; `workdir` is a temporary folder outside it, removed
-  at the end.
-  """
+  """An existing run, without its training loop; `workdir` is a temporary folder outside it."""
 
   prepared: Prepared
 
@@ -126,9 +124,7 @@ class Reopened(Setup):
 
 @contextlib.asynccontextmanager
 async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are
-  compatible.
-  """
+  """Opens the run in directory `run`; `config` may differ from its own as far as compatible."""
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
@@ -148,9 +144,7 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
 
 
 def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepared:
-  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static
-  rows.
-  """
+  """Prepares `config` in the writable `scratch`, with the run's tokenizer and static rows."""
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()

@@ -40,9 +40,7 @@ from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""Metric that tells rows of training steps, which all have it, from rows of evaluations, which
-never do.
-"""
+"""Metric that tells training rows, which all have it, from rows of evaluations, which never do."""
 _NOT_OF_THE_PLAN = (
   'timing_s/',
   'timing_per_token_ms/',
@@ -182,9 +180,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Experience]:
-  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the order of the plan's
-  rows.
-  """
+  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the plan's order."""
   if recorded is not None:
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]

@@ -119,9 +119,7 @@ _FILE = flags.DEFINE_string(
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
-"""Seconds of uninterrupted service after which a server's count of successive failures starts
-over.
-"""
+"""Seconds of uninterrupted service after which a server's count of successive failures restarts."""
 
 
 async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) -> None:
@@ -163,9 +161,7 @@ async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
 
 
 async def keep_up(server: OwnedServer) -> None:
-  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in
-  a row.
-  """
+  """Restarts an ended server; raises RunError after more than _MAX_RESTARTS failures in a row."""
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
@@ -253,9 +249,7 @@ def front_config(i: int) -> FrontConfig | None:
 
 
 def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
-  """Parses the flags of `jaxrl serve --role=vllm` and returns vLLM's own options, which follow
-  `--`.
-  """
+  """Parses the flags of `jaxrl serve --role=vllm` and returns vLLM's own options after `--`."""
   split = argv.index('--') if '--' in argv else len(argv)
   parse_flags(argv[:split], FLAGS, document, takes_config=False)
   return list(argv[split + 1 :])

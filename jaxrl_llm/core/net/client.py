@@ -1,5 +1,4 @@
-"""HTTP client of one address, and the errors of all clients. Only this module and the front's proxy
-send requests.
+"""HTTP client of one address, and all clients' errors. Only it and the front's proxy send requests.
 
 Invariant: a response is yielded only if its status is 200; anything else raises an error of this
 module. Redirects are not followed, because the service that they lead to must not see the token.
@@ -124,8 +123,7 @@ class Client:
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
   ) -> AsyncIterator[Response]:
-    """Sends a request and yields its response. Errors while the block reads the response are
-    translated too.
+    """Sends a request and yields its response. Errors while the block reads it are translated too.
 
     Args:
       path: appended to the address; if empty, the address is the URL.
@@ -180,9 +178,7 @@ class Client:
 
 
 def parse_json(data: bytes, label: str) -> Json:
-  """Decodes a response. Raises Malformed, with `label` at the beginning of its message, if it is
-  not JSON.
-  """
+  """Decodes a response. Raises Malformed, which begins with `label`, if it is not JSON."""
   try:
     return json.loads(data)
   except (ValueError, RecursionError):

@@ -1,6 +1,4 @@
-"""Addresses, tokens and certificates of service clients; unusable ones raise one-line
-UserErrors.
-"""
+"""Addresses, tokens and certificates of clients; unusable ones raise one-line UserErrors."""
 
 from __future__ import annotations
 

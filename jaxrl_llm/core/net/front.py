@@ -94,9 +94,7 @@ class FrontConfig:
   port: int = 0
   """Port to listen on; 0: any free port."""
   token_file: str
-  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600
-  (owner only).
-  """
+  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600."""
   tls_cert: str | None = None
   """PEM file with the certificate and, if there is one, its chain; None: no TLS."""
   tls_key: str | None = None
@@ -117,9 +115,7 @@ class FrontConfig:
 
 
 class Front:
-  """Proxies one upstream while open. Use as an async context manager, or call `start` and
-  `close`.
-  """
+  """Proxies one upstream while open. Use as async context manager, or call `start` and `close`."""
 
   refused: int
   """Number of requests refused so far because they lacked the token."""
@@ -384,9 +380,7 @@ class _Connection(web.RequestHandler):
     exc: BaseException | None = None,
     message: str | None = None,
   ) -> web.StreamResponse:
-    """Responds to invalid HTTP (400) and to errors in this module (500) without internal
-    details.
-    """
+    """Responds to invalid HTTP (400) and errors in this module (500) without internal details."""
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
@@ -436,9 +430,7 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns
-  that number.
-  """
+  """Raises the soft limit on open files to `_DESCRIPTORS`, at most the hard limit; returns it."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
   if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -515,9 +507,7 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Returns path and query of an authenticated request that may be passed on. Raises _Refusal
-  otherwise.
-  """
+  """Returns path and query of an authenticated request that may pass. Raises _Refusal otherwise."""
   path, _, query = request.raw_path.partition('?')
   methods = [method for method, known in routes if known == path]
   if not methods:
@@ -565,9 +555,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks an RPC body and re-encodes it, so that repeated keys cannot show the upstream another
-  method.
-  """
+  """Checks an RPC body and re-encodes it, so repeated keys cannot show upstream another method."""
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -609,9 +597,7 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Checks an adapter load and re-encodes it with the resolved path; that and its files must lie in
-  `root`.
-  """
+  """Checks and re-encodes an adapter load with its real path; that and its files lie in `root`."""
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
     raise _Refusal(

@@ -1,6 +1,4 @@
-"""Local HTTP service: a Unix socket that only this user can reach, and optionally a front for other
-hosts.
-"""
+"""Local HTTP service: a Unix socket of this user only, and optionally a front for other hosts."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ _MAX_ANSWER_BYTES = 4 << 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
-  busy address.
-  """
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; requests go to the least busy."""
   key_file: str | None = None
   """File whose first line is the bearer token."""
   ca_file: str | None = None
@@ -47,9 +45,7 @@ class RemoteOptions:
   enough for a service restart.
   """
   first_wait_s: float = 0.5
-  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend
-  the wait.
-  """
+  """Seconds before the first retry, doubled for each later one; `Retry-After` may extend it."""
 
   def check(self, where: str) -> None:
     """Raises UserError for options with which no request can be made."""

@@ -17,9 +17,7 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
-"""Maximum wait for a guard to end in seconds; the guard itself takes less: 5 s of grace and 30 s
-after SIGKILL.
-"""
+"""Maximum seconds for a guard to end; it takes less: 5 s of grace and 30 s after SIGKILL."""
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
@@ -52,9 +50,7 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """The command's exit code (128 + the number for a signal); None while it runs or before its
-    start.
-    """
+    """The command's exit code (128 + the number for a signal); None before its end."""
     return self._guard.poll() if self._guard else None
 
   def is_running(self) -> bool:
@@ -116,9 +112,7 @@ class Child:
     ]
 
   def terminate(self) -> None:
-    """Orders the guard to end the command, without waiting; the guard kills processes that survive
-    SIGTERM.
-    """
+    """Orders the guard to end the command, without waiting; it kills what survives SIGTERM."""
     if self._guard is not None:
       # Not by closing the pipe, which the guard would take for the death of this process.
       self._guard.terminate()

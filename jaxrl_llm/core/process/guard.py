@@ -1,5 +1,4 @@
-"""Process guard: ties a server's process tree to its owner's lifetime, so that no process or file
-is left behind.
+"""Process guard: ties a server's process tree to its owner's lifetime, so nothing is left behind.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \
     -- COMMAND [ARGUMENT ...]
@@ -59,9 +58,7 @@ _SCAN_S = 1.0
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idle
-periods.
-"""
+"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idling."""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
 
@@ -317,9 +314,7 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills all descendants, repeatedly since they may fork meanwhile; returns False if some do not
-    vanish.
-    """
+    """Kills all descendants, repeatedly, as they may fork; returns False if some do not vanish."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:

@@ -1,6 +1,4 @@
-"""Score records: each holds one scorer's judgement of one sample. They are only appended, never
-changed.
-"""
+"""Score records: each holds one scorer's judgement of one sample. Only appended, never changed."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """One scorer's result for a sample. `value` None: unscorable, so excluded from baseline and loss,
-  but counted.
+  """A scorer's result for a sample. `value` None: unscorable, not in baseline or loss, but counted.
 
   Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other
   failures get None.
@@ -46,7 +43,5 @@ class Score:
 
 
 def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
-  """Returns the total value of an attempt, that is, its value plus the values of its turns; None if
-  unscorable.
-  """
+  """Returns an attempt's value plus the values of its turns; None if unscorable."""
   return None if value is None else value + math.fsum(turn_values)

@@ -11,9 +11,7 @@ import xxhash
 from jaxrl_llm.core.types import Json
 
 Message = Mapping[str, str]
-"""{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as chat templates read
-it.
-"""
+"""{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as in chat templates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +27,7 @@ class Media:
 
 
 def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) -> str:
-  """Returns the digest that identifies a task: xxh3-128 of the prompt's canonical JSON, as 32 hex
-  digits.
-  """
+  """Returns a task's digest: xxh3-128 of the prompt's canonical JSON, as 32 hex digits."""
   content: list[Json] = [dict(m) for m in prompt]
   content += [{'media': m.kind, 'digest': m.digest} for m in media]
   canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(',', ':'))
@@ -40,9 +36,7 @@ def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """A task to attempt. Tasks with the same prompt and media are the same task, regardless of
-  source.
-  """
+  """A task to attempt. Tasks with the same prompt and media are the same, regardless of source."""
 
   taskset: str
   """Name of the source taskset."""
@@ -52,9 +46,7 @@ class Task:
   truth: str | None
   """Reference answer, if any."""
   fields: Mapping[str, Json]
-  """The source row as JSON, for scorers (such as a verifier's entry or `extra_info`); the policy
-  never sees it.
-  """
+  """The source row as JSON, for scorers (a verifier's entry, `extra_info`); not for the policy."""
   media: tuple[Media, ...] = ()
   """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 

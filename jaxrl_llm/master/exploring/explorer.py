@@ -89,15 +89,11 @@ class Explorer:
     self._groups: dict[int, _Group] = {}
     """Groups that no batch has taken yet, keyed by group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """Visits in earlier stages, keyed by prompt. A repeated visit number would repeat the random
-    draws.
-    """
+    """Visits in earlier stages, keyed by prompt. A repeated number would repeat random draws."""
     self._handed_out: set[str] = set()
     """Names of the groups in a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """(task uid, number of correct samples, number of scorable samples) of ended groups, keyed by
-    group number.
-    """
+    """(task uid, correct samples, scorable samples) of ended groups, keyed by group number."""
     self._scoring_s = 0.0
     self._clock = IdleClock()
     self._progress = asyncio.Event()
@@ -146,8 +142,7 @@ class Explorer:
     self._gate.advance(served)
 
   async def next(self) -> Drawn:
-    """Returns the next batch with its samples sealed: new groups, then the earlier ones that `past`
-    draws.
+    """Returns the next batch, its samples sealed: new groups, then earlier ones that `past` draws.
 
     Raises the exceptions of `collect`.
     """
@@ -203,9 +198,7 @@ class Explorer:
     return batch, counts
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
-    """Records that the batch is complete and was trained on these samples and on these rows of
-    static data.
-    """
+    """Records that the batch is complete and was trained on these samples and static rows."""
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
@@ -279,9 +272,7 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Returns the seconds since the previous call that batches waited for scores after their last
-    rollout.
-    """
+    """Returns seconds since the last call that batches waited for scores after the last rollout."""
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
@@ -314,9 +305,7 @@ class Explorer:
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
-    """Continues from the state of the commit that the store was recovered to; call before
-    `running`.
-    """
+    """Continues from the commit that the store was recovered to; call before `running`."""
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
     flight = state['explorer']
@@ -359,9 +348,7 @@ class Explorer:
     self._progress.set()
 
   def _admit(self, number: int, members: list[Experience]) -> None:
-    """Stores a finished group; drops unscorable and unselected samples, and the group if none is
-    left.
-    """
+    """Stores a finished group; drops unscorable and unselected samples, and the group if empty."""
     scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]

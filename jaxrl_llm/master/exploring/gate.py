@@ -7,8 +7,7 @@ from typing import Any
 
 
 class Gate:
-  """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL's
-  capacity).
+  """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL).
 
   A dropped group gives its capacity back. `served` counts batches of the running stage whose
   weights the engines have acknowledged. No group starts beyond the needs of the stage's last batch.

@@ -1,6 +1,4 @@
-"""Serves workflows' requests to the master during an episode: generation, scores, auxiliary
-models.
-"""
+"""Serves workflows' requests to the master in an episode: generation, scores, auxiliary models."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event and its reply; the block adds the reply's fields to the yielded
-    dict.
-    """
+    """Emits a request event and its reply; the block adds its fields to the yielded dict."""
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:
       yield reply

@@ -68,9 +68,7 @@ class ProcessorConfig:
 
 
 Processor = Callable[[Sequence[Experience], int], Sequence[Experience]]
-"""Maps (members in order of issue, completed batches of the run) to the remaining members, in the
-same order.
-"""
+"""Maps (members in order of issue, completed batches of the run) to the rest, in the same order."""
 
 
 class Processed(NamedTuple):
@@ -185,9 +183,7 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Masks answers cut at the length limit: they stay in their group's baseline but are not trained
-  on.
-  """
+  """Masks answers cut at the length limit: they stay in the baseline but are not trained on."""
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     def cut(member):
@@ -256,8 +252,7 @@ class DiversityOptions:
 
 
 def diversity(options: DiversityOptions) -> Processor:
-  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's token
-  bigrams.
+  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts token bigrams.
 
   After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. Adds 0 in a group of
   equal answers.
@@ -321,9 +316,7 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError for duplicate or reserved names and for unknown kinds; `where` begins its
-  message.
-  """
+  """Raises UserError for duplicate or reserved names and unknown kinds; `where` begins it."""
   names = [config.name for config in configs]
   for config in configs:
     if names.count(config.name) > 1:

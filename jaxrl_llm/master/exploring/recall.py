@@ -1,6 +1,4 @@
-"""Rebuilds chosen rollouts from the store: tokens, scores, and the rewards that processors derived
-from them.
-"""
+"""Rebuilds chosen rollouts from the store: tokens, scores, and rewards derived by processors."""
 
 from __future__ import annotations
 

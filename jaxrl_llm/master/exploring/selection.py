@@ -1,5 +1,4 @@
-"""Selection of the members of a finished group to train on: all of them, preference pairs, or the
-best one.
+"""Selection of the members of a finished group to train on: all, preference pairs, or the best one.
 
 A group from which nothing is chosen is dropped and replaced.
 """
@@ -73,8 +72,7 @@ class SelectionConfig:
 
 
 def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
-  """Selects from a group's scorable members, given in order of issue; an empty result drops the
-  group.
+  """Selects from a group's scorable members, in order of issue; an empty result drops the group.
 
   Masked members count in the baseline of the others, but are never in a pair or imitated.
   """
@@ -107,9 +105,7 @@ EXPERIENCE = 'experience'
 
 
 def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
-  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) for each chosen sample of a
-  group.
-  """
+  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) per chosen sample of a group."""
   uses: dict[str, list[tuple[int, Experience]]] = {}
   for place, choice in enumerate(chosen):
     uses.setdefault(choice.sample.uid, []).append((place, choice))

@@ -23,7 +23,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.rollout.api import Completion, Request, Sampling, Weights
 from jaxrl_llm.rollout.embedded.programs import Decoded, Programs
-from jaxrl_llm.rollout.embedded.scheduler import Job, Scheduler, Turn
+from jaxrl_llm.rollout.embedded.scheduler import QueuedRequest, Scheduler, Turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,18 +198,18 @@ class EmbeddedEngine:
     self._check_alive()
     if self._version is None or self._driver is None:
       raise RuntimeError(f'engine {self.name}: call start and load before generate')
-    job = Job(request, self._check(request))
-    self._scheduler.add(job)
+    queued = QueuedRequest(request, self._check(request))
+    self._scheduler.add(queued)
     self._wake.set()
     try:
       for _ in range(request.samples):
         # wait completion: the driver answers or fails all; `collect`, `suite`
-        result = await job.results.get()
+        result = await queued.results.get()
         if isinstance(result, Exception):
           raise result
         yield result
     finally:
-      job.left = True
+      queued.left = True
       self._wake.set()
 
   def _check(self, request: Request) -> int:
@@ -266,28 +266,28 @@ class EmbeddedEngine:
       logging.exception(
         'engine %s: a device call failed; %d requests with it',
         self.name,
-        len(self._scheduler.jobs()),
+        len(self._scheduler.requests()),
       )
       self._fail(error)
 
   def _fail(self, error: Exception) -> None:
     if self._failure is None:
       self._failure = error
-    for job in self._scheduler.jobs():
-      job.results.put_nowait(error)
+    for queued in self._scheduler.requests():
+      queued.results.put_nowait(error)
 
   def _execute(self, turn: Turn) -> Decoded:
     """Runs a turn on the device thread."""
     for prefill in turn.prefills:
-      tokens = np.zeros((self._config.prefill_rows, prefill.jobs[0].bucket), np.int32)
-      for row, job in enumerate(prefill.jobs):
-        tokens[row, : len(job.request.prompt) - 1] = job.request.prompt[:-1]
+      tokens = np.zeros((self._config.prefill_rows, prefill.requests[0].bucket), np.int32)
+      for row, queued in enumerate(prefill.requests):
+        tokens[row, : len(queued.request.prompt) - 1] = queued.request.prompt[:-1]
       prefill.cache = self._programs.prefill(tokens)
     for prefill, matrix in turn.admissions:
       self._programs.admit(prefill.cache, matrix)
     decoded = self._programs.decode(turn.control, filtered=turn.filtered)
     self.counts['prefill_calls'] += len(turn.prefills)
-    self.counts['prefilled_prompts'] += sum(len(prefill.jobs) for prefill in turn.prefills)
+    self.counts['prefilled_prompts'] += sum(len(prefill.requests) for prefill in turn.prefills)
     self.counts['decode_calls'] += 1
     self.counts['decode_steps'] += int(decoded.produced.max())
     self.counts['tokens'] += int(decoded.produced.sum())

@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.embedded.programs import Admission, Decoded, admissions_m
 from jaxrl_llm.rollout.embedded.sampling import row_key
 
 
-class Job:
+class QueuedRequest:
   """A request and its progress."""
 
   def __init__(self, request: Request, bucket: int):
@@ -44,19 +44,19 @@ class Job:
 class Prefill:
   """Prompts whose keys and values are on the device, or will be after the turn."""
 
-  jobs: tuple[Job, ...]
+  requests: tuple[QueuedRequest, ...]
   cache: Cache | None = None
 
   @property
   def pending(self) -> int:
-    return sum(job.pending for job in self.jobs)
+    return sum(queued.pending for queued in self.requests)
 
 
 @dataclasses.dataclass(eq=False)
 class Occupant:
   """The sample that a slot decodes."""
 
-  job: Job
+  queued: QueuedRequest
   index: int
   segments: list[tuple[int, Version]]
   """(index of the first token, version) of each segment, oldest first."""
@@ -87,7 +87,7 @@ class Scheduler:
       prefill_rows,
       max_stop_ids,
     )
-    self._waiting: list[Job] = []
+    self._waiting: list[QueuedRequest] = []
     self._ready: list[Prefill] = []
     self._slots: list[Occupant | None] = [None] * slots
     self._tokens = np.zeros((slots, max_length), np.int32)
@@ -98,13 +98,17 @@ class Scheduler:
   def free_slots(self) -> int:
     return self._slots.count(None)
 
-  def add(self, job: Job) -> None:
-    self._waiting.append(job)
+  def add(self, queued: QueuedRequest) -> None:
+    self._waiting.append(queued)
 
-  def jobs(self) -> set[Job]:
-    """Returns all unfinished jobs."""
-    running = {slot.job for slot in self._slots if slot is not None}
-    return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
+  def requests(self) -> set[QueuedRequest]:
+    """Returns all unfinished requests."""
+    running = {slot.queued for slot in self._slots if slot is not None}
+    return (
+      running
+      | set(self._waiting)
+      | {queued for prefill in self._ready for queued in prefill.requests}
+    )
 
   def reweigh(self, version: Version) -> None:
     """Handles new weights: running samples start a segment, prompts with pending samples are
@@ -115,7 +119,7 @@ class Scheduler:
         drawn = [segment for segment in occupant.segments if segment[0] < occupant.length]
         occupant.segments = [*drawn, (occupant.length, version)]
     self._waiting = [
-      job for prefill in self._ready for job in prefill.jobs if job.pending
+      queued for prefill in self._ready for queued in prefill.requests if queued.pending
     ] + self._waiting
     self._ready = []
 
@@ -126,11 +130,11 @@ class Scheduler:
         occupant.segments[-1] = (occupant.segments[-1][0], version)
 
   def plan(self, version: Version | None) -> Turn | None:
-    """Drops abandoned jobs, fills free slots and returns the next turn; None if there is no
+    """Drops abandoned requests, fills free slots and returns the next turn; None if there is no
     work.
     """
-    self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
-    self._waiting = [job for job in self._waiting if not job.left]
+    self._slots = [None if slot is None or slot.queued.left else slot for slot in self._slots]
+    self._waiting = [queued for queued in self._waiting if not queued.left]
     self._ready = [prefill for prefill in self._ready if prefill.pending]
     if self.free_slots == len(self._slots) and not self._ready and self._waiting:
       self._filtered = self._waiting[0].request.sampling.filtered
@@ -146,14 +150,14 @@ class Scheduler:
     control = np.array([until, *occupied], np.int32)
     return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
 
-  def _same_kind(self) -> Iterable[Job]:
-    """Yields waiting jobs up to the first that needs the other decode program, so that no job
+  def _same_kind(self) -> Iterable[QueuedRequest]:
+    """Yields waiting requests up to the first that needs the other decode program, so that none
     starves.
     """
-    for job in self._waiting:
-      if job.request.sampling.filtered != self._filtered:
+    for queued in self._waiting:
+      if queued.request.sampling.filtered != self._filtered:
         return
-      yield job
+      yield queued
 
   def _take_prompts(self) -> list[Prefill]:
     """Forms prefills for the remaining free slots in order of arrival; spare rows take later
@@ -163,11 +167,12 @@ class Scheduler:
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
     candidates = list(self._same_kind())
     while short > 0 and candidates:
-      jobs = [job for job in candidates if job.bucket == candidates[0].bucket][: self._prefill_rows]
-      chosen = set(jobs)
-      candidates = [job for job in candidates if job not in chosen]
-      self._waiting = [job for job in self._waiting if job not in chosen]
-      taken.append(Prefill(tuple(jobs)))
+      bucket = candidates[0].bucket
+      requests = [queued for queued in candidates if queued.bucket == bucket][: self._prefill_rows]
+      chosen = set(requests)
+      candidates = [queued for queued in candidates if queued not in chosen]
+      self._waiting = [queued for queued in self._waiting if queued not in chosen]
+      taken.append(Prefill(tuple(requests)))
       short -= taken[-1].pending
     self._ready += taken
     return taken
@@ -180,23 +185,23 @@ class Scheduler:
     """
     free = [i for i, slot in enumerate(self._slots) if slot is None]
     samples = [
-      (prefill, row, job)
+      (prefill, row, queued)
       for prefill in self._ready
-      for row, job in enumerate(prefill.jobs)
-      for _ in range(job.pending)
+      for row, queued in enumerate(prefill.requests)
+      for _ in range(queued.pending)
     ]
     matrices: dict[Prefill, np.ndarray] = {}
-    for slot, (prefill, row, job) in zip(free, samples):
+    for slot, (prefill, row, queued) in zip(free, samples):
       if prefill not in matrices:
         matrices[prefill] = admissions_matrix(len(self._slots), self._max_stop_ids)
-      self._admission(job, row).write(matrices[prefill][slot])
-      self._slots[slot] = Occupant(job, job.admitted, [(0, version)])
-      job.admitted += 1
+      self._admission(queued, row).write(matrices[prefill][slot])
+      self._slots[slot] = Occupant(queued, queued.admitted, [(0, version)])
+      queued.admitted += 1
     self._ready = [prefill for prefill in self._ready if prefill.pending]
     return list(matrices.items())
 
-  def _admission(self, job: Job, row: int) -> Admission:
-    request = job.request
+  def _admission(self, queued: QueuedRequest, row: int) -> Admission:
+    request = queued.request
     return Admission(
       source=row,
       token=request.prompt[-1],
@@ -205,7 +210,7 @@ class Scheduler:
       top_k=request.sampling.top_k,
       temperature=request.sampling.temperature,
       top_p=request.sampling.top_p,
-      key=row_key(seed=self._seed, words=request.key, sample_index=job.admitted),
+      key=row_key(seed=self._seed, words=request.key, sample_index=queued.admitted),
       stop_ids=request.stop_ids,
     )
 
@@ -222,13 +227,13 @@ class Scheduler:
       occupant.length += int(decoded.produced[i])
       if decoded.remaining[i] == 0:
         self._slots[i] = None
-        occupant.job.results.put_nowait((occupant.index, self._completion(i, occupant)))
+        occupant.queued.results.put_nowait((occupant.index, self._completion(i, occupant)))
         ended += 1
     return ended
 
   def _completion(self, slot: int, occupant: Occupant) -> Completion:
     tokens = self._tokens[slot, : occupant.length].copy()
-    finish = Finish.STOP if tokens[-1] in occupant.job.request.stop_ids else Finish.LENGTH
+    finish = Finish.STOP if tokens[-1] in occupant.queued.request.stop_ids else Finish.LENGTH
     ends = [start for start, _ in occupant.segments[1:]] + [occupant.length]
     finishes = [CUT] * (len(ends) - 1) + [str(finish)]
     return Completion(
