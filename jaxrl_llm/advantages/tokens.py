@@ -26,15 +26,14 @@ def masked_gae(
   lam: float,
   last_value: float = 0.0,
 ) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
-  """(advantages, returns) by generalized advantage estimation over the valid tokens; t' is the next
-  valid one after t:
+  """(advantages, returns) by generalized advantage estimation over the valid tokens, where t' is
+  the next valid token after t:
 
   δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V
   is `last_value` (0 where the episode has ended) and A is 0.
 
-  Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. A hole carries (V_t', A_t') through
-  unchanged, so neither holes nor padding change anything at valid tokens, for every λ. A row
-  without valid tokens gives zeros.
+  Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. Holes and padding are skipped, so they do
+  not affect the results at valid tokens, for any λ. A row without valid tokens gives zeros.
   """
   rewards, values = _compact(rewards, mask), _compact(values, mask)
   following = np.append(values[1:], last_value)[: len(values)]
@@ -47,8 +46,8 @@ def token_returns(
 ) -> Float64[np.ndarray, 'time']:
   """G_t = r_t + γ G_t' over the valid tokens, with t' the next valid one; only they are discounted.
 
-  Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them:
-  with resets a trajectory with tool tokens would teach nothing before its last turn.
+  Source: REINFORCE++ (arXiv:2501.03262). Holes do not reset the return: otherwise the reward of a
+  trajectory with tool tokens would reach only its last turn.
   """
   return _spread(_discounted_sums(_compact(rewards, mask), gamma), mask)
 

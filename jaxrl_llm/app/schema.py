@@ -286,7 +286,7 @@ class Demonstrations(DemonstrationsConfig):
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
-    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
     _check_tasksets(where, self.tasksets)
     _at_least(where, self, sequences_per_batch=1)
 
@@ -310,11 +310,11 @@ class Pairs:
 
   @property
   def sequences(self) -> int:
-    """Most sequences in a batch."""
+    """Maximum number of sequences in a batch."""
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
-    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
     _at_least(where, self, sequences_per_batch=1)
 
 
@@ -337,11 +337,11 @@ class Recorded:
 
   @property
   def sequences(self) -> int:
-    """Most sequences in a batch."""
+    """Maximum number of sequences in a batch."""
     return self.groups_per_batch * self.group_size
 
   def check(self, where: str) -> None:
-    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
     _check_tasksets(where, self.tasksets)
     _at_least(where, self, groups_per_batch=1, group_size=1)
 

@@ -35,8 +35,8 @@ from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpmdConfig(ShapingOptions):
-  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy
-  at batch start.
+  """Online policy mirror descent over whole sequences (Kimi k1.5, arXiv:2501.12599). By default,
+  the reference is the policy at the beginning of each batch.
   """
 
   tau: float = 0.1
@@ -75,8 +75,8 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
 
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    # Sum in the outputs' dtype, like all sums over time: the mesh decides the order of summation,
-    # and so the rounding.
+    # Sum in the outputs' dtype, like all sums over time: their order depends on the mesh, so sums
+    # in a narrower dtype would be rounded differently on each mesh.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0

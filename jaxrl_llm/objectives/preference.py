@@ -54,16 +54,18 @@ def dpo_loss(
   label_smoothing: float = 0.0,
   kind: Literal['sigmoid', 'ipo'] = 'sigmoid',
 ) -> Float[Array, 'pairs']:
-  """Direct preference optimization, h = policy_margin - reference_margin (each chosen - rejected,
-  in nats).
+  """Direct preference optimization, where h = policy_margin - reference_margin, and each margin is
+  chosen - rejected, in nats.
 
   sigmoid: -(1 - ε) log σ(β h) - ε log σ(-β h);  ipo: (h - 1 / (2 β))²
 
-  Sources: DPO (arXiv:2305.18290), eq. 7; with ε, the probability that a label is wrong, cDPO
-  (Mitchell 2023); IPO (arXiv:2310.12036), eq. 17, for which the margins are of logprobs averaged
-  over the completion's tokens, as its authors confirmed to TRL. In float32, sums of thousands of
-  logprobs lose the digits that h needs: sum logprobs - reference over the tokens, and give that as
-  the policy's margin with a reference margin of 0.
+  Sources: DPO (arXiv:2305.18290), eq. 7; cDPO (Mitchell 2023) for ε = `label_smoothing`, the
+  probability that a label is wrong; IPO (arXiv:2310.12036), eq. 17. For IPO, average the logprobs
+  over the completion's tokens, as its authors confirmed to TRL.
+
+  In float32, sums of thousands of logprobs lose the digits that h needs. Sum logprobs - reference
+  over the tokens instead, and pass the margin of these sums as `policy_margin`, with a
+  `reference_margin` of 0.
 
   Raises:
     ValueError: `label_smoothing` is set for ipo, which does not use it.
@@ -85,8 +87,11 @@ def bradley_terry_loss(
 ) -> Float[Array, 'pairs']:
   """A reward model's loss, -log σ(r_chosen - r_rejected - m).
 
-  Sources: Bradley and Terry 1952; with the margin m, by which the preference is to be exceeded,
-  Llama 2 (arXiv:2307.09288), eq. 2. `margin` is r_chosen - r_rejected.
+  Sources: Bradley and Terry 1952, where m = 0; Llama 2 (arXiv:2307.09288), eq. 2.
+
+  Args:
+    margin: r_chosen - r_rejected.
+    target_margin: m, by which the chosen reward should exceed the rejected one.
   """
   return -jax.nn.log_sigmoid(margin - target_margin)
 

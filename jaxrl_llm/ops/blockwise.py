@@ -135,9 +135,9 @@ class _Rows(NamedTuple):
   """Places of the queries, `[*batch, blocks, block]`."""
   of_keys: Places
   first: Int[Array, '*batch blocks']
-  """First block of keys of each block of queries."""
+  """Index of the first block of keys that each block of queries may see."""
   end: Int[Array, '*batch blocks']
-  """End (exclusive) of the blocks of keys of each block of queries."""
+  """Index after the last block of keys that each block of queries may see."""
 
   @property
   def query_block(self) -> int:
@@ -165,8 +165,8 @@ class _Rows(NamedTuple):
 def _blocked(
   x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
 ) -> Float[Array, 'batch blocks kv_heads rows n']:
-  """Splits time, padded with zeros, into blocks, each of `rows` = heads / kv_heads · block rows per
-  key-value head.
+  """Pads time with zeros and splits it into blocks. In a block, each key-value head has `rows` =
+  heads / kv_heads · block rows.
   """
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
@@ -196,8 +196,7 @@ def _placed(places: Places, block: int) -> Places:
 def _ranges(
   of_queries: Places, of_keys: Places, window: int | None
 ) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
-  """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there
-  are none.
+  """Returns `_Rows.first` and `_Rows.end`; both are 0 for a block of queries that may see no keys.
 
   A block of keys is skipped if it lies wholly after the last query of the block of queries, or
   wholly before the first key that the first of these queries sees, ordered by segment and then
@@ -218,8 +217,8 @@ def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
   """Returns, per block, the lowest segment, its lowest position, the highest segment and its
   highest position.
 
-  Padding is ignored; in a block of padding only, the lowest segment is above all others and the
-  highest below.
+  Padding is ignored; in a block with nothing else, the lowest segment is above all real segments
+  and the highest is 0.
   """
   segments, positions = places
   top = jnp.iinfo(segments.dtype).max

@@ -1,8 +1,8 @@
 """Fused attention kernels shipped with JAX: splash attention (TPU) and a Triton kernel (GPU).
 
-Invariant: both are causal by index and compare segments, so they require tokens that attend to one
-another and are in order; see `attention`. A kernel is imported where it is used, because the import
-takes most of a second.
+Invariant: both mask by index (causally) and by segment, so queries and keys must be the same
+tokens, in order; see `attention`. A kernel is imported where it is used, because the import takes
+most of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxrl_llm.ops.places import Places
 
 BLOCKS = (512, 256, 128)
-"""Block sizes of a kernel in tokens; rows are padded to a multiple."""
+"""Block sizes of splash attention in tokens, largest first; `splash_length` pads rows to a multiple
+of one of them. For the GPU kernel, rows are padded to a multiple of the last.
+"""
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 

@@ -154,7 +154,7 @@ def summary(directory: str | os.PathLike) -> list[str]:
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
   """Returns a line per subdirectory of a store that has files no sample needs."""
-  # Listed first: the index, read later, names anything sealed meanwhile.
+  # Listed before the index is read, so that the index names all segments sealed in between.
   here = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}

@@ -93,11 +93,11 @@ class ReplayStore:
     docstring.
 
     Args:
-      commit_step: name of the newest commit; 0 if there is none.
+      commit_step: step that names the newest commit; 0 if there is none.
 
     Returns:
-      The number of changes, scores, plans etc. that were undone, of samples made void, of samples
-      restored to the open segment, and of files set aside (`quarantine`), each under its own key.
+      Counts: rows deleted, by table; samples made `void`; samples `restored` to the open segment;
+      `files` moved to quarantine.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -116,7 +116,8 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Deletes the bytes of samples dropped or expired before the commit; returns how many.
+    """Deletes the bytes of samples dropped or expired before the commit; returns the number of
+    samples.
 
     A crash may undo a drop, so the drop itself keeps the bytes; pass the oldest commit that a start
     may return to.

@@ -1,8 +1,8 @@
 """Reading and writing of a model directory's safetensors files, shard by shard.
 
-Invariant: names and shapes in all files are checked before the first parameter is read; host memory
-holds at most one array of the tree beyond those that the caller keeps (when reading), or one shard
-(when writing).
+Invariant: names and shapes in all files are checked before the first parameter is read. Reading
+needs host memory for one array of the parameter tree, besides those that the caller keeps; writing
+needs it for one shard.
 """
 
 from __future__ import annotations

@@ -125,7 +125,9 @@ class Launcher:
   Options: type
   """Frozen dataclass of the system's own settings (partition, account, namespace, image, …)."""
   text: Callable[[Job, Any], str]
-  """Returns the text that describes the job: pure, so that it can be read, kept and compared."""
+  """Returns the text that describes the job; a pure function, so that texts can be read, kept and
+  compared.
+  """
   submit: Callable[[str, Job, Any], str]
   """Submits a text and returns the job's id; raises UserError if the system refuses."""
   status: Callable[[str, Any], str]

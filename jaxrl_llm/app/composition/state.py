@@ -107,8 +107,8 @@ def _begin_critic(
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
-  """Returns the trained parameters before the first stage, and the frozen base below adapters
-  (`models.lora.split`).
+  """Returns the initial values of the parameters to train and of the frozen base, which is None
+  without adapters (`models.lora.split`).
 
   If the checkpoint has another kind of head than the model, a fresh head replaces it.
   """

@@ -32,8 +32,8 @@ def define_listening(values: flags.FlagValues) -> None:
 
 
 def read_front(values: flags.FlagValues) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe; None: only this user's
-  processes can connect.
+  """Returns the configuration of the front that the flags describe; None without --host, where only
+  this user's processes can connect.
   """
   check_addresses_file(values.addresses_file)
   if not values.host:

@@ -30,8 +30,8 @@ from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeOptions(RemoteOptions):
   credit: Literal['all', 'fraction'] = 'all'
-  """Value of a program that passes only some tests. all: 0; fraction: the fraction it passes, which
-  the part `passed` holds in either case.
+  """Value of a program that passes only some tests. all: 0; fraction: the fraction that it passes.
+  In both cases, the part `passed` of the score holds the fraction.
   """
   addresses: tuple[str, ...] = ()
   """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this

@@ -74,8 +74,8 @@ class Turn:
 
 
 class Scheduler:
-  """Queue, prefilled prompts and slots; alternates `plan`, execution on the device, and
-  `harvest`.
+  """Queue, prefilled prompts and slots. The engine calls `plan`, executes the turn on the device
+  and calls `harvest`, in a loop.
   """
 
   def __init__(
@@ -111,8 +111,8 @@ class Scheduler:
     )
 
   def reweigh(self, version: Version) -> None:
-    """Handles new weights: running samples start a segment, prompts with pending samples are
-    prefilled again.
+    """Handles new weights: running samples start a new segment, and prompts with pending samples
+    are prefilled again.
     """
     for occupant in self._slots:
       if occupant is not None:
@@ -124,7 +124,7 @@ class Scheduler:
     self._ready = []
 
   def relabel(self, version: Version) -> None:
-    """Renames the current weights in the newest segment of running samples."""
+    """Sets the version of the newest segment of each running sample; the weights are the same."""
     for occupant in self._slots:
       if occupant is not None:
         occupant.segments[-1] = (occupant.segments[-1][0], version)
@@ -161,7 +161,7 @@ class Scheduler:
 
   def _take_prompts(self) -> list[Prefill]:
     """Forms prefills for the remaining free slots in order of arrival; spare rows take later
-    prompts of that bucket.
+    prompts of the same bucket.
     """
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)

@@ -57,8 +57,8 @@ class Bounds:
 
 
 def read_sender(body: Any) -> str:
-  """Returns the sender's full name, which only the holder of its secret can use. Raises
-  ValueError.
+  """Returns the sender's full name, which only the holder of its secret can use. Raises ValueError
+  if the name or the secret is invalid.
   """
   if type(body) is not dict:
     raise ValueError(f'message is {type(body).__name__}, wanted a map')
@@ -71,26 +71,26 @@ def read_sender(body: Any) -> str:
 
 
 def read_lease(body: Mapping[str, Any]) -> str:
-  """Returns the lease that a message names. Raises Misbehaved."""
+  """Returns the lease that a message names. Raises Misbehaved if there is none."""
   with _reading('message'):
     return _field(body, 'lease', str)
 
 
 def read_leases(body: Mapping[str, Any]) -> list[str]:
-  """Returns the leases that a message lists. Raises Misbehaved."""
+  """Returns the leases that a message lists. Raises Misbehaved if there is no list."""
   with _reading('message'):
     return _all(_field(body, 'leases', list), 'leases', str)
 
 
 def read_error(body: Mapping[str, Any]) -> str:
-  """Returns the error of a workflow as one line. Raises Misbehaved."""
+  """Returns the error of a workflow as one line. Raises Misbehaved if there is none."""
   with _reading('message'):
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns a sample of the group, generated under versions announced to its lease. Raises
-  Misbehaved.
+  """Returns a sample of the group. Raises Misbehaved if it is invalid or was not generated under
+  versions announced to the lease.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -105,7 +105,9 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
 
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
-  """Returns a generation request, whose lengths the engine checks. Raises Misbehaved."""
+  """Returns a generation request. Raises Misbehaved if it is invalid; the engine checks its
+  lengths.
+  """
   with _reading('request'):
     row = _field(body, 'request', dict)
     sampling = _field(row, 'sampling', dict)
@@ -125,8 +127,8 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
-  """Returns an attempt at the group's unchanged task: scorers run tests from its fields. Raises
-  Misbehaved.
+  """Returns an attempt at the group's task. Raises Misbehaved if it is invalid or the task was
+  changed, since scorers run tests from the task's fields.
   """
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
@@ -142,7 +144,9 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
 
 
 def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
-  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved."""
+  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved if it is
+  invalid.
+  """
   with _reading('question'):
     _check_text(body, 'model')
     messages = _all(_field(body, 'messages', list), 'messages', dict)

@@ -141,7 +141,7 @@ class Fleet:
 
   async def _end(self, replica: Replica) -> None:
     replica.state = ReplicaState.GONE
-    # Each, even if an earlier one fails; in reverse order.
+    # Closes all of them, in reverse order, even if one fails.
     async with contextlib.AsyncExitStack() as ends:
       if replica.server is not None:
         ends.push_async_callback(replica.server.close)
@@ -465,7 +465,7 @@ class Fleet:
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:
       results.put_nowait((index, await self._complete(request, index)))
-    except Exception as error:  # Raised by the consumer of `results`.
+    except Exception as error:  # `generate` re-raises it.
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:

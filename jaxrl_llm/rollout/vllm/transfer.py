@@ -190,7 +190,7 @@ class SenderTransfer:
         shutil.rmtree(folder, ignore_errors=True)
 
   async def _kill(self) -> None:
-    """Closes after an error, which must not be replaced by that of a stuck guard."""
+    """Closes after an error; only logs a stuck guard, so that the first error is the one raised."""
     try:
       await self.close()
     except WaitExpired as error:
@@ -248,7 +248,9 @@ class SenderTransfer:
   async def _ask(
     self, client: VllmClient, child: Child, message: Mapping[str, Any]
   ) -> dict[str, Any]:
-    """Writes one line and reads one. A `close` meanwhile ends the child, and so the answer."""
+    """Sends one message and returns the sender's answer. Raises Lost if the answer is unreadable
+    or the sender ends first, for example by a concurrent `close`.
+    """
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()

@@ -88,8 +88,9 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
 
   def rounded(a: Value, b: Value) -> bool:
     whole = (a if exact is truth else b).number
+    # An exact value with no more decimal places than the decimal would not have been rounded.
     if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
-      return False  # The exact value itself has at most that many digits.
+      return False
     with mpmath.workdps(DIGITS):
       left, right = as_float(a.number), as_float(b.number)
       return bool(

@@ -138,8 +138,7 @@ def _held(text: str) -> list[tuple[_Boxed, str]]:
 
 
 def _boxed(text: str) -> list[list[str]]:
-  """Returns the contents of the boxes, grouped where boxes are side by side (`\\boxed{2} and
-  \\boxed{3}`).
+  """Returns the contents of the boxes; adjacent boxes (`\\boxed{2} and \\boxed{3}`) form a group.
 
   If the words "final answer" precede a box, boxes before these words do not count.
   """
@@ -167,13 +166,13 @@ def _boxed(text: str) -> list[list[str]]:
 
 
 def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
-  """Joins the contents of boxes side by side into one answer: a list with each value once."""
+  """Joins the contents of adjacent boxes into one answer, a list that has each value once."""
   values = {key(held): held for held in reversed(group)}
   return ', '.join(reversed(values.values()))
 
 
 def boxed_lists(text: str) -> list[str]:
-  """Returns the contents of the boxes as candidates; boxes side by side become one list."""
+  """Returns the contents of the boxes as candidates; adjacent boxes become one list."""
   return [_joined(group, collapse) for group in _boxed(text)]
 
 
@@ -314,8 +313,8 @@ def extract(
 
 def reference(truth: str) -> str:
   """Extracts the reference answer from a dataset's truth: the text after the last `####`, else the
-  content of the last box and of those beside it, else, if the truth is longer than `MAX_TRUTH`, the
-  text after "the final answer is", else the whole truth.
+  content of the last box and those adjacent to it, else, if the truth is longer than `MAX_TRUTH`,
+  the text after "the final answer is", else the whole truth.
   """
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]

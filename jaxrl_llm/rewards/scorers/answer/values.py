@@ -20,11 +20,13 @@ MAX_BITS = 20_000
 are refused.
 """
 DIGITS = 60
-"""Precision of floating-point values in decimal digits, on top of the digits of the largest
-intermediate result.
+"""Precision of floating-point values in decimal digits, in addition to the digits before the point
+of the largest intermediate result.
 """
 _MAX_LOST = 1_000
-"""Maximum number of decimal digits in an irrational intermediate result."""
+"""Maximum number of digits before the point in an intermediate result, for formulas whose value is
+not exact.
+"""
 
 
 def as_float(value: Any) -> Any:
