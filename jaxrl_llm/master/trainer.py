@@ -245,9 +245,7 @@ class StageTrainer:
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
-    """Returns the step with the passes' results, and the critic's values after each token if
-    required.
-    """
+    """Returns the step with the passes' results, and critic values after each token if required."""
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._stopwatch.timed('old_log_prob'):
@@ -330,9 +328,7 @@ class StageTrainer:
     constants: Constants,
     base: Params | None = None,
   ) -> tuple[TrainState, Report]:
-    """Runs and checks one optimizer step of a role; the outputs of its report stay on the
-    devices.
-    """
+    """Runs and checks one optimizer step of a role; the outputs of its report stay on devices."""
     with self._stopwatch.timed(f'update_{role.name}'):
       state, report = await self._device.run(
         role.update, state, packed.chunks, packed.used, constants, base

@@ -1,5 +1,4 @@
-"""Interface to models for the rest of the project: a tuple of pure functions over plain nested
-dicts.
+"""Interface to models for the rest of the project: pure functions over plain nested dicts.
 
 Invariant: parameters are data. No function here stores any, and module-library types never leave
 this package.
@@ -44,8 +43,7 @@ has the second.
 
 
 class Model(NamedTuple):
-  """A spec bound to its functions. `Params` are plain nested dicts of arrays; kernels are `[out,
-  in]`.
+  """A spec bound to its functions. `Params` are nested dicts of arrays; kernels are `[out, in]`.
 
   init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same
     numbers for one key whether layers are scanned or not, and whether there are adapters or not.
@@ -69,9 +67,7 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations; None: the compiler decides, from the arguments'
-  shardings.
-  """
+  """Mesh over which `apply` shards activations; None: the compiler decides by the arguments."""
 
 
 def build_model(
@@ -132,9 +128,7 @@ def is_stacked(params: Params) -> bool:
 
 
 def unstack_layers(params: Params) -> Params:
-  """Converts scanned to unrolled parameters (views for NumPy arrays); returns unrolled ones
-  unchanged.
-  """
+  """Converts scanned to unrolled parameters (views for NumPy arrays); keeps unrolled ones."""
   if not is_stacked(params):
     return params
   flat = flatten(params['layers'])

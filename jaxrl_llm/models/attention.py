@@ -55,9 +55,7 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention` with each device of the mesh on its shard; the compiler partitions masked
-  attention.
-  """
+  """Computes `attention` on each device's shard; the compiler partitions masked attention."""
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(
     attention, implementation=choice.implementation, block=choice.block, **rule
@@ -77,9 +75,7 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """Passes the kernel's block list as an argument, so that each device gets the blocks of its
-  queries.
-  """
+  """Passes the kernel's block list as an argument, so that each device gets its queries' blocks."""
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
@@ -96,9 +92,7 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
 def _over(
   mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more
 ) -> Array:
-  """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its
-  spec.
-  """
+  """Maps `local` over the mesh by the sharding rules; `more` are arguments with their specs."""
 
   def spec(x, axes):
     return sharding(mesh, axes, x.shape).spec

@@ -17,9 +17,7 @@ LayerCache = dict[str, Float[Array, 'batch length kv_heads head_dim']]
 """One layer's rotated keys `k` and values `v`."""
 
 Cache = tuple[LayerCache, ...]
-"""A `LayerCache` per layer: separate buffers, so that a donated or looped cache is updated in
-place.
-"""
+"""A `LayerCache` per layer: separate buffers, so a donated or looped cache is updated in place."""
 
 
 def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) -> Cache:
@@ -43,9 +41,7 @@ def write(
   value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
 ) -> LayerCache:
-  """Writes each token's key and value at index `position` of its row; positions past the end are
-  dropped.
-  """
+  """Writes each token's key and value at its row's `position`; those past the end are dropped."""
   rows = jnp.arange(positions.shape[0])[:, None]
   return {
     name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')

@@ -26,9 +26,7 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A kernel that the caller uses as a lookup table (embedding) or multiplies with hidden states
-  (head).
-  """
+  """A kernel used as a lookup table (embedding) or multiplied with hidden states (head)."""
 
   rows: int
   columns: int

@@ -1,5 +1,4 @@
-"""Model families: one entry holds all that distinguishes a family; adding a family takes no code
-elsewhere.
+"""Model families: an entry holds all that distinguishes a family; adding one takes no other code.
 
 Invariant: no module checks a family's name; the decoder and the weights' names follow from the
 `ModelSpec`.

@@ -29,8 +29,7 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True) -> int:
-  """Operations of a forward pass or, with `backward`, of a training step, which needs three times
-  as many.
+  """Operations of a forward pass or, with `backward`, of a training step: three times as many.
 
   forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and
   an addition for each parameter and token, and twice that (scores, and their product with the

@@ -41,9 +41,7 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:
-  """Initialises a kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value'
-  and 'scalar'.
-  """
+  """Initialises the head kernel, normal(initializer_range): `[1, embed]` for 'value', 'scalar'."""
   shape = (head_size(spec), spec.hidden_size)
   return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))
 

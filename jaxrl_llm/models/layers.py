@@ -28,9 +28,7 @@ from jaxrl_llm.ops.swiglu import swiglu
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
-"""Names, in rematerialisation policies, of a layer's input and of the result of a product with a
-kernel.
-"""
+"""Names, in rematerialisation policies, of a layer's input and of a product with a kernel."""
 
 
 class Context(NamedTuple):

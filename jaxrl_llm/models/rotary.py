@@ -18,9 +18,7 @@ from jaxrl_llm.models.spec import RopeScaling
 
 
 class Rotation(NamedTuple):
-  """Cosines and sines of each token's angles, one per rotated pair, shared by all layers and
-  heads.
-  """
+  """Cosines and sines of each token's angles, one per rotated pair, shared by layers and heads."""
 
   cos: Float[Array, 'batch time 1 pairs']
   sin: Float[Array, 'batch time 1 pairs']
@@ -63,9 +61,7 @@ def inverse_frequencies(
 def rotation(
   positions: Int[Array, 'batch time'], frequencies: Float[np.ndarray, 'pairs'], *, dtype: jnp.dtype
 ) -> Rotation:
-  """Computes cosines and sines at `positions` (0 at a segment's first token) in at least
-  float32.
-  """
+  """Computes cosines and sines at `positions` (0 at a segment's start) in at least float32."""
   angles = positions[..., None, None].astype(jnp.promote_types(dtype, jnp.float32)) * frequencies
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 

@@ -23,9 +23,7 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes: far above any real model, and small enough to list the parameters within a
-second.
-"""
+"""Maximum sizes: far above any real model, and small enough to list parameters within a second."""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -37,13 +35,9 @@ class RopeScaling:
   factor: float
   """Divisor of the frequencies (llama3: of the low ones)."""
   low_freq_factor: float = 1.0
-  """llama3: frequencies with wavelengths above (original length / low_freq_factor) are fully
-  scaled.
-  """
+  """llama3: wavelengths above (original length / low_freq_factor) are fully scaled."""
   high_freq_factor: float = 4.0
-  """llama3: frequencies with wavelengths below (original length / high_freq_factor) are not
-  scaled.
-  """
+  """llama3: wavelengths below (original length / high_freq_factor) are not scaled."""
   original_max_position_embeddings: int = 0
   """llama3: context length in tokens before scaling."""
 
@@ -92,9 +86,7 @@ class ModelSpec:
   initializer_range: float = 0.02
   """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: a value per token; scalar: a score at a sequence's last
-  token.
-  """
+  """lm: logits over the vocabulary; value: a value per token; scalar: a score at the last token."""
 
   def __post_init__(self):
     for name, most in _MOST.items():
@@ -118,9 +110,7 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-  """Low-rank adapters (Hu et al., arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank ·
-  (x·Aᵀ)·Bᵀ.
-  """
+  """LoRA adapters (arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ."""
 
   rank: int = 16
   """Rows of A and columns of B."""
@@ -152,9 +142,7 @@ class ModelOptions:
   """Compute options of a model; results agree for all values up to rounding."""
 
   scan_layers: bool = False
-  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on a
-  CPU.
-  """
+  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Activations of each layer saved for the backward pass.
 
@@ -164,9 +152,7 @@ class ModelOptions:
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation; auto: chosen by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
-  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are always at least
-  float32.
-  """
+  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are at least float32."""
   param_dtype: str = 'float32'
   """Dtype of newly initialised parameters; adapters are at least float32."""
   lora: LoraConfig | None = None

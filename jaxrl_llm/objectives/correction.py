@@ -1,5 +1,4 @@
-"""Off-policy correction: weights and rejections of tokens sampled by another policy, all without
-gradients.
+"""Off-policy correction: weights and rejections of tokens of another policy, all without gradients.
 
 They change the numerator of the loss, never its denominator, which still counts rejected tokens: if
 the loss were divided by the number of kept tokens, their gradient would grow by N / N_kept. In all
@@ -73,8 +72,7 @@ def sequence_mask(
   low: float,
   high: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤
-  high.
+  """Tokens of kept sequences: low ≤ exp(mean over valid tokens of (proximal - behaviour)) ≤ high.
 
   NeMo-RL calls it seq-mask-TIS (bounds 0.999 and 1.002), SkyRL geometric mask (0.99 and 1.01). In
   these libraries, kept tokens have their own weights, untruncated. The result is True where `mask`
@@ -97,8 +95,7 @@ def negative_sequence_mask(
   segments: int,
   threshold: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556), which drops far off-policy samples
-  that failed.
+  """Tokens to keep by DeepSeek-V3.2 (arXiv:2512.02556), which drops failed far off-policy samples.
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 

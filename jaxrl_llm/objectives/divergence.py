@@ -1,6 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens; masked positions may hold anything,
-even NaN.
-"""
+"""Estimators of KL(policy || reference) from sampled tokens; masked positions may be NaN."""
 
 from __future__ import annotations
 
@@ -57,8 +55,7 @@ def unbiased_kl(
   limit: float = 10.0,
   ratio_limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of
-  the reverse KL.
+  """An estimate times the ratio ρₜ = exp(logprobsₜ - proximalₜ), with the reverse KL's gradient.
 
   Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ
   ∇logprobsₜ, whose mean over samples of the proximal policy is the gradient of KL(policy ||

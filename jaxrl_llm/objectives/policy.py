@@ -1,6 +1,4 @@
-"""Policy-gradient losses per token, or per sequence where said; masked positions may hold anything,
-even NaN.
-"""
+"""Policy-gradient losses per token, or per sequence where said; masked positions may be NaN."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ def token_log_ratio(
   *,
   limit: float = 20.0,
 ) -> Float[Array, 'chunks time']:
-  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where `mask` is
-  False.
+  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 outside `mask`.
 
   Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their
   gradients before calling.
@@ -73,8 +70,7 @@ def clipped_surrogate(
   clip_ratio_high: float,
   clip_ratio_c: float | None,
 ) -> ClippedSurrogate:
-  """PPO's loss with separate clip ranges and dual clipping; GSPO's where the log ratio is the
-  sequence's.
+  """PPO's loss with separate clip ranges and dual clipping; GSPO's with the sequence's log ratio.
 
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)

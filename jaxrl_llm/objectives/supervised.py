@@ -15,8 +15,7 @@ def negative_log_likelihood(logprobs: Float[Array, 'chunks time']) -> Float[Arra
 def chord_token_weight(
   logprobs: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time'] | None = None
 ) -> Float[Array, 'chunks time']:
-  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), without
-  gradient.
+  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), no gradient.
 
   It is at most 1/4, at p = 1/2, and vanishes for tokens that the policy predicts already and for
   very unlikely ones.

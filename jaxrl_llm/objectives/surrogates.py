@@ -1,5 +1,4 @@
-"""Surrogates of the policy-gradient family: the loss of each token before correction, aggregation,
-KL and entropy.
+"""Policy-gradient surrogates: token losses before correction, aggregation, KL and entropy.
 
 A surrogate is a pair of an options dataclass and a function of the tokens and these options, see
 `Surrogate`.
@@ -49,9 +48,7 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric; the step's metric is their mean over the tokens in
-  `mask`.
-  """
+  """Numbers or flags per token, keyed by metric; the step's metric is their mean over `mask`."""
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]
@@ -132,8 +129,7 @@ class SapoOptions:
 
 
 def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
-  """A soft gate of the importance ratio, SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ ·
-  σ(τ (ρ - 1)).
+  """SAPO's soft gate (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ · σ(τ (ρ - 1)).
 
   τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ
   = σ(τ (ρₜ - 1)).

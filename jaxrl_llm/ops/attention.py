@@ -1,5 +1,4 @@
-"""Attention with shared key-value heads: the contract, a reference implementation, and the
-alternatives.
+"""Attention with shared key-value heads: the contract, reference implementation, and alternatives.
 
 Invariant: a query that sees no key yields 0 and has no gradient; finite inputs never produce NaN.
 """

@@ -1,5 +1,4 @@
-"""FlashAttention-2 in plain JAX: attention whose memory is linear in time, forward and backward, on
-any platform.
+"""FlashAttention-2 in plain JAX: memory linear in time, forward and backward, on any platform.
 
 Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
 Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ /

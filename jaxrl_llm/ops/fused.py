@@ -36,9 +36,7 @@ def why_not_splash(dtype: Any) -> str | None:
 def why_not_pallas_gpu(
   dtype: Any, *, window: int | None, softcap: float | None, shards: int
 ) -> str | None:
-  """Returns the reason why the GPU kernel cannot take inputs with `shards` shards of time; None if
-  it can.
-  """
+  """Returns why the GPU kernel cannot take inputs with `shards` shards of time; None if it can."""
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
@@ -51,9 +49,7 @@ def why_not_pallas_gpu(
 
 
 def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the padded length of a row of `time` tokens, such that whole blocks fill each of its
-  shards.
-  """
+  """Returns the padded length of a row of `time` tokens, so that whole blocks fill each shard."""
   # The largest block for which no shard grows by more than an eighth; shards² must divide the
   # length too.
   share = -(-time // shards)
@@ -114,9 +110,7 @@ def run_splash(
   segment_ids: Int[Array, 'batch time'],
   key_segment_ids: Int[Array, 'batch keys'],
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Runs a kernel from `splash_kernel` on rows padded to its length, or on this device's shard of
-  them.
-  """
+  """Runs a kernel from `splash_kernel` on rows padded to its length, or this device's shard."""
   from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
   wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
@@ -190,7 +184,5 @@ def fill(
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Zeroes the outputs at padding, so that they have no gradient: in the kernels, padding attends
-  to padding.
-  """
+  """Zeroes the outputs at padding, so that they have no gradient: padding attends to itself."""
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

@@ -1,5 +1,4 @@
-"""Product of activations with a kernel `[out, in]` whose gradient is accumulated in the kernel's
-own precision.
+"""Product of activations with a kernel `[out, in]` with gradients accumulated in its precision.
 
 Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it
 is summed over tokens or devices: only its two factors are.

@@ -1,5 +1,4 @@
-"""Token logprobs, values and scores from hidden states, without ever materialising `[batch, time,
-vocab]`.
+"""Token logprobs, values and scores from hidden states, never materialising `[batch, time, vocab]`.
 
 This is the only module that shifts tokens.
 """
@@ -28,9 +27,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-  """Entry t is the value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first
-  token.
-  """
+  """Entry t is the value of `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
 
   values: Float[Array, 'chunks time']
 
@@ -168,9 +165,7 @@ def state_values(
   kernel: Float[Array, 'one embed'],
   segment_ids: Int[Array, 'chunks time'],
 ) -> StateValues:
-  """Computes hidden · kernel at the position before each token and at the token's own, in at least
-  float32.
-  """
+  """Computes hidden · kernel at the positions before and of each token, in at least float32."""
   after = _scalar(hidden, kernel)
   return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
@@ -223,8 +218,7 @@ _moved.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head(positions, hidden, kernel, targets, temperature, used):
-  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets` and
-  `temperature`.
+  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets`.
 
   `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions`
   positions per part; the other positions are 0.

@@ -14,9 +14,7 @@ both.
 
 
 class Places(NamedTuple):
-  """Places of each row's tokens. Segment 0 is padding, which neither sees nor is seen by any
-  token.
-  """
+  """Places of tokens in rows. Segment 0 is padding, which neither sees nor is seen by any token."""
 
   segment_ids: Int[Array, '*batch time']
   positions: Int[Array, '*batch time']

@@ -1,5 +1,4 @@
-"""Sums over packed tokens: named loss terms with their denominators, and the usual loss
-aggregations.
+"""Sums over packed tokens: named loss terms with their denominators, and usual loss aggregations.
 
 A loss is never a mean of means: each term is (numerator, denominator), both summed over
 micro-batches and ranks, and divided once, so that it does not depend on how sequences were packed
@@ -42,9 +41,7 @@ class Stat(NamedTuple):
 def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
-  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and
-  omitted.
-  """
+  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding, omitted."""
 
   def sum_chunk(v, s):
     return jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]

@@ -33,9 +33,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
-"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's own
-shard.
-"""
+"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's shard."""
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')

@@ -27,9 +27,7 @@ _BEAT, _VALUE, _ABORT = 0, 1, 2
 
 
 class Coordinator:
-  """Broadcasts decisions in a `jax.distributed` job; with a single process it returns them
-  directly.
-  """
+  """Broadcasts decisions in a `jax.distributed` job; with one process it returns them directly."""
 
   def __init__(
     self,

@@ -1,5 +1,4 @@
-"""Device thread: the only thread of a process that uses its devices, so that the event loop never
-blocks on them.
+"""Device thread: the only one of a process that uses its devices, so the event loop never blocks.
 
 A collective that fails because another process is gone raises PeerFailed, whatever error the
 runtime raises.
@@ -19,15 +18,11 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.waits import bounded
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
-"""Substrings of the runtime's errors when another process is gone; their type varies across
-platforms.
-"""
+"""Substrings of the runtime's errors when another process is gone; types vary by platform."""
 
 
 DEADLINE_S = 3600.0
-"""Maximum seconds of a device call in a multi-process job; exceeds the coordinator's
-`silence_s`.
-"""
+"""Maximum seconds of a device call in a multi-process job; above the coordinator's `silence_s`."""
 
 
 class PeerFailed(RunError):

@@ -1,6 +1,4 @@
-"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its
-axes.
-"""
+"""Devices and their mesh, built only here; the compiler propagates shardings over its axes."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.core.errors import UserError
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in
-the machine.
-"""
+"""Mesh axes by increasing communication: neighbours along the last axis are so in the machine."""
 BATCH_AXES = (DATA, FSDP)
 """Mesh axes over which sequences are distributed; the product of their sizes is the number of
 data-parallel ranks.
@@ -25,9 +21,7 @@ data-parallel ranks.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; at most one may be None, which takes the remaining
-  devices.
-  """
+  """Number of devices along each mesh axis; at most one may be None, which takes the rest."""
 
   data: int | None = 1
   """Data parallelism: replicas of the parameters, each with different sequences."""
@@ -44,9 +38,7 @@ class MeshConfig:
 
 
 def available_devices() -> list[jax.Device]:
-  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted
-  platforms.
-  """
+  """Returns all processes' devices. Raises UserError if JAX finds none on permitted platforms."""
   try:
     return jax.devices()
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.

@@ -1,6 +1,4 @@
-"""Sharding rules: a table from logical axes (the meaning of a dimension) to the mesh axes that
-shard them.
-"""
+"""Sharding rules: a table from logical axes (the meaning of a dimension) to their mesh axes."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Returns an array's sharding: each dimension is sharded over as many of its rule's mesh axes as
-  divide it.
+  """Returns an array's sharding: each dimension over as many of its rule's mesh axes as divide it.
 
   Args:
     mesh: device mesh.
@@ -65,9 +62,7 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
 def constrain(
   x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None
 ) -> Shaped[Array, '*shape']:
-  """Constrains the sharding of `x` by the table, inside a jitted function; returns it unchanged
-  without a mesh.
-  """
+  """Constrains the sharding of `x` by the table, inside a jitted function; no-op without a mesh."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 

@@ -58,9 +58,7 @@ _GPUS = {
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-  """Parses 'v5e:4x4' to chip and shape; GPUs are 'h100:8' (one host) or 'h100:2x8' (hosts ×
-  GPUs).
-  """
+  """Parses 'v5e:4x4' to chip and shape; GPUs: 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
   match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
   chip = match and match[1]
   shape = tuple(map(int, match[2].split('x'))) if match else ()

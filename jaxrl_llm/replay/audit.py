@@ -1,5 +1,4 @@
-"""Store audit: verifies from the files alone that every issued sample is accounted for exactly
-once.
+"""Store audit: verifies from files alone that every issued sample is accounted for exactly once.
 
 Invariant: nothing that the writer recorded is trusted. States are replayed from the transitions,
 counts are recomputed, and every referenced byte is read and decoded.
@@ -40,13 +39,9 @@ class AuditReport:
   reasons: dict[str, int]
   """Number of samples per 'state(reason)', for terminal states with a reason."""
   uses: dict[int, int]
-  """Number of the policy's samples (partition 'usual'), keyed by how many batches trained on them
-  (at least 1).
-  """
+  """Number of policy samples (partition 'usual'), keyed by how many batches trained on them."""
   duplicates: int
-  """Number of results that arrived after another had been accepted, or after the sample had
-  ended.
-  """
+  """Number of results that arrived after another had been accepted, or the sample had ended."""
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
@@ -94,18 +89,14 @@ def _listed(uids: tuple[str, ...]) -> str:
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
-  """Audits a store or its directory; works while a run writes to it, since it reads one
-  snapshot.
-  """
+  """Audits a store or its directory; works while a run writes to it, as it reads one snapshot."""
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
     return _Audit(db, reader).report(unclaimed(directory))
 
 
 class _Audit:
-  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all of
-  them.
-  """
+  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all."""
 
   def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
     self._db, self._reader = db, reader

@@ -1,6 +1,4 @@
-"""Read-only views of a store, even while a run writes to it: summary, sample search, task and
-sample history.
-"""
+"""Read-only views of a store, even in use: summary, sample search, task and sample history."""
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
 
 
 def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
-  """Opens a snapshot of the store for programs that need its full read API: a copied index over the
-  same segments.
+  """Opens a snapshot of the store with its full read API: a copied index over the same segments.
 
   Writes nothing to `directory`; creates `into`. Raises UserError if the index is damaged or
   missing.
@@ -236,9 +233,7 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Returns lines on a task: prompt, truth and its samples' states over all visits; empty if never
-  attempted.
-  """
+  """Returns lines on a task: prompt, truth and samples' states by visit; empty if unattempted."""
   with snapshot(directory) as (db, _):
     row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
     of = 'FROM samples WHERE task_id = ?'

@@ -11,8 +11,7 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase for each missing part of the store that the commit at `step` needs. Writes
-  nothing.
+  """Returns a phrase for each missing store part that the commit at `step` needs. Writes nothing.
 
   Args:
     directory: directory of the store.

@@ -94,9 +94,7 @@ class Connection:
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns the attempt and bytes of each of these samples that is in the open segment, keyed by
-    uid.
-    """
+    """Returns the attempt and bytes of these samples that are in the open segment, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

@@ -1,5 +1,4 @@
-"""Draws a batch from the available groups with a pure function, so that a resumed run repeats its
-draws.
+"""Draws a batch from the available groups with a pure function, so a resumed run repeats its draws.
 
 Invariant: the draw depends on the groups (not on the order in which they are listed), the
 configuration, the step and the seed alone.

@@ -89,8 +89,7 @@ class ReplayStore:
     return StepWriter(self._connection, step)
 
   def recover(self, commit_step: int) -> dict[str, int]:
-    """Undoes, at start-up and in one transaction, all changes after the commit. See the module
-    docstring.
+    """Undoes, at start-up and in one transaction, all changes after the commit. See the module.
 
     Args:
       commit_step: step that names the newest commit; 0 if there is none.
@@ -182,8 +181,7 @@ class ReplayStore:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str]) -> dict[str, int]:
-    """Returns each task's next visit number, keyed by task uid: how often these stages have drawn
-    the task.
+    """Returns each task's next visit number, keyed by task uid: how often these stages drew it.
 
     Void samples do not count.
     """
@@ -216,9 +214,7 @@ class ReplayStore:
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
 
   def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
-    """Latest value that `operator` derived from each sample, in the order of `uids`; omits samples
-    without one.
-    """
+    """`operator`'s latest value of each sample, in order of `uids`; omits samples without one."""
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, json FROM derived WHERE uid IN ({NAMED}) AND operator = ? ORDER BY seq',
@@ -255,9 +251,7 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Number of samples per state, and of `duplicates`: results that came after another had been
-    accepted.
-    """
+    """Number of samples per state, and of `duplicates`: results that came after an accepted one."""
     with self._lock:
       by_state = dict(
         self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall()

@@ -40,9 +40,7 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves entries of `segments/` not in `named` to `quarantine/`, numbering name clashes; returns
-  how many.
-  """
+  """Moves `segments/` entries not in `named` to `quarantine/`, numbering clashes; counts them."""
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
     (directory / QUARANTINE).mkdir(exist_ok=True)

@@ -21,9 +21,7 @@ _UNDONE = {
   'duplicates': '',
   'open_segment': '',
 }
-"""Tables of which rows stamped at or after the commit are deleted, each with a further condition on
-these rows.
-"""
+"""Tables whose rows since the commit are deleted, each with a further condition on these rows."""
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
 _REPEAT = f"""
@@ -78,9 +76,7 @@ def undo(
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes seals: moves the bytes of samples accepted before the commit back to the open
-  segment.
-  """
+  """Undoes seals: moves the bytes of samples accepted before the commit to the open segment."""
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '
     'USING (name) '

@@ -1,5 +1,4 @@
-"""Sealed segments: immutable ArrayRecord files of encoded samples, one record per sample, read by
-(file, row).
+"""Sealed segments: immutable ArrayRecord files of one record per encoded sample, by (file, row).
 
 Invariant: a file under its final name is complete, was re-read byte for byte after it was closed,
 and is on disk with its directory entry. A writer that dies leaves at most a `.tmp` file
@@ -38,9 +37,7 @@ class SegmentError(RunError):
 def write_segment(
   directory: str | os.PathLike, name: str, payloads: Sequence[bytes]
 ) -> pathlib.Path:
-  """Writes `directory/name`, replacing a leftover of that name; on return it is complete, verified
-  and durable.
-  """
+  """Writes `directory/name`, replacing a leftover ; on return complete, verified and durable."""
   path = pathlib.Path(directory) / name
   temporary = path.with_name(path.name + '.tmp')
   try:
@@ -89,9 +86,7 @@ class SegmentReader:
     self._lock = threading.Lock()
 
   def read(self, refs: Sequence[Ref]) -> list[Sample]:
-    """Reads the samples at `refs`, in that order. Raises SegmentError for a row that is not what
-    was sealed.
-    """
+    """Reads the samples at `refs`, in that order. Raises SegmentError if a row is not as sealed."""
     payloads = self.read_bytes(refs)
     return [
       decode_row(payload, f'segment {self._directory / name}, row {row}')
@@ -160,9 +155,7 @@ def decode_row(payload: bytes, where: str) -> Sample:
 
 
 def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
-  """Returns a reader of `<workdir>/replay/segments`; files are opened on first read and kept
-  open.
-  """
+  """Returns a reader of `<workdir>/replay/segments`; files open on first read and stay open."""
   return SegmentReader(directory)
 
 

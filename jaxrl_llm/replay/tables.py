@@ -42,13 +42,10 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""States from which each state can be entered. `max_uses` limits how many batches train on a
-sample.
-"""
+"""States from which each state can be entered. `max_uses` limits the batches that use a sample."""
 
 Partition = Literal['usual', 'expert']
-"""usual: samples of the policy. expert: rows of static data that joined a batch, without bytes in
-the store.
+"""usual: samples of the policy. expert: static rows that joined a batch, without stored bytes.
 
 The third partition, taskset, has no samples: it is the table `tasks` of attempted tasks.
 """
@@ -170,9 +167,7 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """Index row of a sample's newest attempt. A tuple for speed, since one is created per sample and
-  change.
-  """
+  """Index row of a sample's newest attempt. A tuple for speed, as one is made per change."""
 
   uid: str
   attempt: int
@@ -181,9 +176,7 @@ class Entry(NamedTuple):
   visit: int
   partition: Partition
   version: int | None
-  """Step of the oldest weights that generated it; None until it is accepted, and for expert
-  rows.
-  """
+  """Step of the oldest weights that generated it; None until accepted, and for expert rows."""
   step: int
   """Number of completed batches when it was issued."""
   uses: int
@@ -218,9 +211,7 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Creates missing tables, names an unnamed store and reserves the attempt's number, in one
-  transaction.
-  """
+  """Creates missing tables, names an unnamed store and reserves the attempt, in one transaction."""
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
     for statement in TABLES.split('\n\n'):

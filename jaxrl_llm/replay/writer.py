@@ -1,6 +1,4 @@
-"""Changes to the store, stamped with the number of batches that were complete when they
-happened.
-"""
+"""Changes to the store, stamped with the number of batches complete when they happened."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ class StepWriter:
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue]) -> None:
-    """Records rows of static data that join a batch: issued and immediately admitted, without
-    bytes.
+    """Records rows of static data that join a batch: issued and at once admitted, without bytes.
 
     Existing rows stay as they are, since static data repeat; `max_uses` does not apply to them.
     """
@@ -195,8 +192,7 @@ class StepWriter:
       self._move(uids, State.EXPIRED, '')
 
   def evict(self, *, before_version: int | None, capacity: int | None) -> dict[str, int]:
-    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond the
-    capacity.
+    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond capacity.
 
     A group expires whole or not at all. It stays if any of its samples was trained on, was sealed
     (drawn by a batch) or is not admitted yet; such groups do not count towards the capacity.

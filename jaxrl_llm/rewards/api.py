@@ -1,5 +1,4 @@
-"""The scorer interface (per attempt or per group), its configuration, and the combination of scores
-into a reward.
+"""Scorer interface (per attempt or group), its configuration, and scores combined into a reward.
 
 Invariants: a scorer sees the attempts at one task and nothing else; the reward is None if any
 scorer in force returned no value, so an unscorable sample is never 0 by accident. Nothing here
@@ -38,9 +37,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result; `value` is None if the attempt cannot be scored, through no fault of the
-  completion.
-  """
+  """A scorer's result; `value` is None if unscorable through no fault of the completion."""
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -50,15 +47,12 @@ class Verdict:
 
 
 Scorer = Callable[[Attempt], Verdict]
-"""Pure and picklable by reference: a top-level function, a partial of one, or `OverrunIsZero`
-around either.
-"""
+"""Pure, picklable by reference: a top-level function, a partial, or `OverrunIsZero` around it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OverrunIsZero:
-  """A scorer that blames the completion if it runs out of time, memory or stack: the value is then
-  0, not None.
+  """A scorer that blames the completion if it runs out of time, memory or stack: then 0, not None.
 
   Meant for scorers that take milliseconds on any ordinary answer: only a hostile one
   (`9^{9^{9^{9}}}`) exhausts them. If such answers got None, a policy could hide its wrong answers
@@ -80,9 +74,7 @@ class Awaited:
   open: Callable[
     [], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]
   ]
-  """Context entered once when the pool starts (opens its aiohttp session) and left when the pool
-  closes.
-  """
+  """Context entered when the pool starts (opens its aiohttp session) and left when it closes."""
   concurrency: int = 16
   """Maximum number of concurrent calls."""
 
@@ -104,9 +96,7 @@ class PerGroup:
   """A scorer of a whole group, called in a worker once every attempt has its per-sample scores."""
 
   scorer: Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], tuple[Verdict, ...]]
-  """(attempts of the group, per-sample scores of each) -> one Verdict per attempt, in the same
-  order.
-  """
+  """(attempts of the group, per-sample scores of each) -> one Verdict per attempt, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +109,7 @@ class AwaitedGroup:
       Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
     ],
   ]
-  """Context entered once when the pool starts and left when it closes; the value it yields may be
-  `Addressed`.
-  """
+  """Context entered once when the pool starts and left when it closes; may yield `Addressed`."""
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
 
@@ -145,9 +133,7 @@ class ScorerConfig:
   domains: tuple[str, ...] = ()
   """Task domains that this scorer applies to; empty: all."""
   tasksets: tuple[str, ...] = ()
-  """Tasksets that this scorer applies to, so that each taskset can have its own scorers; empty:
-  all.
-  """
+  """Tasksets that this scorer applies to, so each taskset can have its own scorers; empty: all."""
   retries: int = 0
   """Maximum number of retries after a call raised, missed its deadline, or lost its process."""
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
@@ -173,17 +159,13 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Scorer that decides correctness (value of at least 1); None: the first in force for the
-  task.
-  """
+  """Scorer that decides correctness (value of at least 1); None: the first in force."""
   memory_limit_mib: int = 4096
   """Address-space limit of a worker in MiB, against completions that make a scorer allocate
   endlessly; 0: no limit.
   """
   environment: tuple[str, ...] = ()
-  """Environment variables passed to workers although their names suggest secrets, such as
-  OPENAI_API_KEY.
-  """
+  """Environment variables passed to workers although named like secrets, such as OPENAI_API_KEY."""
 
   def __post_init__(self):
     names = [s.name for s in self.scorers]
@@ -238,9 +220,7 @@ def in_force(
 
 
 def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
-  """Whether the group is to be dropped: a scorer with `on_failure='drop_group'` failed on one of
-  its attempts.
-  """
+  """Whether the group is dropped: a scorer with `on_failure='drop_group'` failed on an attempt."""
   strict = {c.name for c in config.scorers if c.on_failure == 'drop_group'}
   return any(s.scorer in strict and s.status != Status.OK and s.value is None for s in scores)
 
@@ -254,9 +234,7 @@ class Reward:
   parts: dict[str, float]
   """Unweighted values, keyed `<scorer>` and `<scorer>/<part>`; scores of None are left out."""
   correct: bool | None = None
-  """Correctness by `RewardsConfig.correct_by`; None if there is no reward or that scorer is not in
-  force.
-  """
+  """Correctness by `RewardsConfig.correct_by`; None without reward or if it is not in force."""
   turn_values: tuple[float, ...] = ()
   """Weighted sums per turn, in addition to `value`; empty if no scorer returns turn values."""
 
@@ -267,9 +245,7 @@ class Reward:
 
 
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
-  """Combines scores: value = Σ weightₛ · valueₛ, or None if `scores` is empty or any of them has no
-  value.
-  """
+  """Combines scores: value = Σ weightₛ · valueₛ, None if `scores` is empty or one has no value."""
   weights = {c.name: c.weight for c in config.scorers}
   parts: dict[str, float] = {}
   for score in scores:
@@ -294,9 +270,7 @@ OptionsT = TypeVar('OptionsT')
 
 
 def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) -> OptionsT:
-  """Parses a scorer's options into its dataclass `kind`. Raises UserError for an unknown name or a
-  wrong type.
-  """
+  """Parses scorer options into dataclass `kind`. Raises UserError for a wrong name or type."""
   # JSON has no tuples: `from_json` expects lists, which a saved configuration holds too.
   plain = {
     name: list(value) if isinstance(value, tuple) else value for name, value in options.items()

@@ -40,9 +40,7 @@ class AwaitedScorer:
     self._under_way: set[asyncio.Task] = set()
 
   async def start(self) -> None:
-    """Opens the scorer. Raises RunError if that fails; a UserError raised by the scorer is passed
-    on.
-    """
+    """Opens the scorer. Raises RunError if that fails; a UserError of the scorer is passed on."""
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     self._open = asyncio.create_task(self._hold(ready))
     try:
@@ -103,9 +101,7 @@ class AwaitedScorer:
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sets the scorer's addresses. Raises UserError if the scorer refuses one, or if it has no
-    addresses.
-    """
+    """Sets the scorer's addresses. Raises UserError if it refuses one, or has no addresses."""
     if not isinstance(self._call, Addressed):
       raise UserError(f'scorer {self._name!r} has no addresses to change')
     try:
@@ -120,9 +116,7 @@ class AwaitedScorer:
   async def call(
     self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
   ) -> CallOutcome:
-    """Scores one attempt or one group; the wait for a free slot does not count towards the
-    deadline.
-    """
+    """Scores one attempt or one group; the wait for a slot does not count towards the deadline."""
     async with self._free:
       if self._call is None:
         raise RunError('scorer pool: score() was called before start() or after close()')

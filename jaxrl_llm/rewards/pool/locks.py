@@ -14,8 +14,7 @@ import time
 
 
 class PipeLock:
-  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds the
-  lock.
+  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds it.
 
   Passed to a process by pickling when the process starts. As with `multiprocessing.RLock`, a holder
   that is killed never releases it.

@@ -13,9 +13,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Maximum magnitude of a value, part or turn value; squares and sums over a batch thus stay finite
-in float32.
-"""
+"""Maximum size of a value, part or turn value; squares and batch sums stay finite in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

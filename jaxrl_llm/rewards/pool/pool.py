@@ -133,9 +133,7 @@ class ScorerPool:
       raise Partly(f'{error}; only the addresses of {moved} were changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
-    """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration
-    order.
-    """
+    """Scores an attempt: one Score per per-sample scorer in force, in configuration order."""
     chosen = self._in_force(attempt, per_group=False)
     return tuple(
       [
@@ -184,9 +182,7 @@ class ScorerPool:
     return list(scores)
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns failure counts since the last call as metrics; kinds that never occurred are left
-    out.
-    """
+    """Returns failure counts since the last call as metrics, without kinds that never occurred."""
     taken, self._taken = self._taken, self.counts.copy()
     reported = [
       key
@@ -209,9 +205,7 @@ class ScorerPool:
     attempts: tuple[Attempt, ...],
     scores: tuple[tuple[Score, ...], ...] = (),
   ) -> tuple[Score, ...]:
-    """Returns one Score per attempt; a failed call is repeated as often as the scorer's `retries`
-    allow.
-    """
+    """Returns one Score per attempt; a failed call is repeated up to `retries` times."""
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)

@@ -46,9 +46,7 @@ CHECK_S = 1.0
 """Interval in seconds at which the pool is checked to be alive while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of times the whole pool may break without an outcome in between; one more stops
-the run.
-"""
+"""How many times the whole pool may break without an outcome in between; one more stops the run."""
 
 
 class Workers:
@@ -136,8 +134,7 @@ class Workers:
         await _stopped(pool)
 
   async def resize(self, count: int) -> None:
-    """Changes the number of workers from the next call on; calls in flight finish in their current
-    processes.
+    """Changes the number of workers from the next call on; calls in flight finish where they are.
 
     Raises:
       RunError: the new workers do not start; the current ones are kept.
@@ -178,9 +175,7 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> CallOutcome | None:
-    """Returns None if the whole pool broke during the call: it has been replaced, and the call can
-    be repeated.
-    """
+    """Returns None if the pool broke meanwhile: it was replaced, so the call can be repeated."""
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')

@@ -45,8 +45,7 @@ _scorers: dict[str, Scorer | PerGroup] = {}
 
 
 def _die_with_owner() -> None:
-  """Makes the kernel kill this worker when the pool's owner is gone, even if the owner was
-  SIGKILLed.
+  """Makes the kernel kill this worker when the pool's owner is gone, even by SIGKILL.
 
   The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The
   sentinel is a pipe whose other end only the owner holds: its hang-up raises a signal, even in C
@@ -77,9 +76,7 @@ def _libraries_of(module: str) -> tuple[str, ...]:
 
 
 def _known_libraries() -> set[str]:
-  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process has
-  imported.
-  """
+  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process imported."""
   return {
     library
     for name in [*sys.modules]
@@ -89,8 +86,7 @@ def _known_libraries() -> set[str]:
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Returns the modules that a built-in scorer needs (its own and its libraries); None for a user's
-  scorer.
+  """Returns the modules that a built-in scorer needs (own and libraries); None for a user's scorer.
 
   Options with an attribute `libraries` override the module's `LIBRARIES`.
   """
@@ -122,8 +118,7 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 
 
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
-  """Imports the libraries that the scorers' first calls would otherwise import within their
-  deadlines.
+  """Imports the libraries that the scorers' first calls would import within their deadlines.
 
   The fork server usually has them, unless it was started for other scorers. A user's scorer may
   call any built-in scoring function that it has imported, so the libraries of all imported modules
@@ -170,8 +165,7 @@ def heavy_modules() -> list[str]:
 def call(
   name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
 ) -> CallOutcome:
-  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which would end the
-  owner.
+  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which ends the owner.
 
   After a `BadSign` this process exits: its results can no longer be trusted.
 

@@ -1,5 +1,4 @@
-"""Starts sandboxes: with the project's own namespaces, with bubblewrap or, on request, without
-isolation.
+"""Starts sandboxes: with the project's namespaces, bubblewrap or, on request, without isolation.
 
 Invariant: no process started here outlives the process that started it. Each waits on a socket
 whose other end only the starting process holds, and ends when that end closes, for whatever reason.
@@ -61,9 +60,7 @@ class Preload:
   path: tuple[str, ...] = ()
   """Host directories from which programs import; programs can read everything in them."""
   source: str = ''
-  """Trusted statements to run once, before sandboxes are forked (bubblewrap: once in each
-  sandbox).
-  """
+  """Trusted statements to run once, before sandboxes are forked (bubblewrap: in each sandbox)."""
 
   def bound(self) -> tuple[str, ...]:
     """Returns the directories in `path` that `readable` does not cover."""
@@ -82,9 +79,7 @@ NOTHING = Preload()
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-  """Returns the host paths that a program may read: the system's programs and libraries, and
-  Python's.
-  """
+  """Returns host paths a program may read: the system's programs and libraries, and Python's."""
   paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
   for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
     if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
@@ -174,9 +169,7 @@ class Zygote:
     return ours
 
   def close(self) -> None:
-    """Stops the process that starts sandboxes. A started sandbox ends when its control socket is
-    closed.
-    """
+    """Stops the process that starts sandboxes. Sandboxes end when their control sockets close."""
     self._requests.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)
@@ -276,9 +269,7 @@ Starter = Zygote | Bubblewrap
 
 
 def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
-  """Opens the first permitted kind of isolation that works on this machine. Raises NoIsolation if
-  none does.
-  """
+  """Opens the first permitted isolation that works here. Raises NoIsolation if none does."""
   ways = {
     'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
     'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),

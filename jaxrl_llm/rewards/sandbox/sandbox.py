@@ -61,9 +61,7 @@ class Limits:
   """Resource limits for one program, including all of its tests and processes."""
 
   wall_s: float = 30.0
-  """Wall-clock time. If a program reaches it because the machine is busy, the run raises a
-  SandboxError.
-  """
+  """Wall-clock time. If a program reaches it as the machine is busy, it raises SandboxError."""
   cpu_s: int = 6
   """Processor time of all processes together, including those of the tests."""
   memory_mib: int = 1024
@@ -124,9 +122,7 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; if programs are isolated, whoever runs the program gets a
-  SandboxError.
-  """
+  """Ends a program from another thread; if isolated, its caller gets a SandboxError."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -197,9 +193,7 @@ class Sandboxes:
   def run_cases(
     self, program: str, cases: Sequence[Case], stop: Stop | None = None
   ) -> ProgramOutcome:
-    """Runs the program once for each case; a case passes if the output agrees, up to white space at
-    line ends.
-    """
+    """Runs the program per case; it passes if the output agrees, up to white space at line ends."""
 
     def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
@@ -385,9 +379,7 @@ def _has_hung_up(control: socket.socket) -> bool:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-  """Returns the supervisor's message. Raises SandboxError if the machine, not the program, is to
-  blame.
-  """
+  """Returns the supervisor's message. Raises SandboxError if the machine is to blame."""
   if result['ended'] == 'starved':
     raise SandboxError(
       'the program hit its wall-clock limit while other processes held the CPUs; run fewer at '
@@ -397,9 +389,7 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str) -> list[str]:
-  """Splits text into lines, without white space at line ends and without empty lines at the end of
-  the text.
-  """
+  """Splits text into lines, without white space at line ends and empty lines at the end."""
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 

@@ -1,5 +1,4 @@
-"""HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the
-program ended.
+"""HTTP server that runs programs: `POST /run` takes a program and its tests, returns how it ended.
 
 Invariant: the server checks no token, so it listens on a unix socket that only its own user can
 reach; other users go through an HTTP proxy that checks a token (`core.net.front`).

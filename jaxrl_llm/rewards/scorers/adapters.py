@@ -107,9 +107,7 @@ async def _result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:
-  """Imports the file as a module, once per process; it can import its siblings, as a Python script
-  can.
-  """
+  """Imports the file as a module, once per process; it can import its siblings, as scripts can."""
   if not path.is_file():
     raise UserError(f'{where}: {path}: no such file')
   name = (
@@ -142,9 +140,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
 
 
 def ground_truth(task: Task) -> Json:
-  """Returns the truth with the type that it has in the row; the taskset's text if the taskset made
-  its own.
-  """
+  """Returns the truth with its type in the row; the taskset's text if the taskset made its own."""
   reward_model = task.fields.get('reward_model')
   values = [
     reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else None,
@@ -167,9 +163,7 @@ def data_source(task: Task) -> str:
 
 
 def prompt_text(task: Task) -> str:
-  """Returns the prompt as one text: the row's if it is text, else the message contents joined by
-  blank lines.
-  """
+  """Returns the prompt as text: the row's if text, else the messages joined by blank lines."""
   prompt = task.fields.get('prompt')
   return (
     prompt
@@ -290,9 +284,7 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """Returns the rows' fields as TRL passes dataset columns: one list per field, one element per
-  completion.
-  """
+  """Returns the rows' fields as TRL passes columns: a list per field, an element per completion."""
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
   columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in kept}
@@ -381,9 +373,7 @@ def score_trl_group(
 
 
 def trl_scorer(**options: Any) -> Scorer | PerGroup:
-  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged; options:
-  `TrlOptions`.
-  """
+  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged (`TrlOptions`)."""
   read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
   function = UserFunction(read.function, 'trl')
   if read.per_group:

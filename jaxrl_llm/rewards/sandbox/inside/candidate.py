@@ -1,5 +1,4 @@
-"""Code of the untrusted program's process: runs the program, then answers requests from the tests'
-process.
+"""Code of the untrusted program's process: runs the program, then answers the tests' process.
 
 Nothing here is trusted, since the program can change all of it. The program can reach only its own
 process, a socket to the tests' process (which accepts only answers and calls of the tests'

@@ -28,9 +28,7 @@ class Channel:
       raise ChannelClosed(str(error)) from None
 
   def receive(self) -> Any:
-    """Returns the next message. Raises ChannelClosed, or TimeoutError if the socket has a
-    timeout.
-    """
+    """Returns the next message. Raises ChannelClosed, or TimeoutError on the socket's timeout."""
     (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
     if length > MAX_MESSAGE:
       raise ChannelClosed(f'a message of {length} bytes')

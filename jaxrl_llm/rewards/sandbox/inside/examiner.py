@@ -1,5 +1,4 @@
-"""Code of the tests' process: runs tests against the program, which is in another process and never
-sees them.
+"""Code of the tests' process: runs tests against the program, elsewhere, which never sees them.
 
 Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's
 objects (`inside.remote`). Nothing that the program sends can select a module, class or function of
@@ -35,13 +34,9 @@ _ALIASED = frozenset({
 datetime as dt`). All of them only compute.
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be constructed from a text; their built-in base class is raised
-instead.
-"""
+"""Exceptions that cannot be constructed from a text; their built-in base is raised instead."""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Exceptions that cannot be constructed from a text, unless a derived class overrides
-`__init__`.
-"""
+"""Exceptions that cannot be constructed from a text, unless a subclass overrides `__init__`."""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
 """Exceptions that end an iteration silently: if `f` raised one, `all(map(f, …))` would be true."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
@@ -54,9 +49,7 @@ _READING = frozenset(
 )
 """Methods that do not change the object."""
 _IS_SAME = '__is_same__'
-"""Name of `is_same` in the tests; names that start with two underscores are never requested from
-the program.
-"""
+"""Name of `is_same` in the tests; names with two leading underscores are never requested."""
 _MOST_RAISED = 1000
 """Maximum number of kept exceptions of the tests' functions: each keeps alive what it refers to."""
 _SHOWN = '_shown'
@@ -70,8 +63,7 @@ class ProgramError(BaseException):
 
 
 class Examiner:
-  """Runs tests, all in one namespace that holds the program's values for the names that the tests
-  use.
+  """Runs tests, all in one namespace with the program's values for the names that the tests use.
 
   Args:
     channel: channel to the program's process.
@@ -208,9 +200,7 @@ class Examiner:
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether the tests raised the error on purpose, so that the program's context manager may
-    suppress it.
-    """
+    """Whether the tests raised the error on purpose, so that context managers may suppress it."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
       place = place.tb_next
@@ -325,9 +315,7 @@ class Examiner:
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the exception class for `kinds` (names in MRO order): built-in, or imitating the
-    program's own.
-    """
+    """Returns the exception class for `kinds` (names in MRO order): built-in, or an imitation."""
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
     known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
@@ -353,9 +341,7 @@ class Examiner:
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that a test gets, as in `except Own`, for an exception class of the
-    program.
-    """
+    """Returns the class that a test gets, as in `except Own`, for the program's exception class."""
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -403,9 +389,7 @@ class Examiner:
     }
 
   def _answer(self, request: Message) -> Message:
-    """Answers a request from the program, which may only call functions and read iterators that it
-    was given.
-    """
+    """Answers the program, which may only call functions and read iterators that it was given."""
     try:
       function = self._peer.lent(request.get('of'))
       args, kwargs = request.get('args'), request.get('kwargs', {})

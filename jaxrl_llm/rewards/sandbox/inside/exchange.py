@@ -1,5 +1,4 @@
-"""Calls between two processes that do not trust each other; during a call, the called process may
-call back.
+"""Calls between two processes that do not trust each other; during a call, the called one may.
 
 Invariant: whatever it receives, a peer does only what its `answer` function implements.
 """
@@ -121,9 +120,7 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Records that `proxy` represents the other end's object `number`; the caller must keep the
-    proxy alive.
-    """
+    """Records that `proxy` represents the other's object `number`; the caller keeps it alive."""
     self._borrowed[id(proxy)] = number
 
   def _resolve(self, message: Message) -> Any:

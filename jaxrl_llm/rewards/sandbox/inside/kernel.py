@@ -54,13 +54,9 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied on other processes. It only requires the same user, which the supervisor
-shares.
-"""
+"""prlimit64: denied on other processes. It only requires the same user, the supervisor's."""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD: of a process that ignores it, the kernel reports no time of
-ended children.
-"""
+"""rt_sigaction: denied for SIGCHLD: if ignored, the kernel reports no time of ended children."""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
 """fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has
 no data on disk, and while such a call waits for the host's disks, no signal can end the program.
@@ -75,13 +71,9 @@ _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
 is refused: the filter cannot see its flags.
 """
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""mmap: denied for shared anonymous memory, which can exist without being resident in any
-process.
-"""
+"""mmap: denied for shared anonymous memory, which can exist without residing in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair: allowed only for the families in `_FAMILIES`, which the network namespace
-confines.
-"""
+"""socket and socketpair: allowed only for `_FAMILIES`, which the network namespace confines."""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
 """setsockopt: denied for the size of a send buffer: the supervisor's estimate of socket memory
 assumes the default.
@@ -271,8 +263,7 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill
-  the process.
+  """Installs the seccomp filter: denied calls fail, those of another architecture kill the process.
 
   Does nothing on machines other than x86_64 and aarch64.
   """

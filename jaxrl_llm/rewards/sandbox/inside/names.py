@@ -1,5 +1,4 @@
-"""Classifies the names in tests by the tests' source alone: which are the program's, and which mean
-classes.
+"""Classifies the names in tests by their source alone: which are the program's, which mean classes.
 
 Invariant: nothing here depends on the program. The program may define any name as anything, so how
 far a name is trusted must follow from how the tests use it.
@@ -22,9 +21,7 @@ the program.
 """
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
-"""Modules of standard classes that tests apply to results before comparing them, keyed by class
-name.
-"""
+"""Modules of standard classes that tests apply to results before comparing, keyed by class name."""
 _CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
 
 
@@ -51,8 +48,7 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Whether the tests mean a class by this name: it looks like one and is not used as a function
-    or a constant.
+    """Whether tests mean a class by this name: it looks like one and is no function or constant.
 
     All-capital names are constants, unless the tests call them.
     """
@@ -176,8 +172,7 @@ _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListC
 
 
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
-  """Returns functions and methods whose results the tests compare with constants, lists, tuples,
-  sets or dicts.
+  """Returns functions and methods whose results the tests compare with constants or containers.
 
   With `in`, only lists and the like that contain constants count: a list of objects may be searched
   for an object.
@@ -223,9 +218,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a list, tuple or set has constants among its elements, or a dict among its keys, at any
-  depth.
-  """
+  """Whether a list, tuple or set has constant elements, or a dict constant keys, at any depth."""
   nodes = [display]
   while nodes:
     match nodes.pop():
@@ -249,8 +242,7 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and turns `left is right` into a call, since one object of the program may have
-  two proxies.
+  """Parses the test and turns `left is right` into a call, as one object may have two proxies.
 
   Raises what `compile` raises.
   """
@@ -267,9 +259,7 @@ def with_identity(test: str, function: str) -> ast.Module:
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at `line` raises regardless of the program: it is a `raise`, or uses only
-  built-ins.
-  """
+  """Whether the statement at `line` raises in any case: it is a `raise`, or uses only built-ins."""
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [
     node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -1,5 +1,4 @@
-"""Proxies through which tests use the program's objects; operations on a proxy run in the program's
-process.
+"""Proxies through which tests use the program's objects; their operations run in its process.
 
 Invariant: a plain value of the tests reaches the program only as an argument of a call that the
 tests make, never through an operation on an object that stands where a value was wanted. Such an
@@ -27,9 +26,7 @@ class Origin(enum.Enum):
   NAMED = enum.auto()
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Instance made by calling a class that the tests name, or result of an operator on such
-  instances only.
-  """
+  """Instance made by calling a class that the tests name, or result of an operator on such only."""
   COMPUTED = enum.auto()
   """Result of an operator with a plain operand, which the program has thereby seen, or with another
   COMPUTED object.
@@ -64,9 +61,7 @@ _STANDARD_NAMES = frozenset(
   ),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Methods with which an object could imitate a value of a built-in type; those that return None are
-harmless.
-"""
+"""Methods by which an object could imitate a built-in value; those returning None are harmless."""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches',
     'compare', 'compareto', 'identical', 'equivalent'),
@@ -103,9 +98,7 @@ class ProgramConnection(Protocol):
     ...
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether an object's `__exit__` may suppress this exception, which left a `with` block of the
-    tests.
-    """
+    """Whether `__exit__` may suppress this exception, which left a `with` block of the tests."""
     ...
 
 
@@ -143,9 +136,7 @@ class Remote:
     ProgramConnection.changes at that time.
     """
     self._remote_base: type | None = None
-    """Built-in type from which the class of a MADE or NAMED object derives; None if there is
-    none.
-    """
+    """Built-in type from which the class of a MADE or NAMED object derives; else None."""
 
   def __getattr__(self, name: str) -> Any:
     origin = Origin.NAMED if self._remote_origin is Origin.NAMED else Origin.RESULT
@@ -245,9 +236,7 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether both proxies refer to the same object of the program; `left is right` for other
-  objects.
-  """
+  """Whether both proxies are of one object of the program; `left is right` for other objects."""
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
   if type(left) is type and _is_remote(right):
@@ -309,9 +298,7 @@ def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """Returns a method without operands, such as `__len__`; only MADE and NAMED objects accept
-  arguments.
-  """
+  """Returns a method without operands, such as `__len__`; only MADE and NAMED take arguments."""
   number = name in (
     'abs',
     'int',

@@ -40,17 +40,13 @@ nothing by faking them.
 _LOOK_S = 0.02
 """Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
-"""Seconds that a program's process may take to end after it has closed its connection to the
-tests.
-"""
+"""Seconds that a program's process may take to end after closing its connection to the tests."""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
 """Number of characters of standard error that are kept, from its end."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes of unread data by
-default.
-"""
+"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes unread by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +268,7 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """Returns how many bytes the sandbox's sockets can hold; this memory is resident in no
-    process.
-    """
+    """Returns how many bytes the sandbox's sockets can hold; memory resident in no process."""
     with (
       contextlib.suppress(OSError, IndexError, ValueError),
       open(f'{self._path}/net/sockstat') as file,
@@ -338,9 +332,7 @@ class _Run:
       os.close(pipe.reader)
 
   def _read(self, pid: int) -> None:
-    """Waits at most `_LOOK_S` seconds for output or for the process to end, and reads the
-    output.
-    """
+    """Waits up to `_LOOK_S` seconds for output or for the process to end, and reads the output."""
     process = os.pidfd_open(pid)
     self._poll.register(process, select.POLLIN)
     try:
@@ -422,9 +414,7 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs `work` as Python runs a main program, including what happens at exit, and returns the exit
-  code.
-  """
+  """Runs `work` as Python runs a main program, with what happens at exit; returns the exit code."""
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))

@@ -1,5 +1,4 @@
-"""Encodes Python values as JSON for the exchange between the program's process and the tests'
-process.
+"""Encodes Python values as JSON for the exchange between the processes of program and tests.
 
 Invariant: received values are rebuilt only from built-in types and a few standard-library types, so
 their methods (above all `__eq__`) are never the sender's. Any other object stays in its process and
@@ -65,17 +64,13 @@ STANDARD_TYPES: Mapping[str, type] = {
   },
   **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
-"""Types that are sent by name: built-in types including exceptions, and types whose values are
-rebuilt.
-"""
+"""Types sent by name: built-in types including exceptions, and types whose values are rebuilt."""
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
 
 
 @functools.lru_cache(maxsize=256)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> type:
-  """Returns a namedtuple class with the sender's field names. Raises ValueError for invalid
-  names.
-  """
+  """Returns a namedtuple class with the sender's fields. Raises ValueError for invalid names."""
   return collections.namedtuple(name, fields)
 
 
@@ -103,9 +98,7 @@ class Undecodable(Exception):
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-  """Encodes a value as JSON for `decode`; `refer` returns the reference for a value that cannot be
-  sent.
-  """
+  """Encodes a value as JSON for `decode`; `refer` refers to what cannot be sent."""
   kind = type(value)
   if kind in _PLAIN:
     return value

@@ -1,5 +1,4 @@
-"""Code of the process that forks sandboxes: it has Python and common modules loaded, and runs no
-program itself.
+"""The process that forks sandboxes: it has Python and common modules loaded, and runs no program.
 
 Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a
 read-only root without the host's files, and no capability left when its supervisor starts.
@@ -137,9 +136,7 @@ def _make_file(path: str) -> None:
 
 
 def _enter(connection: socket.socket, tmp_bytes: int) -> None:
-  """Creates the namespaces and their first process, the supervisor. Called in a fork, because it
-  never returns.
-  """
+  """Creates namespaces and their first process, the supervisor. Called in a fork: never returns."""
   _become_user(os.getuid(), os.getgid())
   kernel.unshare(_NAMESPACES)
   if os.fork():
@@ -161,8 +158,7 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 
 
 def _mounts_proc() -> bool:
-  """Mounts the sandbox's own /proc and returns whether that worked; in many containers the kernel
-  refuses it.
+  """Mounts the sandbox's own /proc and returns whether that worked; many containers refuse it.
 
   If it failed, /proc is empty, and the supervisor reads the /proc hidden below it, which is the
   supervisor's working directory and out of the program's reach.

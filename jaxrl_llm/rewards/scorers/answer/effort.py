@@ -6,9 +6,7 @@ import itertools
 import re
 
 SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-"""Matches parts of an expression that do not matter here: spaces, commas, and commands that scale
-brackets.
-"""
+"""Matches parts of an expression that do not matter here: spaces, commas, and bracket scaling."""
 MAX_DEPTH = 40
 """Maximum nesting depth of brackets: LaTeX parsers take seconds for a hundred levels."""
 _EXPLOSIVE = re.compile(

@@ -1,5 +1,4 @@
-"""Compares formulas, equations and inequalities by their values, at several sample points if they
-have variables.
+"""Compares formulas, equations and inequalities by value, at sample points if they have variables.
 
 Invariant: the points are derived from both texts, so a pair always gets the same verdict.
 """
@@ -66,9 +65,7 @@ def _compared(
 
 
 MIN_DECIMALS = 6
-"""Minimum number of digits after the point for a decimal to count as an approximation of an exact
-value.
-"""
+"""Minimum digits after the point for a decimal to count as an approximation of an exact value."""
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
@@ -148,9 +145,7 @@ def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """Returns 1 if two inequalities are equivalent with the same relation, -1 with the opposite one,
-  else 0.
-  """
+  """Returns 1 for equivalent inequalities of the same relation, -1 with the opposite, else 0."""
   factor = _proportion(truth, answer, seed) or 0
   if not isinstance(factor, int | Fraction) and factor.imag:
     return 0

@@ -1,6 +1,4 @@
-"""Comparison of mathematical expressions by math-verify, with guards against hedged and hostile
-answers.
-"""
+"""Comparison of expressions by math-verify, with guards against hedged and hostile answers."""
 
 from __future__ import annotations
 
@@ -135,9 +133,7 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""Matches a left side that is a computation (`2x = 42`, `x + 1 = 42`), not a name for the right
-side.
-"""
+"""Matches a left side that computes (`2x = 42`, `x + 1 = 42`), not a name for the right side."""
 
 
 def unboxed(answer: str) -> str:
@@ -152,9 +148,7 @@ def unboxed(answer: str) -> str:
 
 
 def _brackets(text: str) -> str:
-  """Returns the kind of brackets around a list, `set` or `tuple`; empty if the text is not a
-  bracketed list.
-  """
+  """Returns the kind of brackets around a list, `set` or `tuple`; empty if not a bracketed list."""
   text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
   if ',' not in text:
     return ''
@@ -184,9 +178,7 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Whether the left side of an equation is a name for the right side: `x`, `f(2)`, `AB`, not `2x`
-  or `x + 1`.
-  """
+  """Whether an equation's left side names the right side: `x`, `f(2)`, `AB`, no `2x` or `x + 1`."""
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search(
     '[a-zA-Z]', _COMMANDS.sub('', bare) or bare
@@ -212,9 +204,7 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal; None for a form that is not handled
-  here.
-  """
+  """Whether two values, with or without units, are equal; None for forms not handled here."""
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):
@@ -242,18 +232,14 @@ def _values_agree(truth: str, answer: str) -> bool | None:
 
 
 def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
-  """Whether the numbers have the truth's bases; an answer without bases is read in the truth's
-  base.
-  """
+  """Whether the numbers have the truth's bases; one without is read in the truth's base."""
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
   return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
-  """Whether two equations or (named) values are equivalent; None for a form that is not handled
-  here.
-  """
+  """Whether two equations or (named) values are equivalent; None for forms not handled here."""
   wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
   if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
     return None

@@ -24,9 +24,7 @@ disagree. `whole` before another method only applies to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods that must agree with the method that found the answer, as far as their answers can be
-read as values.
-"""
+"""Methods that must agree with the one that found the answer, as far as they read as values."""
 
 NO_ANSWER = 'no answer'
 """Reason given if no method finds an answer."""
@@ -189,9 +187,7 @@ def _between(text: str, left: str, right: str) -> list[str]:
 
 
 def _formulas(text: str) -> list[str]:
-  """Returns the text from the first to the last formula of the last sentence with formulas; empty
-  without any.
-  """
+  """Returns the first to the last formula of the last sentence with formulas; empty without any."""
   begin = end = None
   for match in _FORMULA.finditer(text):
     if begin is None or _SENTENCE_END.search(text, end, match.start()):
@@ -242,9 +238,7 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Removes verbatim copies of prompts that would themselves yield an answer (an example, an
-  instruction).
-  """
+  """Removes verbatim copies of prompts that would yield an answer (an example, an instruction)."""
   for prompt in prompts:
     echo = prompt.strip()
     if echo and echo in text and candidates(echo, method, tag):

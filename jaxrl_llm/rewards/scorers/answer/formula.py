@@ -58,9 +58,7 @@ _GREEK = frozenset({
   'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
-"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` does not equal
-`2f(x)`.
-"""
+"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` is not `2f(x)`."""
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
@@ -241,9 +239,7 @@ class _Reader:
     return self.node(_NAMED[opening], inner) if opening in _NAMED else inner
 
   def argument(self) -> Node:
-    """Parses a command's argument: a group in braces or, as in TeX, a single digit, letter or
-    command.
-    """
+    """Parses a command's argument: a group in braces or, as in TeX, a digit, letter or command."""
     self.skip()
     if self.peek('{'):
       return self.group()

@@ -215,9 +215,7 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether truth and answer are the same set of real numbers; None if the truth cannot be read as
-  one.
-  """
+  """Whether truth and answer are the same set of real numbers; None if the truth is none."""
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

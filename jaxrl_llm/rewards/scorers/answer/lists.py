@@ -77,8 +77,7 @@ def split(text: str, *, words: bool = False) -> list[str]:
 
 
 def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | None:
-  """Returns the content of the pair of brackets that encloses the whole text; None if there is no
-  such pair.
+  """Returns the content of the pair of brackets that encloses the whole text; else None.
 
   Args:
     left: opening brackets.
