@@ -1,7 +1,7 @@
 """Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload;
 within 8 minutes.
 
-  PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] \
+  PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] \\
     [--parts=product,attention,steps,offload] [--tiny]
 
 Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without

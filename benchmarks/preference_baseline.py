@@ -60,8 +60,8 @@ def word_differences(pairs: Sequence[Pair]) -> Float[np.ndarray, 'pairs words']:
 def fit(x: Float[np.ndarray, 'pairs words'], strength: float) -> Float[np.ndarray, 'words']:
   """Returns the weights w that minimise Σᵢ log(1 + exp(-xᵢ·w)) + strength/2 |w|².
 
-  No intercept: swapping the two answers of a pair must swap the verdict. Uses Newton's method on w
-  = xᵀa, whose systems have as many unknowns as there are pairs, however many words.
+  No intercept: swapping the two answers of a pair must swap the verdict. Uses Newton's method on
+  w = xᵀa, whose systems have as many unknowns as there are pairs, however many words.
   """
   gram = x @ x.T
   a = np.zeros(len(x))

@@ -1,7 +1,7 @@
 """DPO and a reward model on real preference pairs: held-out accuracy over question-disjoint folds,
 pooled.
 
-  .venv/bin/python benchmarks/preferences.py --directory=DIR --workdir=runs/preferences \
+  .venv/bin/python benchmarks/preferences.py --directory=DIR --workdir=runs/preferences \\
     [--folds=5] [-- OVERRIDE ...]
 
 DIR holds train.jsonl and preference_pairs.jsonl (see configs/gsm8k_pairs.py). The script starts

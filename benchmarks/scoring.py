@@ -1,7 +1,7 @@
 """Cost of slow scorers in a step: seconds from the end of a batch's last rollout until the batch is
 ready.
 
-  .venv/bin/python benchmarks/scoring.py [--scoring_s=0.3] [--workers=8] \
+  .venv/bin/python benchmarks/scoring.py [--scoring_s=0.3] [--workers=8] \\
     [--groups=8] [--group_size=8]
 
 Runs the quickstart's GRPO stage at bound 0, from random weights, attached to two fake servers that

@@ -1,7 +1,7 @@
 """Effect of the staleness bound: seconds per step, and idle time of trainer and rollouts, at
 several bounds.
 
-  .venv/bin/python benchmarks/staleness.py [--bounds=0,1,2,4,8] [--steps=40] \
+  .venv/bin/python benchmarks/staleness.py [--bounds=0,1,2,4,8] [--steps=40] \\
     [--median_s=0.2] [--sigma=1.0]
 
 Runs the quickstart's GRPO stage, from random weights, attached to two fake servers in their own

@@ -105,9 +105,9 @@ class AdaptiveKl:
 def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> float:
   """The next coefficient: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
 
-  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n /
-  horizon, as is customary; n is the number of samples or tokens since the last change, in the unit
-  of the horizon. An estimate of the KL may be negative, which counts as below the target.
+  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as
+  n / horizon, as is customary; n is the number of samples or tokens since the last change, in the
+  unit of the horizon. An estimate of the KL may be negative, which counts as below the target.
 
   Raises:
     UserError: n is so large for the horizon that one step could make the coefficient 0 or negative.

@@ -30,10 +30,10 @@ def inverse_frequencies(
   """Computes the radians per position of each of the head_dim / 2 rotated pairs.
 
   fᵢ = θ^(-2i / head_dim). linear: fᵢ / factor. llama3, by wavelength λᵢ = 2π / fᵢ and the original
-  length L: λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with s = (L
-  / λ - low) / (high - low). Source: transformers' modeling_rope_utils, `_compute_llama3_parameters`
-  and its neighbours. Each step is rounded to float32 as there: at position 100,000 an error of 2
-  ulp in a frequency changes the angle by 0.01 radians.
+  length L: λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with
+  s = (L / λ - low) / (high - low). Source: transformers' modeling_rope_utils,
+  `_compute_llama3_parameters` and its neighbours. Each step is rounded to float32 as there: at
+  position 100,000 an error of 2 ulp in a frequency changes the angle by 0.01 radians.
   """
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   # NumPy's float32 power differs from torch's by an ulp; the float64 power, rounded, nearly always

@@ -48,8 +48,7 @@ def sequence_log_ratio(
   """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of a sequence; 0
   where `mask` is False.
 
-  sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs -
-  proximal)), limit)
+  sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over valid tokens of (logprobs - proximal)), limit)
 
   The value is the sequence's, the gradient the token's own, so that advantages and weights may
   differ by token. The upper limit is verl's; where it is in force the gradient is 0.

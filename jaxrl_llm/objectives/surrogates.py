@@ -131,8 +131,8 @@ class SapoOptions:
 def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
   """SAPO's soft gate (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ · σ(τ (ρ - 1)).
 
-  τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ
-  = σ(τ (ρₜ - 1)).
+  τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ,
+  pₜ = σ(τ (ρₜ - 1)).
   """
   ratio = jnp.exp(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask))
   tau = jnp.where(tokens.advantages > 0, options.tau_pos, options.tau_neg).astype(ratio.dtype)

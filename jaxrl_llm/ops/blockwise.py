@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain JAX: memory linear in time, forward and backward, on any platform.
 
 Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
-Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ /
-√head_dim for a block of queries Q and a block of keys K.
+Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised,
+S = Q Kᵀ / √head_dim for a block of queries Q and a block of keys K.
 
 Forward, for each Q over the blocks K, V that it may see (starting with row_max = -∞, row_sum = 0,
 acc = 0):
@@ -123,8 +123,8 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = heads /
-  kv_heads · block).
+  """Arguments in blocks. Heads that share keys are rows of one matrix product
+  (`rows` = heads / kv_heads · block).
   """
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']

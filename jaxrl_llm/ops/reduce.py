@@ -68,9 +68,9 @@ def aggregate(
   """Returns (numerator, denominator) of a masked aggregation of per-token values.
 
   token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476). seq-mean-token-sum: sum
-  over tokens / number of sequences. seq-mean-token-mean: sum over sequences of their token means /
-  number of sequences (GRPO, arXiv:2402.03300). seq-mean-token-sum-norm: sum over tokens / (number
-  of sequences * `loss_scale_factor`), which is Dr.GRPO
+  over tokens / number of sequences. seq-mean-token-mean: sum over sequences of their
+  token means / number of sequences (GRPO, arXiv:2402.03300). seq-mean-token-sum-norm: sum over
+  tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
     (arXiv:2503.20783) with the factor set to the maximal response length.
   Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences
   without a valid token. `values` at masked positions may be anything, finite or not.

@@ -5,9 +5,9 @@ of truth and is truncated to the byte offset committed by the checkpoint; Tensor
 derived from it and rewritten; each rollouts and evals file holds one step and is replaced
 atomically, and files of later steps are removed.
 
-The logs are always valid JSON: a NaN or infinite metric is written as null, with `<key>/nonfinite`
-= 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8
-decimals, finer than float32 near 1.
+The logs are always valid JSON: a NaN or infinite metric is written as null, with
+`<key>/nonfinite` = 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is null. Arrays there
+are rounded to 8 decimals, finer than float32 near 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Renders untrusted chat templates in a separate process.
 
 Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a
-template may call, but not how long it loops (`range` within `range`) or how much it allocates (`'x'
-* 10**10`), and neither can be interrupted from within a process.
+template may call, but not how long it loops (`range` within `range`) or how much it allocates
+(`'x' * 10**10`), and neither can be interrupted from within a process.
 """
 
 from __future__ import annotations

@@ -334,8 +334,8 @@ def weighted_kl(kind, *, coefficient, proximal='logprobs'):
   """NeMo-RL's: an estimate times a ratio that keeps its gradient, limited to ±10, averaged over
   tokens.
 
-  Of k3 that is our `unbiased_kl` at tokens where it is not limited; of k1 and k2 the gradient is d
-  + 1, d²/2 + d.
+  Of k3 that is our `unbiased_kl` at tokens where it is not limited; of k1 and k2 the gradient is
+  d + 1, d²/2 + d.
   """
 
   def check(case):
@@ -649,9 +649,7 @@ def dense_rewards(roles, mask):
 
 
 def whitened(rows, mask, *, population=False, **options):
-  """Over all valid tokens; by the population's deviation, ours is multiplied with √(n / (n -
-  1)).
-  """
+  """Over all valid tokens; by the population's deviation, ours is multiplied by √(n / (n - 1))."""
   n = mask.sum()
   scale = np.sqrt(n / (n - 1)) if population else 1.0
   return scale * np.stack(whiten(list(rows), list(mask), **options))

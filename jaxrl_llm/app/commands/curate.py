@@ -4,9 +4,9 @@ jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9
 
 The policy of the newest commit (or --step) attempts each task --samples times at --temperature. A
 task is kept if its share of correct attempts is in [--low, --high], and if none of --guess_tries
-tries without reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness` (1 −
-pass_rate) and `guessed`; the same taskset with source=FILE and no options reads them. Nothing in
-the run directory changes.
+tries without reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness`
+(1 − pass_rate) and `guessed`; the same taskset with source=FILE and no options reads them. Nothing
+in the run directory changes.
 """
 
 from __future__ import annotations

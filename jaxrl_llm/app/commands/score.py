@@ -2,7 +2,7 @@
 
 jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode from the rows' truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
-jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \
+jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \\
   --rows=FILE.jsonl --out=SCORES.jsonl
 
 A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for

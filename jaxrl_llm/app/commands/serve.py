@@ -1,9 +1,9 @@
 """Serves rollouts, the workflow, or scores to a run from another process or machine, until Ctrl-C.
 
   jaxrl serve --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
-  jaxrl serve --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE \
+  jaxrl serve --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE \\
     --tls_cert=FILE --tls_key=FILE
-  jaxrl serve --role=explorer --master=https://HOST:PORT --key_file=FILE \
+  jaxrl serve --role=explorer --master=https://HOST:PORT --key_file=FILE \\
     [--ca_file=FILE] [--name=NAME]
   jaxrl serve --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
   jaxrl serve --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]

@@ -1,7 +1,7 @@
 """Builds a tokenizer directory from the text of a taskset.
 
-  jaxrl tokenizer --source=reasoning_gym:spell_backward \
-    --options='{"min_word_len": 3, "max_word_len": 5}' \
+  jaxrl tokenizer --source=reasoning_gym:spell_backward \\
+    --options='{"min_word_len": 3, "max_word_len": 5}' \\
     --size=20000 --prompt='{word}>' --match='[a-z]+>' --target=/tmp/tokenizer
 """
 

@@ -1,6 +1,6 @@
 """Process guard: ties a server's process tree to its owner's lifetime, so nothing is left behind.
 
-  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \
+  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
     -- COMMAND [ARGUMENT ...]
 
 Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The

@@ -1,8 +1,8 @@
 """Comparison of mathematical answers of any form: the truth's form decides how the answer is
 compared.
 
-Invariant: an answer of another form than the truth's is accepted only if both mean the same (`x >
-3` for `(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
+Invariant: an answer of another form than the truth's is accepted only if both mean the same
+(`x > 3` for `(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
 """
 
 from __future__ import annotations
