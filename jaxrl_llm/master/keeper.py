@@ -150,7 +150,9 @@ class RunKeeper:
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes and evaluates the version; a signal abandons this and is recorded in the state."""
+    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the
+    state.
+    """
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)

@@ -23,9 +23,7 @@ WORD = 2**32
 """Exclusive upper bound of each word of `Request.key`."""
 
 CUT = 'load'
-"""`Segment.finish` of a segment cut by a weight load: the completion continues under the next
-version.
-"""
+"""`Segment.finish` of a segment cut by a load: the completion continues under the next version."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +37,7 @@ class Sampling:
   temperature: float = 1.0
   """0: greedy, which takes the most probable token; its logprob is computed at temperature 1."""
   top_p: float = 1.0
-  """Keep the smallest set of most probable tokens whose probabilities sum to at least this; 1:
-  off.
-  """
+  """The smallest set of most probable tokens whose probabilities sum to at least this; 1: off."""
   top_k: int = -1
   """Keep the k most probable tokens (and ties with the k-th); -1: off."""
 
@@ -102,9 +98,7 @@ class Completion:
   """Logprob of each token under the distribution it was drawn from (see `Sampling`)."""
   finish: Finish
   segments: tuple[Segment, ...]
-  """One segment per version that sampled tokens; together they cover the tokens from 0 on without
-  gaps.
-  """
+  """One segment per version that sampled; together they cover the tokens from 0 on without gaps."""
 
   def __post_init__(self):
     if len(self.tokens) != len(self.logprobs):
@@ -176,8 +170,7 @@ class Engine(Generator, Protocol):
     ...
 
   async def load(self, weights: Weights) -> None:
-    """Copies the weights: the caller may change, donate or delete its arrays as soon as this
-    returns.
+    """Copies the weights: the caller may change, donate or delete its arrays once this returns.
 
     Iterates `weights.leaves` on the process's device thread, because producing the arrays may need
     collectives.

@@ -72,10 +72,6 @@ class EngineSpec:
   programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
     lambda setting, device: ()
   )
-  """Returns the named programs that it compiles for one device, for the memory table of
-  `--dry_run`.
-  """
+  """Returns named programs that it compiles for one device, for the memory table of `--dry_run`."""
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
-  """Returns the shell commands of the servers that it starts, keyed by server name, for
-  `--dry_run`.
-  """
+  """Returns shell commands of the servers that it starts, keyed by server name, for `--dry_run`."""

@@ -37,8 +37,7 @@ class Gatherer:
     self._leads = jax.process_index() == 0
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) for each parameter, in the same order in every process; all processes
-    must iterate.
+    """Yields (name, array) for each parameter, in one order in every process; all must iterate.
 
     Only one array at a time is replicated on the devices, so the model may be larger than one
     device. An array may be a view of a buffer that an update donates: copy what must outlive it.

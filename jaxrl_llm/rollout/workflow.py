@@ -101,8 +101,7 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorer
-  processes.
+  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorers.
 
   Raises:
     RunError: the workflow yields an unexpected sample or omits an expected one.

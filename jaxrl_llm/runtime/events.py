@@ -1,5 +1,4 @@
-"""events.jsonl: every message that passes through the master, one JSON line each, in chronological
-order.
+"""events.jsonl: every message through the master, a JSON line each, in chronological order.
 
 A one-way message is one line; an exchange is two: a request and the reply that refers to it. A
 request without a reply was abandoned (by a stop, an error, or the end of its stage, which drops its

@@ -1,6 +1,4 @@
-"""Process-level measurements: compiled programs, event-loop latency, memory, open files and disk
-space.
-"""
+"""Process measurements: compiled programs, event-loop latency, memory, files and disk space."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def fingerprint() -> dict[str, str | int]:
 
 
 def changes(before: Mapping[str, str | int]) -> str:
-  """Describes the differences between this environment and a saved `fingerprint`; empty if there
-  are none.
-  """
+  """Describes the differences between this environment and a saved `fingerprint`; empty if none."""
   now = fingerprint()
   return ', '.join(
     f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key]
@@ -43,9 +39,7 @@ def changes(before: Mapping[str, str | int]) -> str:
 
 
 def use_compilation_cache(directory: str) -> None:
-  """Enables JAX's persistent compilation cache in `directory` for every program, however fast it
-  compiles.
-  """
+  """Enables JAX's persistent compilation cache in `directory` for every program, even fast ones."""
   jax.config.update('jax_compilation_cache_dir', directory)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
@@ -70,9 +64,7 @@ def resources(directory: pathlib.Path) -> dict[str, float]:
 
 
 class CompilationCounter:
-  """Counts the programs this process compiled (or read from the persistent cache) since the last
-  `take`.
-  """
+  """Counts the programs this process compiled (or read from the cache) since the last `take`."""
 
   def __init__(self):
     self._count = 0

@@ -43,9 +43,7 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Converts a timeline's spans to trace events. Times are microseconds since the first span
-  starts.
-  """
+  """Converts a timeline's spans to trace events. Times are microseconds since the first starts."""
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   output: list[Row] = []

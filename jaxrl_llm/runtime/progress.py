@@ -50,9 +50,7 @@ _WINDOW = 20
 
 
 class ProgressDisplay:
-  """Shows a run's steps. A context manager; `step` and `note` are called between entering and
-  leaving.
-  """
+  """Shows a run's steps. A context manager; `step` and `note` are called inside it."""
 
   def __init__(
     self,
@@ -151,9 +149,7 @@ class ProgressDisplay:
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 % of that
-    mean.
-    """
+    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 %."""
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))

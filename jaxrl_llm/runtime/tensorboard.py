@@ -22,9 +22,7 @@ _HEADER_RECORDS = 2
 
 
 class EventFile:
-  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard to find
-  it.
-  """
+  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard."""
 
   def __init__(self, path: pathlib.Path, wall_time: float):
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,7 @@ LANES = (
 MAX_STEPS = 12
 """Maximum number of steps that a report shows individually."""
 MAX_SPANS = 4000
-"""Maximum number of spans that a report draws; to stay below, it shows fewer steps, then fewer
-spans.
-"""
+"""Maximum spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
 
 
 class Span(NamedTuple):
@@ -165,8 +163,7 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """Assigns each span the first free row of its attempt's lane, so that spans in a row never
-  overlap.
+  """Assigns each span the first free row of its attempt's lane, so spans in a row never overlap.
 
   Args:
     spans: sorted like `Timeline.spans`.
@@ -186,8 +183,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:
-  """Returns the report's data for the last steps and any spans after them; None for a run without
-  steps.
+  """Returns report data for the last steps and any spans after them; None for a run without steps.
 
   Times are seconds from the start of the first step shown.
   """

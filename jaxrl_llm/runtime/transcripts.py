@@ -35,9 +35,7 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: Any, digits: int = 6) -> Any:
-  """Rounds floats to `digits` significant digits to keep the page small; returns other values
-  unchanged.
-  """
+  """Rounds floats to `digits` significant digits for a small page; returns others unchanged."""
   return (
     float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
   )
@@ -93,9 +91,7 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """Selects `count` items at even spacing, including the first and last; all items if there are no
-  more.
-  """
+  """Selects `count` items at even spacing, including the first and last; or all, if fewer."""
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -181,9 +177,7 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
-  """Converts a rollout to the page's compact form; None if its lists are malformed or differ in
-  length.
-  """
+  """Converts a rollout to the page's compact form; None if its lists are malformed or unequal."""
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {
     name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')

@@ -52,9 +52,7 @@ def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-  """Converts metrics to JSON numbers, sorted by key; see the module docstring for NaN and
-  infinity.
-  """
+  """Converts metrics to JSON numbers, sorted by key; see the module for NaN and infinity."""
   row: dict[str, float | int | str | None] = {}
   for key in sorted(values):
     value = np.asarray(values[key]).item()

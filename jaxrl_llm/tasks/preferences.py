@@ -135,9 +135,7 @@ class Preferences:
   name: str
   pairs: tuple[Pair, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and how many were kept, corrupt, identical (equal answers), duplicate or in
-  other_split.
-  """
+  """Rows `read`, and those kept, corrupt, identical (same answers), duplicate or in other_split."""
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:

@@ -80,9 +80,7 @@ class LengthConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerKindConfig:
-  """Drops tasks with kinds of answers that are easily guessed (Kimi k1.5, arXiv:2501.12599, section
-  2.1).
-  """
+  """Drops tasks with kinds of answers easily guessed (Kimi k1.5, arXiv:2501.12599, 2.1)."""
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
   """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false,

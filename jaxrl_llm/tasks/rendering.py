@@ -41,18 +41,14 @@ class RenderingLimits:
   start_s: float = 120.0
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock limit in seconds for a reply; then the process is stopped, however little CPU time
-  it used.
-  """
+  """Wall-clock seconds for a reply; then the process is stopped, whatever CPU time it used."""
 
 
 LIMITS = RenderingLimits()
 
 
 class TemplateProcess:
-  """Renders one template in a process that is started for the first rendering and ends with this
-  object.
-  """
+  """Renders one template in a process started for the first rendering and ends with this object."""
 
   def __init__(self, template: str, limits: RenderingLimits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits

@@ -168,9 +168,7 @@ class TaskSampler:
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:
-    """Records the results of a group of attempts at a task; call it in the order in which groups
-    were drawn.
-    """
+    """Records the results of attempts at a task; call it in the order that groups were drawn."""
     number = self._numbers[uid]
     pool = max(i for i, start in enumerate(self._starts) if start <= number)
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)

@@ -35,9 +35,7 @@ class Selector(Protocol):
 
 
 class Passes:
-  """Draws each task once per pass, in a fixed order or reshuffled for each pass; ignores
-  feedback.
-  """
+  """Draws each task once per pass, in a fixed order or reshuffled each time; ignores feedback."""
 
   def __init__(self, order: Sequence[int], *, seed: int | None):
     """
@@ -70,18 +68,14 @@ class Estimate(Protocol):
   """Estimates a task's success rate and derives its sampling weight."""
 
   def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
-    """Returns a task's statistics after a group of attempts; `before` is None for the first
-    group.
-    """
+    """Returns task statistics after a group of attempts; `before` is None for the first group."""
     ...
 
   def weight(self, known: Sequence[float] | None) -> float: ...
 
 
 class FailureRate:
-  """P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599,
-  2.3.4).
-  """
+  """P ∝ 1 − s, where s is a task's moving success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
   def __init__(self, *, prior: float, newest: float, floor: float):
     """

@@ -302,9 +302,7 @@ def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_saved(directory: pathlib.Path) -> None:
-  """Raises ValueError if a saved dataset names a path that is not a regular file inside its
-  directory.
-  """
+  """Raises ValueError if a saved dataset names a path that is no regular file in its directory."""
   parts = [directory]
   if (directory / 'dataset_dict.json').is_file():
     parts = [
@@ -386,9 +384,7 @@ def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
 
 
 def check_text(fields: Mapping[str, Json]) -> None:
-  """Raises ValueError if a row has text that UTF-8 cannot encode, that is, with a lone
-  surrogate.
-  """
+  """Raises ValueError if a row has text that UTF-8 cannot encode, as a lone surrogate."""
   try:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:

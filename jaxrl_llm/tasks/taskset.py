@@ -61,9 +61,7 @@ class TasksetConfig:
   number of rows.
   """
   seed: int = 0
-  """Seed of a procedural source. Item i draws from Random(seed + i), so nearby seeds share
-  items.
-  """
+  """Seed of a procedural source. Item i is from Random(seed + i), so nearby seeds share items."""
   prompt: str | None = None
   """Template of the prompt; None: the row's `prompt` or `question`."""
   truth: str | None = None

@@ -430,7 +430,9 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, at most the hard limit; returns it."""
+  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns
+  that number.
+  """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
   if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -62,7 +62,9 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event and its reply; the block adds its fields to the yielded dict."""
+    """Emits a request event and its reply; the block adds the reply's fields to the yielded
+    dict.
+    """
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:
       yield reply

@@ -103,9 +103,7 @@ class ScorerPool:
     return self._workers.count
 
   async def resize(self, workers: int) -> None:
-    """Changes the number of workers from the next call on; calls in flight finish in their current
-    processes.
-    """
+    """Changes the workers' number from the next call on; calls in flight finish where they are."""
     if workers < 1:
       raise UserError(f'scorer pool: {workers} workers, wanted at least 1')
     await self._workers.resize(workers)

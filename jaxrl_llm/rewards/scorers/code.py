@@ -34,9 +34,7 @@ class CodeOptions(RemoteOptions):
   In both cases, the part `passed` of the score holds the fraction.
   """
   addresses: tuple[str, ...] = ()
-  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this
-  machine.
-  """
+  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run here."""
   isolation: Isolation = 'auto'
   """How programs that run on this machine are isolated."""
   wall_s: float = Limits.wall_s
@@ -96,9 +94,7 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether the source is Python that defines or imports something, rather than prose or a usage
-  example.
-  """
+  """Whether the source is code that defines or imports something, not prose or a usage example."""
   tree = _parses(source)
   kinds = (
     ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
@@ -248,9 +244,7 @@ class SandboxHosts(ServiceClient):
 
 
 _SHARE = 0.8
-"""Share of a call's deadline given to the program as its wall-clock limit; the sandbox needs the
-rest.
-"""
+"""Share of a call's deadline that is the program's wall-clock limit; the sandbox needs the rest."""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:

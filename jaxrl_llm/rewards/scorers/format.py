@@ -35,9 +35,7 @@ class Piece:
 
 
 def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
-  """Splits a template into its pieces, in order. Raises UserError if the template is malformed or
-  ambiguous.
-  """
+  """Splits a template into its pieces. Raises UserError if it is malformed or ambiguous."""
 
   def wrong(problem: str) -> UserError:
     example = '<answer>{answer}</answer>'

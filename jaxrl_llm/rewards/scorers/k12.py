@@ -24,9 +24,7 @@ class K12Options(AnswerOptions):
   mode: Mode | None = None
   """Mode for tasks that state no kind; None: such tasks cannot be scored."""
   kind_field: str = 'kind'
-  """Field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s
-  modes.
-  """
+  """Field of the row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
   extraction: Methods = ANYWHERE
   units: Units = 'stated'
 

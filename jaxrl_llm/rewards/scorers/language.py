@@ -97,16 +97,12 @@ _CLOSING = {'```': '```', '~~~': '~~~', '`': '`', '$$': '$$', r'\(': r'\)', r'\[
 class LanguageOptions:
   language: Language = 'en'
   field: str = 'think'
-  """Template field to score; a completion without the template's form scores 0. Empty: the whole
-  completion.
-  """
+  """Template field to score; a completion without its form scores 0. Empty: all of it."""
   template: str = '<think>{think}</think><answer>{answer}</answer>'
 
 
 def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
-  """Returns the closing mark and the range to search for it; `$` and a backtick must close on the
-  same line.
-  """
+  """Returns the closing mark and its search range; `$` and backtick must close on the same line."""
   mark = opening.group()
   start = opening.end()
   if opening['name']:
@@ -179,9 +175,7 @@ def _latin(sentence: list[str], language: str) -> bool:
 
 
 def share(text: str, language: Language) -> tuple[float, int]:
-  """Returns the share of words in the language, and the number of words; (0, 0) for a text without
-  words.
-  """
+  """Returns the share of words in the language, and the number of words; (0, 0) without words."""
   scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
   right = total = 0
   for sentence in _SENTENCE.findall(prose(unicodedata.normalize('NFC', text))):

@@ -24,9 +24,7 @@ _WORD = re.compile(rf'[{_SINGLE}]|[^\s{_SINGLE}]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionOptions:
   ngram: int = 3
-  """N-gram size in words; a Han or kana character counts as a word, since these scripts have no
-  spaces.
-  """
+  """N-gram size in words; a Han or kana character counts as a word, as these have no spaces."""
   max_penalty: float = 1.0
   """Upper limit of the penalty; a completion that keeps repeating one n-gram approaches it."""
 

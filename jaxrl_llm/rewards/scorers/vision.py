@@ -1,5 +1,4 @@
-"""Scorers for visual grounding: the IoU of a box with the true box, and whether a point is in the
-true region.
+"""Visual grounding: the IoU of a box with the true box, and whether a point is in the region.
 
 Coordinates are compared as written; the task defines their unit (pixels or thousandths). All
 arithmetic is exact. Questions about images whose answer is a number, a letter or words are for
@@ -189,9 +188,7 @@ def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
 
 
 def box_iou_scorer(**options: Any) -> Scorer:
-  """Intersection over union of a box `[x1, y1, x2, y2]` with the true one; options:
-  `BoxOptions`.
-  """
+  """Intersection over union of a box `[x1, y1, x2, y2]` with the truth; options: `BoxOptions`."""
   return functools.partial(score_box_iou, options=read_options(BoxOptions, options, 'box_iou'))
 
 

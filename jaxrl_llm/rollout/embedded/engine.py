@@ -1,5 +1,4 @@
-"""Embedded engine: continuous batching in the trainer's process with a fixed number of decode
-slots.
+"""Embedded engine: continuous batching in the trainer's process with fixed decode slots.
 
 Invariant: how busy the engine is affects when a token is sampled, never which token: a prompt's
 bucket and the decode width depend only on the request and the configuration, and randomness is
@@ -213,9 +212,7 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _check(self, request: Request) -> int:
-    """Returns the bucket of the request's prompt; raises UserError if this engine cannot serve the
-    request.
-    """
+    """Returns the bucket of the request's prompt; raises UserError if it cannot be served."""
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:
       raise UserError(

@@ -288,9 +288,7 @@ def _decode(
   steps: int,
   filtered: bool,
 ) -> tuple[Slots, Int32[Array, 'rows slots']]:
-  """Runs decode steps; returns all results as one integer array, so that they need one transfer to
-  the host.
-  """
+  """Runs decode steps; returns all results as one integer array, for one transfer to the host."""
   slots = state.token.shape[0]
   kernel = model.head_kernel(params)
   state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))

@@ -47,8 +47,7 @@ def draw(
   positions: Int[Array, 'rows'],
   temperature: Float[Array, 'rows'],
 ) -> Draw:
-  """Samples from softmax(logits / temperature); at temperature 0 takes the first of the largest
-  logits.
+  """Samples from softmax(logits / temperature); at temperature 0 takes the first largest logit.
 
   Args:
     logits: logits of the next token.

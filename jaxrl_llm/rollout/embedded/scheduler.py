@@ -1,5 +1,4 @@
-"""Host-side scheduler of the embedded engine: assigns samples to decode slots, without a device or
-a clock.
+"""Host-side scheduler of the embedded engine: assigns samples to slots, without a device or clock.
 
 Invariant: requests start in order of arrival (later ones of the same bucket may share an earlier
 one's prefill), no slot stays free while an eligible sample waits, and requests that need different

@@ -1,5 +1,4 @@
-"""Validates messages from explorers: types, the run's limits, and the names and versions of the
-lease.
+"""Validates messages from explorers: types, the run's limits, and the names and versions it leased.
 
 Invariant: an honest explorer of this run could have sent any message that passes, so it cannot make
 the run fail later.

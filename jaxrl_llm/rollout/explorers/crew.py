@@ -62,9 +62,7 @@ ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
 
 Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-"""Responds to a message, given the sender's name, the message and the HTTP request that carries
-it.
-"""
+"""Responds to a message, given the sender's name, the message and the HTTP request behind it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,15 +70,11 @@ class ExplorersConfig:
   """Explorer processes, which run the workflow instead of the master."""
 
   processes: int = 1
-  """Explorers started by the run on its own machine; 0: only those that connect through
-  `listen`.
-  """
+  """Explorers started by the run on its machine; 0: only those that connect through `listen`."""
   groups: int = 4
   """Groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Front for explorers on other machines (`jaxrl serve --role=explorer`); None: local explorers
-  only.
-  """
+  """Front for explorers on other hosts (`jaxrl serve --role=explorer`); None: local ones."""
   silent_s: float = 15.0
   """Seconds without a message after which an explorer is given up and its groups are lent again."""
   nobody_s: float = 300.0

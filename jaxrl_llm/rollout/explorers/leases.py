@@ -1,5 +1,4 @@
-"""Group leases: each group is lent to one explorer at a time and reclaimed when that explorer is
-gone.
+"""Group leases: each group is lent to one explorer at a time and reclaimed when it is gone.
 
 Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use
 it; a lost lease is void, and requests made under it are cancelled; a lost group is lent again

@@ -17,9 +17,7 @@ _AGAIN_WITHIN_S = 60.0
 _LAST_LINE = 400
 
 ExplorerCommand = Callable[[str, str], Sequence[str]]
-"""Returns the command of an explorer process from the master's address and the explorer's
-identity.
-"""
+"""Returns the command of an explorer from the master's address and the explorer's identity."""
 
 
 class ExplorerProcess:

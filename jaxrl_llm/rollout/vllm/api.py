@@ -51,9 +51,7 @@ class EngineServer(Protocol):
     ...
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers lazy compilation; if `sampled`, including that of sampling at temperatures above
-    0.
-    """
+    """Triggers lazy compilation; if `sampled`, including that of sampling above temperature 0."""
     ...
 
   async def generate(
@@ -80,9 +78,7 @@ class EngineServer(Protocol):
   async def resume(self) -> None: ...
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Returns one mapping per worker, from tensor name to a digest computed from the loaded
-    tensor.
-    """
+    """Returns one mapping per worker, from tensor name to a digest of the loaded tensor."""
     ...
 
   async def set_version(self, publication: Publication) -> None:

@@ -61,9 +61,7 @@ class VllmClient:
       address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
     )
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, keyed by label; tokens under any other label are
-    rejected.
-    """
+    """Versions published through this client, keyed by label; tokens under others are rejected."""
     self.adapter: Publication | None = None
     """Adapter that completions use; None: the base model."""
     self._adapters: list[str] = []
@@ -178,9 +176,7 @@ class VllmClient:
       ) from None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers the server's lazy compilation with a greedy and, if `sampled`, a seeded random
-    request.
-    """
+    """Triggers the server's compilation with a greedy and, if `sampled`, a seeded request."""
     for temperature in (0.0, 1.0) if sampled else (0.0,):
       params = {
         'max_tokens': 2,

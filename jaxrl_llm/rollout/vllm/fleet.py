@@ -221,9 +221,7 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version; returns its reason if it refused and stays
-    HELD.
-    """
+    """Updates a serving replica to the current version; returns its reason if it stays HELD."""
     replica.state = ReplicaState.HELD
     try:
       await self._transact(replica, self._current)
@@ -316,9 +314,7 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and starts a task that recovers it, by a restart if
-    necessary.
-    """
+    """Takes a server out of dispatch and starts a task that recovers or restarts it."""
     if replica in self._repairs or self._failure is not None:
       return
     replica.state = ReplicaState.DOWN
@@ -375,9 +371,7 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Whether a server that had failed is working again and still serves its last proven
-    version.
-    """
+    """Whether a server that failed is working again and still serves its last proven version."""
     if replica.failures > _PATIENCE or replica.version is None:
       return False
     if replica.server is not None and not replica.server.is_running():
@@ -510,9 +504,7 @@ class Fleet:
     )
 
   async def _acquire(self) -> tuple[Replica, int]:
-    """Reserves a server for the next request and counts it as in flight there; returns (replica,
-    its life).
-    """
+    """Reserves a server for a request and counts it in flight; returns (replica, its life)."""
     self._check_alive()
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(future)

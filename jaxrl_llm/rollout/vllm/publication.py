@@ -49,9 +49,7 @@ class Publication:
   version: Version
   directory: Path
   files: Mapping[str, Mapping[str, str]]
-  """xxh3-128 digest of each tensor's bytes, keyed by file name, then by Hugging Face tensor
-  name.
-  """
+  """xxh3-128 digest of a tensor's bytes, keyed by file name, then by Hugging Face tensor name."""
   nbytes: int
   """Size of all tensors."""
   base: Publication | None = None

@@ -56,9 +56,7 @@ SPECULATION = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """vLLM rollout servers: owned ones, which this process starts, or attached ones at
-  `addresses`.
-  """
+  """vLLM rollout servers: owned ones, started here, or attached ones at `addresses`."""
 
   environment: str = '.venv-vllm'
   """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one
@@ -83,9 +81,7 @@ class VllmConfig:
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of the servers."""
   devices: tuple[str, ...] = ()
-  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all devices for all
-  servers.
-  """
+  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all for all servers."""
   cpu_cache_gib: int = 1
   """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
@@ -217,9 +213,7 @@ def runs_on_cpu(python: pathlib.Path) -> bool:
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """Returns the environment's Python; raises UserError if its vLLM does not support the configured
-  transfer.
-  """
+  """Returns the environment's Python; raises UserError if its vLLM lacks the transfer."""
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(
@@ -231,8 +225,7 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing this process's cores; too few cores
-  are shared.
+  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing the cores; too few cores are shared.
 
   Args:
     workers: workers per server (tensor-parallel size), which get equal shares of its cores.

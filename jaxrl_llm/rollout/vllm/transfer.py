@@ -1,5 +1,4 @@
-"""Transfer of published weights to a server: from files that both sides see, or through a sender
-process.
+"""Transfer of published weights to a server: from files both sides see, or through a sender.
 
 Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because
 the server's weights are then unknown.
@@ -222,9 +221,7 @@ class SenderTransfer:
   async def _order(
     self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float
   ) -> None:
-    """Sends one order and makes the calls that the sender requests; raises Refused and Lost like
-    `send`.
-    """
+    """Sends one order and makes the calls it requests; raises Refused and Lost like `send`."""
     child = self._child
     if child is None:
       raise Lost(f'{client.name}: its sender is gone')
@@ -273,9 +270,7 @@ class SenderTransfer:
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if the server only
-  refused it.
-  """
+  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if only refused."""
   name, body = message['call'], message['body']
   try:
     if name == 'init_weight_transfer_engine':

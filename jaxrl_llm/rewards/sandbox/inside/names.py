@@ -134,9 +134,7 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Returns the names whose arguments contain a call of something else, other than a built-in
-  function.
-  """
+  """Returns names whose arguments contain a call of something other than a built-in function."""
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -124,9 +124,7 @@ def parse_set(text: str) -> list[str] | None:
 
 
 def parse_tuple(text: str) -> list[str] | None:
-  """Returns the entries of a tuple as written, in round, square, angle or no brackets; None for
-  other text.
-  """
+  """Returns entries of a tuple as written, in round, square, angle or no brackets; else None."""
   text = mathematical(text)
   name, value = named(text)
   text = (
@@ -198,9 +196,7 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
 
 
 def tuples_agree(truth: str, answer: str) -> bool | None:
-  """Whether the tuples have the same entries in the same order; None if the truth is not a
-  tuple.
-  """
+  """Whether the tuples have the same entries in order; None if the truth is not a tuple."""
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

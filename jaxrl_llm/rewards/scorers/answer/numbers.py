@@ -68,9 +68,7 @@ def plain(text: str) -> str:
 
 
 def split_number(text: str) -> tuple[Number, str] | None:
-  """Splits a `plain` text into its leading number and the rest; None if it does not begin with a
-  number.
-  """
+  """Splits a `plain` text into its leading number and the rest; None if it begins with none."""
   match = _NUMBER.match(text)
   if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):
     return None
@@ -93,8 +91,7 @@ def split_number(text: str) -> tuple[Number, str] | None:
 
 
 def parse_number(text: str) -> Number | None:
-  """Parses a text that is a single number, exactly; None for anything else (two numbers, a word,
-  NaN).
+  """Parses a single number, exactly; None for anything else (two numbers, a word, NaN).
 
   Accepts signs, thousands separated by commas or spaces, decimals, exponents of up to three digits
   (`1e3`, `10^3`, `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3

@@ -222,9 +222,7 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values in `chosen` for options left open: `extraction`, and `mode` together with
-  `units`.
-  """
+  """Returns the values in `chosen` for options left open: `extraction`, and `mode` with `units`."""
   if options.mode is None:
     return {
       name: value

@@ -64,8 +64,6 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is an accepted one; None if all accepted ones are empty after
-  normalisation.
-  """
+  """Whether the answer is an accepted one; None if all of them are empty after normalisation."""
   wanted = {normalise(text) for text in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

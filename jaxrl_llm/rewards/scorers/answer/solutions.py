@@ -1,5 +1,4 @@
-"""Comparison of mathematical answers of any form: the truth's form decides how the answer is
-compared.
+"""Comparison of mathematical answers of any form: the truth's form decides how they compare.
 
 Invariant: an answer of another form than the truth's is accepted only if both mean the same
 (`x > 3` for `(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
@@ -90,9 +89,7 @@ def unlabelled(text: str) -> str:
 
 
 def answer_key(text: str) -> Hashable:
-  """Returns a key shared by all spellings of an answer: a choice letter, a number, or else the
-  text.
-  """
+  """Returns a key of all spellings of an answer: a choice letter, a number, else the text."""
   text = canonical(unboxed(text))
   label = _label(text)
   if label or _LETTER.fullmatch(text):

@@ -262,9 +262,7 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerances, of which `absolute` is in the truth's
-  unit.
-  """
+  """Whether the quantities are equal within the tolerances; `absolute` is in the truth's unit."""
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:
     return numbers_agree(truth.number, number, absolute=absolute, relative=relative)

@@ -20,9 +20,7 @@ _CACHE_ENTRIES = 100_000
 
 
 class Cache:
-  """Answers keyed by request digest; with a file, one JSON line per answer, shared with other
-  runs.
-  """
+  """Answers keyed by request digest; with a file, a JSON line each, shared with other runs."""
 
   def __init__(self, file: str | None):
     self._path = None if file is None else pathlib.Path(file)

@@ -65,9 +65,7 @@ class JudgeOptions(RemoteOptions):
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields to add to each request or to override in it, such as `response_format`."""
   malformed_retries: int = 2
-  """Maximum number of times the judge is asked again after a malformed answer; it is told the
-  reason.
-  """
+  """How many times the judge is asked again after a malformed answer; it is told the reason."""
   cache_file: str | None = None
   """JSONL file that keeps answers beyond the run; None: answers are kept in memory only."""
 
@@ -192,9 +190,7 @@ def _content(answer: Json) -> tuple[str, bool]:
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:
-  """Returns the task's texts for the template; None if the template shows the truth and the task
-  has none.
-  """
+  """Returns the task's texts for the template; None if it shows the truth and the task has none."""
   if 'truth' not in fields_of(template):
     return {'question': _question(task)}
   return None if task.truth is None else {'question': _question(task), 'truth': task.truth}

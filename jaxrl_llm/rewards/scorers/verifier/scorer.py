@@ -1,5 +1,4 @@
-"""Scorer that checks answers to procedural tasks with the verifier of the generator that made the
-task.
+"""Scorer that checks answers to procedural tasks with the verifier of the task's generator.
 
 The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with
 partial credit sum floats, and a right answer followed by junk can reach 0.9999999999999999.
@@ -51,9 +50,7 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Strip white space at both ends of the answer; extractions other than `whole` always strip
-  it.
-  """
+  """Strip white space around the answer; extractions other than `whole` always strip it."""
   partial_credit: bool = False
   """Use the verifier's number as the value, instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
