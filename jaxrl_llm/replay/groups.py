@@ -14,7 +14,7 @@ from jaxrl_llm.replay.draw import Group
 
 _READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
 _GROUPS = """
-SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), \
+SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used),
 max(admitted)
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""

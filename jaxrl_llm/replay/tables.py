@@ -70,12 +70,10 @@ CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
 CREATE TABLE attempts(attempt INTEGER PRIMARY KEY, commit_step INTEGER, counts TEXT);
 
-CREATE TABLE samples(seq INTEGER PRIMARY KEY, uid TEXT NOT NULL, attempt INTEGER NOT NULL, \
-group_id TEXT NOT NULL,
-  task_id TEXT NOT NULL, visit INTEGER NOT NULL, partition TEXT NOT NULL, version INTEGER, \
-step INTEGER NOT NULL,
-  state TEXT NOT NULL, changed INTEGER NOT NULL, last INTEGER NOT NULL, admitted INTEGER, \
-uses INTEGER NOT NULL);
+CREATE TABLE samples(seq INTEGER PRIMARY KEY, uid TEXT NOT NULL, attempt INTEGER NOT NULL,
+  group_id TEXT NOT NULL, task_id TEXT NOT NULL, visit INTEGER NOT NULL, partition TEXT NOT NULL,
+  version INTEGER, step INTEGER NOT NULL, state TEXT NOT NULL, changed INTEGER NOT NULL,
+  last INTEGER NOT NULL, admitted INTEGER, uses INTEGER NOT NULL);
 
 CREATE UNIQUE INDEX samples_of ON samples(uid, attempt);
 
@@ -87,8 +85,8 @@ CREATE INDEX samples_in ON samples(state, last);
 
 CREATE INDEX samples_used ON samples(uses) WHERE state = 'trained';
 
-CREATE TABLE tallies(partition TEXT, state TEXT, samples INTEGER NOT NULL, \
-PRIMARY KEY(partition, state)) WITHOUT ROWID;
+CREATE TABLE tallies(partition TEXT, state TEXT, samples INTEGER NOT NULL,
+  PRIMARY KEY(partition, state)) WITHOUT ROWID;
 
 CREATE TRIGGER sample_came AFTER INSERT ON samples BEGIN
   INSERT INTO tallies VALUES (new.partition, new.state, 1)
@@ -101,57 +99,51 @@ CREATE TRIGGER sample_moved AFTER UPDATE OF state ON samples WHEN old.state != n
     ON CONFLICT(partition, state) DO UPDATE SET samples = samples + 1;
 END;
 
-CREATE TABLE tasks(uid TEXT PRIMARY KEY, taskset TEXT NOT NULL, domain TEXT NOT NULL, \
-step INTEGER NOT NULL,
-  attempt INTEGER NOT NULL, json TEXT NOT NULL);
+CREATE TABLE tasks(uid TEXT PRIMARY KEY, taskset TEXT NOT NULL, domain TEXT NOT NULL,
+  step INTEGER NOT NULL, attempt INTEGER NOT NULL, json TEXT NOT NULL);
 
-CREATE TABLE transitions(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, \
-uid TEXT NOT NULL,
-  state TEXT NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE transitions(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  uid TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL);
 
 CREATE INDEX transitions_of ON transitions(uid, attempt);
 
 CREATE INDEX transitions_at ON transitions(step);
 
-CREATE TABLE scores(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, \
-uid TEXT NOT NULL,
-  scorer TEXT NOT NULL, value REAL, status TEXT NOT NULL, json TEXT NOT NULL);
+CREATE TABLE scores(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  uid TEXT NOT NULL, scorer TEXT NOT NULL, value REAL, status TEXT NOT NULL, json TEXT NOT NULL);
 
 CREATE INDEX scores_of ON scores(uid, attempt, scorer);
 
 CREATE INDEX scores_at ON scores(step);
 
-CREATE TABLE derived(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, \
-uid TEXT NOT NULL,
-  operator TEXT NOT NULL, json TEXT NOT NULL);
+CREATE TABLE derived(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  uid TEXT NOT NULL, operator TEXT NOT NULL, json TEXT NOT NULL);
 
 CREATE INDEX derived_of ON derived(uid, operator);
 
 CREATE INDEX derived_at ON derived(step);
 
-CREATE TABLE open_segment(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, \
-attempt INTEGER NOT NULL, uid TEXT NOT NULL,
-  payload BLOB NOT NULL);
+CREATE TABLE open_segment(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
+  attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL);
 
 CREATE UNIQUE INDEX open_segment_of ON open_segment(uid, attempt);
 
 CREATE INDEX open_segment_at ON open_segment(step);
 
-CREATE TABLE segments(name TEXT PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, \
-rows INTEGER NOT NULL);
+CREATE TABLE segments(name TEXT PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  rows INTEGER NOT NULL);
 
 CREATE INDEX segments_at ON segments(step);
 
-CREATE TABLE segment_rows(name TEXT, row INTEGER, uid TEXT NOT NULL, attempt INTEGER NOT NULL, \
-PRIMARY KEY(name, row));
+CREATE TABLE segment_rows(name TEXT, row INTEGER, uid TEXT NOT NULL, attempt INTEGER NOT NULL,
+  PRIMARY KEY(name, row));
 
 CREATE UNIQUE INDEX segment_rows_of ON segment_rows(uid, attempt);
 
 CREATE TABLE plans(step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, json TEXT NOT NULL);
 
-CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, \
-uid TEXT NOT NULL,
-  state TEXT NOT NULL);
+CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  uid TEXT NOT NULL, state TEXT NOT NULL);
 """
 
 
