@@ -80,6 +80,8 @@ class Job:
   """The first group is the trainer."""
   workdir: str
   """Run directory, on a file system that all nodes see under this path."""
+  directory: str | None = None
+  """Absolute path of the current directory of every process; None: the system's."""
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of every process."""
   files: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -99,6 +101,16 @@ class Job:
     if names[:1] != [TRAINER] or len(set(names)) < len(names):
       raise UserError(f'job {self.name}: groups are {names}, wanted {TRAINER!r} first, each once')
     _check_variables(f'job {self.name}', self.env)
+    paths = {'workdir': self.workdir, 'directory': self.directory or '/'}
+    paths |= {f'files[{i}]': file for i, file in enumerate(self.files)}
+    for where, path in paths.items():
+      if not path.startswith('/') or '\0' in path or '\n' in path:
+        raise UserError(
+          f'job {self.name}: {where} is {path!r}, wanted an absolute path of one line'
+        )
+    for group in self.groups:
+      if any('\0' in argument for argument in group.command):
+        raise UserError(f'group {group.name}: an argument contains a NUL character')
     if self.restarts < 0 or self.grace_s < 1:
       raise UserError(
         f'job {self.name}: restarts={self.restarts} grace_s={self.grace_s}, wanted at least 0 and 1'
@@ -135,6 +147,9 @@ class Launcher:
   logs: Callable[[str, Any], None]
   """Prints what the job's processes wrote so far."""
   cancel: Callable[[str, Any], None]
+  """Ends a job: its processes get SIGTERM, and commit."""
+  one_machine: bool = False
+  """Whether all processes run on this machine, so that services can listen on unix sockets."""
 
 
 def _check_name(where: str, name: str) -> None:
