@@ -1,0 +1,59 @@
+"""Files that a launcher writes on this machine before it submits a job."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import stat
+
+from jaxrl_llm.app.cluster.job import Job
+from jaxrl_llm.core.errors import UserError
+
+LAUNCHES = 'launch'
+"""Folder in the run directory with the submitted texts and the output of launchers."""
+
+
+def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
+  """Writes a job's files, readable by this user alone, and keeps those that exist: a key outlives
+  the job that is started again.
+
+  Args:
+    script: name and content of a file in the run directory's folder `LAUNCHES`, which is replaced.
+
+  Raises:
+    UserError: a directory cannot be made, or other users can read or write an existing file.
+  """
+  launches = pathlib.Path(job.workdir, LAUNCHES)
+  try:
+    launches.mkdir(parents=True, exist_ok=True)
+    for path, content in job.files.items():
+      _write_private(pathlib.Path(path), content)
+    if script is not None:
+      name, content = script
+      (launches / name).write_text(content)
+  except OSError as error:
+    raise UserError(f'{error.filename}: cannot be written ({error.strerror})') from None
+
+
+def _write_private(path: pathlib.Path, content: str) -> None:
+  path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+  flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+  try:
+    descriptor = os.open(path, flags, 0o600)
+  except FileExistsError:
+    check_private(path)
+    return
+  with open(descriptor, 'w') as file:
+    file.write(content)
+
+
+def check_private(path: pathlib.Path) -> None:
+  """Raises UserError unless `path` is a file of this user that no other user can read or write."""
+  found = path.lstat()
+  if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    raise UserError(f'{path}: wanted a regular file of this user; remove it')
+  if found.st_mode & 0o077:
+    raise UserError(
+      f'{path}: other users can read or write it (mode {stat.S_IMODE(found.st_mode):03o}); wanted '
+      '600: remove it, a new key is made'
+    )

@@ -1,0 +1,406 @@
+"""Slurm: one batch script for a job, in which each group of processes is a job step.
+
+All groups share one allocation: it starts and ends as a whole, is requeued as a whole, and can be
+an element of a job array, none of which holds for Slurm's heterogeneous jobs. The price is that all
+its nodes are alike: each has what the most demanding group asks for. Group after group takes nodes
+of its own (`srun --relative`).
+
+Restarts are Slurm's: the script asks for `scontrol requeue` when the trainer ended because of
+something that may pass (a signal, exit code 75, a service that ended), Slurm requeues by itself
+when a node fails or a job is preempted, and `Job.restarts` bounds both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import shlex
+import shutil
+import string
+import subprocess
+from collections.abc import Sequence
+
+from jaxrl_llm.app.cluster.files import LAUNCHES, write_files
+from jaxrl_llm.app.cluster.job import Group, Job, Launcher
+from jaxrl_llm.core.errors import UserError, one_line
+
+_DEADLINE_S = 60.0
+"""Maximum time in seconds for a command of Slurm to answer."""
+_ID = re.compile(r'[0-9]+(_[0-9]+)?')
+_OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
+_UNQUOTABLE = re.compile(r'["\\]')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+  """Settings of the Slurm launcher."""
+
+  partition: str | None = None
+  """Partition; None: the cluster's default."""
+  account: str | None = None
+  """Account that is charged."""
+  qos: str | None = None
+  """Quality of service."""
+  reservation: str | None = None
+  """Reservation."""
+  constraint: str | None = None
+  """Features of the nodes."""
+  exclusive: bool = True
+  """Whether the job has its nodes to itself, with all their cores and memory; otherwise it has what
+  --cpus and --memory_gib say.
+  """
+  sbatch: tuple[str, ...] = ()
+  """Further options of sbatch, such as --mail-type=END."""
+  srun: tuple[str, ...] = ()
+  """Further options of srun, such as --container-image=IMAGE."""
+
+  def __post_init__(self):
+    for name in ('partition', 'account', 'qos', 'reservation', 'constraint'):
+      if (value := getattr(self, name)) is not None and not _OPTION.fullmatch(f'--x={value}'):
+        raise UserError(f'--{name}={value}: wanted a value without spaces, quotes, # or \\')
+    for name in ('sbatch', 'srun'):
+      for option in getattr(self, name):
+        if not _OPTION.fullmatch(option):
+          raise UserError(
+            f'--{name}={option}: wanted --option or --option=value, without spaces, quotes, # or \\'
+          )
+
+
+_SCRIPT = string.Template("""\
+#!/usr/bin/env bash
+$directives
+# Job $name, written by `jaxrl launch slurm`: each group of processes is a job step on nodes of its
+# own. The job ends with the trainer. Exit codes: that of the first process that failed by itself.
+set -uo pipefail
+
+id=$${SLURM_ARRAY_TASK_ID:+$${SLURM_ARRAY_JOB_ID}_$$SLURM_ARRAY_TASK_ID}
+id=$${id:-$$SLURM_JOB_ID}
+restart=$${SLURM_RESTART_COUNT:-0}
+restarts=$restarts
+say() { echo "slurm: $$*" >&2; }
+say "job $$id starts on $$SLURM_JOB_NODELIST (restart $$restart of at most $$restarts)"
+if ((restart > restarts)); then
+  say 'started again too often; giving up'
+  exit 1
+fi
+$directory
+# A process finds its job from what srun sets, not from what the submitting shell had.
+unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID
+$environment
+# Where each process notes its exit code, which srun does not keep when it ends the others.
+ends=$launches/slurm-$$SLURM_JOB_ID.ends
+mkdir -p "$${ends%/*}"
+: >"$$ends"
+
+# Runs in each process: task GROUP PROCESSES_PER_NODE ENDS COMMAND [ARGUMENT ...]. An end that was
+# asked for is no reason for srun to end the others, which may be committing still.
+task='
+group=$$1 threads=$$((SLURM_CPUS_ON_NODE / $$2)) ends=$$3
+shift 3
+export NPROC=$${NPROC:-$$((threads > 0 ? threads : 1))} PYTHONUNBUFFERED=1
+trap : TERM INT HUP
+"$$@"
+code=$$?
+echo "$$group $$SLURM_PROCID $$code" >>"$$ends"
+case $$code in 130 | 143) exit 0 ;; esac
+exit "$$code"'
+
+$steps
+
+runs() { kill -0 "$$1" 2>/dev/null; }
+
+# Ends the trainer in time: it commits. Its processes alone get the signal, once.
+stop_trainer() {
+  local step
+  step=$$(squeue --noheader --steps --jobs="$$id" --format='%i %j' | awk '$$2 == "trainer" {print $$1; exit}')
+  if [ -n "$$step" ]; then
+    scancel --signal=TERM "$$step"
+  else
+    kill -TERM "$$trainer" 2>/dev/null
+  fi
+}
+
+asked=
+lost=
+# At the time limit Slurm tells this script, at all other ends every process.
+trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop_trainer' USR1
+trap 'asked=$${asked:-end}' TERM
+
+while runs "$$trainer"; do
+  for service in $${services[@]+"$${services[@]}"}; do
+    if [ -z "$$asked$$lost" ] && ! runs "$$service"; then
+      wait "$$service"
+      lost=$$?
+      say "a service has ended (srun: exit code $$lost): stopping the trainer"
+      stop_trainer
+    fi
+  done
+  sleep 1 &
+  wait $$!
+done
+wait "$$trainer"
+code=$$?
+for service in $${services[@]+"$${services[@]}"}; do
+  kill -TERM "$$service" 2>/dev/null
+done
+for ((second = 0; second < $grace_s; second++)); do
+  left=
+  for service in $${services[@]+"$${services[@]}"}; do
+    ! runs "$$service" || left=yes
+  done
+  [ -n "$$left" ] || break
+  sleep 1
+done
+
+# The exit code of the job: of the first process that failed by itself. 75 and 134 (aborted by JAX)
+# follow from another's end, 130 and 143 from a signal. Without any, the processes were ended.
+first_failure() {
+  local group process code other=
+  while read -r group process code; do
+    case $$group-$$code in
+      trainer-0 | *-130 | *-143) ;;
+      *-75 | *-134) other=75 ;;
+      trainer-*)
+        say "culprit: process $$process of the trainer, exit code $$code"
+        echo "$$code"
+        return
+        ;;
+      *-2)
+        say "culprit: process $$process of $$group, exit code 2"
+        echo 2
+        return
+        ;;
+    esac
+  done <"$$ends"
+  if [ -z "$$other" ] && grep -q '^trainer [0-9]* 130$$' "$$ends"; then
+    other=130
+  elif [ -z "$$other" ] && grep -q '^trainer [0-9]* 143$$' "$$ends"; then
+    other=143
+  fi
+  [ -z "$$lost" ] || other=75
+  if [ -z "$$other" ] && ((code != 0)); then
+    other=75
+  fi
+  echo "$${other:-0}"
+}
+code=$$(first_failure)
+rm -f "$$ends"
+
+if ((code == 75 || code > 130)); then
+  # In another state, Slurm is ending or requeueing the job already.
+  if [ "$$(squeue --noheader --jobs="$$id" --format=%T)" != RUNNING ]; then
+    say "exit code $$code; Slurm decides whether the job starts again"
+  elif ((restart >= restarts)); then
+    say "exit code $$code; started again $$restart times, giving up"
+  elif scontrol requeue "$$id"; then
+    say "exit code $$code; the job starts again"
+    sleep 60
+  fi
+fi
+exit "$$code"
+""")
+
+
+def text(job: Job, options: SlurmOptions) -> str:
+  """Returns the batch script of a job."""
+  return _script(job, options, ())
+
+
+def array_text(job: Job, count: int, options: SlurmOptions, *, at_once: int | None = None) -> str:
+  """Returns the batch script of a job array: `count` jobs with the same commands, each of which
+  finds its number, from 0, in the variable SLURM_ARRAY_TASK_ID.
+
+  Args:
+    at_once: maximum number of them that run at a time; None: as many as Slurm finds room for.
+  """
+  if count < 1 or (at_once is not None and at_once < 1):
+    raise UserError(f'array of {count} jobs, {at_once} at a time: wanted at least 1')
+  limit = '' if at_once is None else f'%{at_once}'
+  return _script(job, options, (f'--array=0-{count - 1}{limit}',))
+
+
+def _script(job: Job, options: SlurmOptions, array: Sequence[str]) -> str:
+  launches = f'{job.workdir}/{LAUNCHES}'
+  if _UNQUOTABLE.search(launches):
+    raise UserError(
+      f'job {job.name}: workdir {job.workdir}: has a " or \\, which sbatch cannot take'
+    )
+  output = launches.replace('%', '%%')
+  directives = [
+    f'--job-name={job.name}',
+    f'--nodes={sum(group.nodes for group in job.groups)}',
+    *_node(job, options),
+    *([] if job.time_limit_s is None else [f'--time={-(-job.time_limit_s // 60)}']),
+    f'--signal=B:USR1@{job.grace_s}',
+    '--requeue',
+    '--open-mode=append',
+    f'--output="{output}/slurm-{"%A_%a" if array else "%j"}.out"',
+    *(
+      f'--{name}={value}'
+      for name in ('partition', 'account', 'qos', 'reservation', 'constraint')
+      if (value := getattr(options, name)) is not None
+    ),
+    *array,
+    *options.sbatch,
+  ]
+  return _SCRIPT.substitute(
+    directives='\n'.join(f'#SBATCH {directive}' for directive in directives),
+    name=job.name,
+    restarts=job.restarts,
+    grace_s=job.grace_s,
+    directory='' if job.directory is None else f'cd -- {shlex.quote(job.directory)} || exit 2\n',
+    environment=''.join(f'export {k}={shlex.quote(v)}\n' for k, v in job.env.items()),
+    launches=shlex.quote(launches),
+    steps=_steps(job, options),
+  )
+
+
+def _node(job: Job, options: SlurmOptions) -> list[str]:
+  """Options for what each node of the allocation has: the most that a group needs."""
+  tasks = max(group.processes_per_node for group in job.groups)
+  cpus = max(group.processes_per_node * (group.resources.cpus or 1) for group in job.groups)
+  memory = max(group.processes_per_node * (group.resources.memory_gib or 0) for group in job.groups)
+  gpus = max(group.processes_per_node * group.resources.gpus for group in job.groups)
+  for group in job.groups:
+    if group.resources.tpu:
+      raise UserError(f'group {group.name}: Slurm has no TPUs; wanted the launcher jobset')
+  found = [f'--ntasks-per-node={tasks}', f'--cpus-per-task={-(-cpus // tasks)}']
+  if memory:
+    found.append(f'--mem={memory}G')
+  elif options.exclusive:
+    found.append('--mem=0')
+  if gpus:
+    found.append(f'--gpus-per-node={gpus}')
+  return [*found, '--exclusive'] if options.exclusive else found
+
+
+def _steps(job: Job, options: SlurmOptions) -> str:
+  """Shell lines that start each group's step in the background: `trainer` and `services` hold their
+  process ids.
+  """
+  lines, first = ['services=()'], 0
+  for group in job.groups:
+    lines.append(_step(group, first, options))
+    lines.append('trainer=$!' if group is job.trainer else 'services+=($!)')
+    first += group.nodes
+  return '\n'.join(lines)
+
+
+def _step(group: Group, first: int, options: SlurmOptions) -> str:
+  resources, is_trainer = group.resources, group.name == 'trainer'
+  srun = [
+    'srun',
+    f'--job-name={group.name}',
+    f'--relative={first}',
+    f'--nodes={group.nodes}',
+    f'--ntasks={group.processes}',
+    f'--ntasks-per-node={group.processes_per_node}',
+    *([] if resources.cpus is None else [f'--cpus-per-task={resources.cpus}']),
+    # Each process sees its own GPUs alone; a step without GPUs must not wait for any.
+    *([f'--gpus-per-task={resources.gpus}'] if resources.gpus else ['--gres=none']),
+    # The trainer ends as a whole; a service goes on without one of its processes.
+    f'--kill-on-bad-exit={int(is_trainer)}',
+    '--wait=0',
+    '--label',
+    *options.srun,
+    *('bash', '-c'),
+  ]
+  variables = [f'{name}={value}' for name, value in group.env.items()]
+  command = ['env', *variables, *group.command] if variables else group.command
+  return (
+    f'{shlex.join(srun)} "$task" task {group.name} {group.processes_per_node} "$ends" \\\n'
+    f'  {shlex.join(command)} &'
+  )
+
+
+def submit(text: str, job: Job, options: SlurmOptions) -> str:
+  """Submits a script with sbatch and returns the job's id.
+
+  Raises:
+    UserError: there is no Slurm, or it refuses the job.
+  """
+  _require('sbatch')
+  write_files(job, script=('slurm.sh', text))
+  return _call(['sbatch', '--parsable'], text).partition(';')[0].strip()
+
+
+def status(job_id: str, options: SlurmOptions) -> str:
+  """Returns Slurm's state of a job, with reason, run time and nodes."""
+  _check_id(job_id)
+  command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
+  try:
+    found = _call([*command, '--format=%i %T %r %M %N'])
+  except UserError:
+    found = ''
+  if not found.strip() and shutil.which('sacct'):
+    command = ['sacct', '--allocations', '--noheader', '--parsable2', f'--jobs={job_id}']
+    try:
+      found = _call([*command, '--format=JobID,State,ExitCode,Elapsed,NodeList']).replace('|', ' ')
+    except UserError:
+      found = ''
+  if not found.strip():
+    raise UserError(f'--status={job_id}: Slurm knows no such job (any more)')
+  return '; '.join(' '.join(line.split()) for line in found.splitlines())
+
+
+def logs(job_id: str, options: SlurmOptions) -> None:
+  """Prints what a job has written so far."""
+  _check_id(job_id)
+  try:
+    described = _call(['scontrol', '--oneliner', 'show', 'job', job_id])
+  except UserError as error:
+    raise UserError(
+      f'--logs={job_id}: {error}; the output of a former job is in '
+      f'WORKDIR/{LAUNCHES}/slurm-{job_id}.out'
+    ) from None
+  for line in described.splitlines():
+    if found := re.search(r' StdOut=(.*?)(?: Power=| [A-Z][A-Za-z]*=|$)', line):
+      path = pathlib.Path(found[1])
+      print(path.read_text(errors='replace') if path.exists() else f'{path}: not written yet')
+
+
+def cancel(job_id: str, options: SlurmOptions) -> None:
+  """Ends a job; its processes get SIGTERM, and SIGKILL after the cluster's KillWait (30 s)."""
+  _check_id(job_id)
+  _call(['scancel', job_id])
+
+
+def _check_id(job_id: str) -> None:
+  if not _ID.fullmatch(job_id):
+    raise UserError(f'{job_id}: no id of a Slurm job; wanted a number, as --submit prints it')
+
+
+def _require(program: str) -> None:
+  if shutil.which(program) is None:
+    raise UserError(
+      f'{program}: no such command; wanted a host of a Slurm cluster from which jobs are submitted'
+    )
+
+
+def _call(command: Sequence[str], stdin: str = '') -> str:
+  """Returns a command's standard output; raises UserError with what it says when it fails."""
+  _require(command[0])
+  try:
+    done = subprocess.run(
+      command, input=stdin, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+    )
+  except subprocess.TimeoutExpired:
+    raise UserError(
+      f'{command[0]}: no answer within {_DEADLINE_S:g} s; look whether slurmctld runs (scontrol ping)'
+    ) from None
+  if done.returncode:
+    said = one_line(done.stderr or done.stdout or f'exit code {done.returncode}')
+    raise UserError(said if said.startswith(command[0]) else f'{command[0]}: {said}')
+  return done.stdout
+
+
+LAUNCHER = Launcher(
+  name='slurm',
+  Options=SlurmOptions,
+  text=text,
+  submit=submit,
+  status=status,
+  logs=logs,
+  cancel=cancel,
+)
