@@ -110,47 +110,50 @@ $steps
 
 runs() { kill -0 "$$1" 2>/dev/null; }
 
-# Ends the trainer in time: it commits. Its processes alone get the signal, once.
-stop_trainer() {
+# stop GROUP: sends SIGTERM to the processes of a group, once; the trainer then commits. (srun would
+# soon kill them.)
+stop() {
   local step
-  step=$$(squeue --noheader --steps --jobs="$$id" --format='%i %j' | awk '$$2 == "trainer" {print $$1; exit}')
-  if [ -n "$$step" ]; then
-    scancel --signal=TERM "$$step"
-  else
-    kill -TERM "$$trainer" 2>/dev/null
-  fi
+  step=$$(squeue --noheader --steps --jobs="$$id" --format='%j %i' | grep "^$$1 " | head -n 1)
+  [ -z "$$step" ] || scancel --quiet --signal=TERM "$${step#* }" 2>/dev/null
 }
 
 asked=
 lost=
 # At the time limit Slurm tells this script, at all other ends every process.
-trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop_trainer' USR1
+trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trainer' USR1
 trap 'asked=$${asked:-end}' TERM
 
-while runs "$$trainer"; do
+# Forgets the services that have ended; when one failed, the trainer stops too. One that ended well
+# got a signal, which the trainer may have got as well: a second one would cut its commit short.
+look_at_services() {
+  local service left=()
   for service in $${services[@]+"$${services[@]}"}; do
-    if [ -z "$$asked$$lost" ] && ! runs "$$service"; then
-      wait "$$service"
-      lost=$$?
-      say "a service has ended (srun: exit code $$lost): stopping the trainer"
-      stop_trainer
+    if runs "$$service"; then
+      left+=("$$service")
+    elif ! wait "$$service" && [ -z "$$asked$$lost" ]; then
+      lost=yes
+      say 'a service has failed: stopping the trainer'
+      stop trainer
     fi
   done
+  services=($${left[@]+"$${left[@]}"})
+}
+
+while runs "$$trainer"; do
+  look_at_services
   sleep 1 &
   wait $$!
 done
 wait "$$trainer"
 code=$$?
-for service in $${services[@]+"$${services[@]}"}; do
-  kill -TERM "$$service" 2>/dev/null
+asked=$${asked:-end}
+for group in $services; do
+  stop "$$group"
 done
-for ((second = 0; second < $grace_s; second++)); do
-  left=
-  for service in $${services[@]+"$${services[@]}"}; do
-    ! runs "$$service" || left=yes
-  done
-  [ -n "$$left" ] || break
+for ((second = 0; second < $grace_s && $${#services[@]} > 0; second++)); do
   sleep 1
+  look_at_services
 done
 
 # The exit code of the job: of the first process that failed by itself. 75 and 134 (aborted by JAX)
@@ -193,9 +196,9 @@ if ((code == 75 || code > 130)); then
     say "exit code $$code; Slurm decides whether the job starts again"
   elif ((restart >= restarts)); then
     say "exit code $$code; started again $$restart times, giving up"
-  elif scontrol requeue "$$id"; then
-    say "exit code $$code; the job starts again"
-    sleep 60
+  else
+    say "exit code $$code; asking Slurm to start the job again"
+    ! scontrol requeue "$$id" || sleep 60
   fi
 fi
 exit "$$code"
@@ -253,6 +256,7 @@ def _script(job: Job, options: SlurmOptions, array: Sequence[str]) -> str:
     environment=''.join(f'export {k}={shlex.quote(v)}\n' for k, v in job.env.items()),
     launches=shlex.quote(launches),
     steps=_steps(job, options),
+    services=' '.join(group.name for group in job.services) or "''",
   )
 
 
@@ -387,7 +391,8 @@ def _call(command: Sequence[str], stdin: str = '') -> str:
     )
   except subprocess.TimeoutExpired:
     raise UserError(
-      f'{command[0]}: no answer within {_DEADLINE_S:g} s; look whether slurmctld runs (scontrol ping)'
+      f'{command[0]}: no answer within {_DEADLINE_S:g} s; look whether slurmctld runs '
+      '(scontrol ping)'
     ) from None
   if done.returncode:
     said = one_line(done.stderr or done.stdout or f'exit code {done.returncode}')
