@@ -29,6 +29,7 @@ from jaxrl_llm.app.commands import cli, serve
 from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.annotations import describe, field_types, is_record
+from jaxrl_llm.config.documents import body_documents, field_documents
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as GROUP_PROCESSORS
 from jaxrl_llm.objectives.surrogates import SURROGATES
@@ -73,24 +74,6 @@ def reachable(root: type) -> list[type]:
         dict.fromkeys(record for record in records(annotation) if record not in classes)
       )
   return classes
-
-
-def body_documents(node: ast.ClassDef) -> dict[str, str]:
-  """Docstrings of the fields that a class declares: the string literals below them."""
-  documents = {}
-  for field, literal in zip(node.body, node.body[1:]):
-    match field, literal:
-      case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-        documents[name] = inspect.cleandoc(text)
-  return documents
-
-
-def field_documents(cls: type) -> dict[str, str]:
-  """Docstrings of a dataclass's fields, inherited ones too."""
-  documents = {}
-  for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-    documents |= body_documents(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])
-  return documents
 
 
 def value_text(value: Any) -> str:

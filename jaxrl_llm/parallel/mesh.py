@@ -1,4 +1,6 @@
-"""Devices and their mesh, built only here; the compiler propagates shardings over its axes."""
+"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its
+axes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.core.errors import UserError
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Mesh axes by increasing communication: neighbours along the last axis are so in the machine."""
+"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in
+the machine.
+"""
 BATCH_AXES = (DATA, FSDP)
 """Mesh axes over which sequences are distributed; the product of their sizes is the number of
 data-parallel ranks.
@@ -21,7 +25,9 @@ data-parallel ranks.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; at most one may be None, which takes the rest."""
+  """Number of devices along each mesh axis; at most one may be None, which takes the remaining
+  devices.
+  """
 
   data: int | None = 1
   """Data parallelism: replicas of the parameters, each with different sequences."""
@@ -38,7 +44,9 @@ class MeshConfig:
 
 
 def available_devices() -> list[jax.Device]:
-  """Returns all processes' devices. Raises UserError if JAX finds none on permitted platforms."""
+  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted
+  platforms.
+  """
   try:
     return jax.devices()
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
@@ -52,22 +60,31 @@ def available_devices() -> list[jax.Device]:
     ) from error
 
 
-def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-  """Builds a mesh with the four axes over all devices of all processes."""
-  devices = available_devices() if devices is None else devices
+def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
+  """Returns the mesh's size along each axis of `AXES` on `count` devices. Raises UserError if it
+  does not fit them.
+  """
   sizes = [getattr(config, axis) for axis in AXES]
   if sizes.count(None) > 1:
     raise UserError(f'mesh: {config}: at most one axis may be left open (None)')
   fixed = math.prod(s for s in sizes if s is not None)
   if None in sizes:
-    sizes[sizes.index(None)] = len(devices) // max(fixed, 1)
-  if math.prod(sizes) != len(devices) or min(sizes) < 1:
+    sizes[sizes.index(None)] = count // max(fixed, 1)
+  if math.prod(sizes) != count or min(sizes) < 1:
     wanted = ' '.join(f'{axis}={getattr(config, axis)}' for axis in AXES)
     raise UserError(
-      f'mesh: {wanted} does not match the number of devices, {len(devices)}; change the mesh, or '
-      'start with another number of devices'
+      f'mesh: {wanted} does not match the number of devices, {count}; change the mesh, or '
+      'start with another '
+      'number of devices'
     )
-  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  return tuple(sizes)
+
+
+def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+  """Builds a mesh with the four axes over all devices of all processes."""
+  devices = available_devices() if devices is None else devices
+  sizes = mesh_sizes(config, len(devices))
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def data_parallel_ranks(mesh: Mesh) -> int:

@@ -73,6 +73,13 @@ flags.DEFINE_integer(
   lower_bound=0,
   flag_values=FLAGS,
 )
+flags.DEFINE_integer(
+  'gpus',
+  0,
+  'GPUs of each process: the first has 0 … N - 1, the second the next ones; 0: all see all.',
+  lower_bound=0,
+  flag_values=FLAGS,
+)
 flags.DEFINE_multi_string(
   'service', [], 'Command that runs beside the processes; may be repeated.', flag_values=FLAGS
 )
@@ -158,7 +165,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 def _start(
-  command: Sequence[str], count: int, services: Sequence[Sequence[str]]
+  command: Sequence[str], count: int, services: Sequence[Sequence[str]], gpus: int
 ) -> dict[str, subprocess.Popen]:
   """Returns the started processes by label, services first."""
   address = f'127.0.0.1:{_free_port()}'
@@ -170,7 +177,11 @@ def _start(
   members: list[tuple[str, Sequence[str], Mapping[str, str]]] = [
     (f's{i}', service, shared) for i, service in enumerate(services)
   ]
-  members += [(str(i), command, {**shared, **job, 'JAX_PROCESS_ID': str(i)}) for i in range(count)]
+  for i in range(count):
+    own = {'JAX_PROCESS_ID': str(i)}
+    if gpus:
+      own['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, range(i * gpus, (i + 1) * gpus)))
+    members.append((str(i), command, {**shared, **job, **own}))
   processes: dict[str, subprocess.Popen] = {}
   for label, argv, env in members:
     try:
@@ -214,11 +225,12 @@ class Supervisor:
     *,
     services: Sequence[Sequence[str]] = (),
     restarts: int = 0,
+    gpus: int = 0,
     grace_s: float,
     linger_s: float,
   ):
     self._command, self._count, self._services = command, count, services
-    self._restarts = restarts
+    self._restarts, self._gpus = restarts, gpus
     self._grace_s = grace_s
     self._linger_s = linger_s
     self._asked: signal.Signals | None = None
@@ -251,7 +263,7 @@ class Supervisor:
 
   def _run_once(self) -> End | None:
     """Runs the job from start to end; returns the end that is to blame, None if all ended well."""
-    self._processes = _start(self._command, self._count, self._services)
+    self._processes = _start(self._command, self._count, self._services, self._gpus)
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._forward)
     if self._asked is not None:  # While they were being started.
@@ -416,6 +428,7 @@ def main(argv: Sequence[str]) -> int:
     FLAGS.processes,
     services=services,
     restarts=FLAGS.restarts,
+    gpus=FLAGS.gpus,
     grace_s=FLAGS.grace_s,
     linger_s=FLAGS.linger_s,
   )

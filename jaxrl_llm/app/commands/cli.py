@@ -1,6 +1,7 @@
 """Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same from a checkout.
 
   jaxrl train       trains a configuration; the same command resumes
+  jaxrl launch      launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
   jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
   jaxrl evaluate    evaluates the commits of a run
   jaxrl report      rebuilds a run's report.html
@@ -28,6 +29,7 @@ import jaxrl_llm
 COMMANDS = (
   *(
     'train',
+    'launch',
     'serve',
     'evaluate',
     'report',
@@ -67,3 +69,7 @@ def main() -> int:
     sys.stderr.write(f'error: {name}: no such command; {hint}\n')
     return 2
   return launch(name, [f'jaxrl {name}', *rest])
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,313 @@
+"""Composes a `Job` from a configuration: the trainer, and the services it finds in the registry.
+
+Everything that can be known before a job is submitted is checked here: the configuration, its
+overrides, and the mesh against the devices of the nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+
+from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Resources
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import apply_overrides, load_file
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.parallel.mesh import mesh_sizes
+from jaxrl_llm.rollout.vllm.server import options
+
+KEY = 'key'
+"""File in the registry that holds the job's key."""
+_CODE = 'code'
+"""Scorer whose programs sandbox hosts run."""
+_CLI = 'jaxrl_llm.app.commands.cli'
+"""Module of the console command, which need not be on the nodes' PATH."""
+_ANYWHERE = '0.0.0.0'
+_PUBLISHED = 'published'
+"""Folder in the run directory through which weights reach servers on other nodes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """How many processes a job has, of which kind, and what each of them gets.
+
+  A field is a flag of `jaxrl launch`.
+  """
+
+  nodes: int = 1
+  """Nodes of the trainer."""
+  processes_per_node: int = 1
+  """Trainer processes on each node."""
+  cpus: int | None = None
+  """Cores of each process; unset: the system's choice."""
+  memory_gib: int | None = None
+  """Memory of each process in GiB; unset: the system's choice."""
+  gpus: int = 0
+  """GPUs of each trainer process."""
+  tpu: str | None = None
+  """Kubernetes: type of the trainer's TPU nodes, such as tpu-v5-lite-podslice."""
+  topology: str | None = None
+  """Kubernetes: topology of the trainer's TPU slice, such as 8x8."""
+  rollout_nodes: int = 0
+  """Nodes of vLLM servers, besides the trainer's; 0: the trainer starts its servers itself."""
+  rollout_servers: int = 1
+  """vLLM servers on each of these nodes."""
+  rollout_gpus: int = 0
+  """GPUs of each server."""
+  explorers: int = 0
+  """Explorer processes, each on a node of its own."""
+  sandboxes: int = 0
+  """Sandbox hosts for scorers of kind `code`, each on a node of its own."""
+  restarts: int = 3
+  """How many times the system starts the job again after a failure or preemption."""
+  grace_s: int = 30
+  """Seconds between SIGTERM and SIGKILL."""
+  time_limit_s: int | None = None
+  """Maximum duration in seconds; unset: the system's."""
+  name: str | None = None
+  """Name of the job; unset: that of the configuration."""
+  plaintext: bool = False
+  """Whether services and trainer may talk to each other without TLS: for networks that are
+  trusted.
+  """
+  tls_cert: str | None = None
+  """Certificate of the services, PEM, on a path that all nodes see."""
+  tls_key: str | None = None
+  """Private key of that certificate, PEM."""
+  ca_file: str | None = None
+  """Certificate authority with which the trainer checks the services, PEM; unset: the system's."""
+
+  def __post_init__(self):
+    for name in ('rollout_nodes', 'explorers', 'sandboxes', 'rollout_gpus'):
+      if getattr(self, name) < 0:
+        raise UserError(f'--{name}={getattr(self, name)}: wanted at least 0')
+    for name in ('nodes', 'processes_per_node', 'rollout_servers'):
+      if getattr(self, name) < 1:
+        raise UserError(f'--{name}={getattr(self, name)}: wanted at least 1')
+    if (self.tls_cert is None) != (self.tls_key is None):
+      raise UserError('--tls_cert and --tls_key: wanted both, or neither')
+
+  @property
+  def has_services(self) -> bool:
+    return bool(self.rollout_nodes or self.explorers or self.sandboxes)
+
+
+def compose(
+  config_spec: str,
+  overrides: Mapping[str, str],
+  layout: Layout,
+  *,
+  workdir: str | os.PathLike[str] | None = None,
+  one_machine: bool = False,
+) -> Job:
+  """Returns the job that trains a configuration.
+
+  Args:
+    config_spec: `FILE.py[:VARIANT]` or the name of a shipped configuration.
+    overrides: text of overrides, keyed by dotted key, as on the command line.
+    workdir: run directory; None: `runs/<name of the configuration>`.
+    one_machine: whether all processes run on this machine, so that services use unix sockets.
+
+  Raises:
+    UserError: the configuration is invalid, or does not fit the layout.
+  """
+  config = apply_overrides(load_file(config_spec, Config), overrides)
+  run = pathlib.Path(workdir or f'runs/{config.name}').absolute()
+  registry = run / 'registry'
+  needed = _needed(config, layout, run, registry, one_machine)
+  # The trainer's own check comes hours later otherwise.
+  config = apply_overrides(config, needed)
+  _check_mesh(config, layout)
+  _check_services(config, layout, one_machine)
+  given = {**overrides, **needed}
+  train = _jaxrl(
+    'train',
+    f'--config={_absolute(config_spec)}',
+    f'--workdir={run}',
+    *(f'--config.{key}={text}' for key, text in given.items()),
+  )
+  trainer = Group(
+    name=TRAINER,
+    command=train,
+    nodes=layout.nodes,
+    processes_per_node=layout.processes_per_node,
+    resources=Resources(
+      cpus=layout.cpus,
+      memory_gib=layout.memory_gib,
+      gpus=layout.gpus,
+      tpu=layout.tpu,
+      topology=layout.topology,
+    ),
+  )
+  services = _services(config, layout, run, registry, one_machine)
+  return Job(
+    name=layout.name or _job_name(config.name),
+    groups=(trainer, *services),
+    workdir=str(run),
+    directory=os.getcwd(),
+    env={} if one_machine else {'JAXRL_GRACE_S': str(layout.grace_s)},
+    files={str(registry / KEY): secrets.token_urlsafe(32)} if services else {},
+    restarts=layout.restarts,
+    grace_s=layout.grace_s,
+    time_limit_s=layout.time_limit_s,
+  )
+
+
+def _needed(
+  config: Config, layout: Layout, run: pathlib.Path, registry: pathlib.Path, one_machine: bool
+) -> dict[str, str]:
+  """Overrides that connect the trainer with the services."""
+  needed: dict[str, str] = {}
+  if not layout.has_services:
+    return needed
+  needed['registry.directory'] = str(registry)
+  if layout.plaintext and not one_machine:
+    needed['registry.allow_plaintext'] = 'true'
+  if layout.rollout_nodes:
+    needed['rollout.vllm.discover'] = str(layout.rollout_nodes * layout.rollout_servers)
+    if layout.ca_file:
+      needed['rollout.vllm.ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
+    # Servers on other nodes read the weights from a directory that both see.
+    if config.rollout.vllm.publish_dir is None and not one_machine:
+      needed['rollout.vllm.publish_dir'] = str(run / _PUBLISHED)
+  for scorer in config.rewards.scorers:
+    if layout.sandboxes and scorer.implementation == _CODE:
+      options = {'discover': '*', **({'ca_file': layout.ca_file} if layout.ca_file else {})}
+      for name, value in options.items():
+        needed[f'rewards.scorers.{scorer.name}.options.{name}'] = json.dumps(value)
+  if layout.explorers and one_machine:
+    needed['rollout.explorers.processes'] = str(layout.explorers)
+  elif layout.explorers:
+    needed['rollout.explorers.listen'] = json.dumps(_listen(layout))
+    needed['rollout.explorers.processes'] = '0'
+  return needed
+
+
+def _check_mesh(config: Config, layout: Layout) -> None:
+  """Checks the mesh against the devices of the trainer's nodes, as far as they are known."""
+  if layout.gpus:
+    mesh_sizes(config.learner.mesh, layout.nodes * layout.processes_per_node * layout.gpus)
+  elif layout.topology is not None:
+    if not re.fullmatch(r'[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,2}', layout.topology):
+      raise UserError(f'--topology={layout.topology}: wanted the shape of a slice, such as 8x8')
+    chips = math.prod(map(int, layout.topology.split('x')))
+    # How many hosts a slice has depends on the type of machine; a slice has at least one.
+    fitting = (slices * chips for slices in range(2, layout.nodes + 1))
+    if not any(_fits(config, count) for count in fitting):
+      mesh_sizes(config.learner.mesh, chips)
+
+
+def _fits(config: Config, count: int) -> bool:
+  try:
+    mesh_sizes(config.learner.mesh, count)
+  except UserError:
+    return False
+  return True
+
+
+def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
+  if layout.rollout_nodes and config.rollout.engine != 'vllm':
+    raise UserError(
+      f'--rollout_nodes={layout.rollout_nodes}: rollout.engine is {config.rollout.engine!r}, '
+      "wanted 'vllm': add --config.rollout.engine=vllm, or leave --rollout_nodes out"
+    )
+  if layout.rollout_nodes and config.rollout.vllm.addresses:
+    raise UserError(
+      f'--rollout_nodes={layout.rollout_nodes}: rollout.vllm.addresses names servers that others '
+      'start; wanted one of the two'
+    )
+  kinds = {scorer.implementation for scorer in config.rewards.scorers}
+  if layout.sandboxes and _CODE not in kinds:
+    raise UserError(
+      f'--sandboxes={layout.sandboxes}: the configuration has no scorer code, only '
+      f'{", ".join(sorted(kinds)) or "none"}; leave --sandboxes out'
+    )
+  if layout.has_services and not one_machine and not (layout.plaintext or layout.tls_cert):
+    raise UserError(
+      'services on other nodes: neither --tls_cert and --tls_key nor --plaintext is given; wanted '
+      'certificates, or --plaintext on a network where nobody else listens'
+    )
+
+
+def _services(
+  config: Config, layout: Layout, run: pathlib.Path, registry: pathlib.Path, one_machine: bool
+) -> list[Group]:
+  found = []
+  listen = [f'--registry={registry}', *([] if one_machine else _front(layout))]
+  cpus = Resources(cpus=layout.cpus, memory_gib=layout.memory_gib)
+  if layout.rollout_nodes:
+    group = Group(
+      name='rollout',
+      command=_vllm(config, run, listen, one_machine),
+      nodes=layout.rollout_nodes,
+      processes_per_node=layout.rollout_servers,
+      resources=dataclasses.replace(cpus, gpus=layout.rollout_gpus),
+    )
+    found.append(group)
+  if layout.sandboxes:
+    command = _jaxrl('serve', '--role=sandbox', *listen)
+    found.append(Group(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus))
+  if layout.explorers and not one_machine:  # There the trainer starts them itself.
+    trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
+    command = _jaxrl('serve', '--role=explorer', f'--registry={registry}', *trust)
+    found.append(Group(name='explorer', command=command, nodes=layout.explorers, resources=cpus))
+  return found
+
+
+def _listen(layout: Layout) -> dict[str, str | bool]:
+  """Settings of a front that other nodes reach; its host's name is what it registers."""
+  if not layout.tls_cert:
+    return {'host': _ANYWHERE, 'allow_plaintext': True}
+  certificate, key = (pathlib.Path(file).absolute() for file in (layout.tls_cert, layout.tls_key))
+  return {'host': _ANYWHERE, 'tls_cert': str(certificate), 'tls_key': str(key)}
+
+
+def _front(layout: Layout) -> list[str]:
+  """The same settings as flags of `jaxrl serve`."""
+  flags = {**_listen(layout), 'port': 0}
+  return [f'--{name}' if value is True else f'--{name}={value}' for name, value in flags.items()]
+
+
+def _vllm(
+  config: Config, run: pathlib.Path, listen: list[str], one_machine: bool
+) -> tuple[str, ...]:
+  """Command of one server. The trainer writes config.json to --model before it wants servers."""
+  vllm = config.rollout.vllm
+  flags = [
+    f'--model={run / "vllm"}',
+    f'--environment={vllm.environment}',
+    f'--dtype={config.policy.dtype if vllm.dtype == "policy" else vllm.dtype}',
+    f'--max_model_len={config.rollout.max_length}',
+    f'--transfer={vllm.transfer}',
+    f'--cpu_cache_gib={vllm.cpu_cache_gib}',
+    f'--logs={run / "logs"}',
+    *listen,
+  ]
+  if not one_machine:
+    flags.append(f'--publish_root={vllm.publish_dir or run / _PUBLISHED}')
+  words = options(vllm.args)
+  return _jaxrl('serve', '--role=vllm', *flags, *(['--', *words] if words else []))
+
+
+def _jaxrl(*arguments: str) -> tuple[str, ...]:
+  """Command of this Python: it need not be on the nodes' PATH, and works in a checkout too."""
+  return (sys.executable, '-P', '-m', _CLI, *arguments)
+
+
+def _absolute(config_spec: str) -> str:
+  path, separator, variant = config_spec.partition('.py')
+  if not separator:
+    return config_spec  # A shipped configuration.
+  return f'{pathlib.Path(f"{path}.py").absolute()}{variant}'
+
+
+def _job_name(name: str) -> str:
+  """The configuration's name in letters that every system takes."""
+  return re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')[:40].strip('-') or 'train'
