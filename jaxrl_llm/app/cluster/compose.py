@@ -302,10 +302,10 @@ def _jaxrl(*arguments: str) -> tuple[str, ...]:
 
 
 def _absolute(config_spec: str) -> str:
-  path, separator, variant = config_spec.partition('.py')
-  if not separator:
+  match = re.fullmatch(r'(?P<path>.*\.py)(?P<variant>(?::.*)?)', config_spec)
+  if match is None:
     return config_spec  # A shipped configuration.
-  return f'{pathlib.Path(f"{path}.py").absolute()}{variant}'
+  return f'{pathlib.Path(match["path"]).absolute()}{match["variant"]}'
 
 
 def _job_name(name: str) -> str:

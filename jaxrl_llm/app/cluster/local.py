@@ -34,24 +34,18 @@ class LocalOptions:
 def text(job: Job, options: LocalOptions) -> str:
   """Returns a shell script that runs a job in the foreground. Its exit code is the job's."""
   trainer = job.trainer
-  supervisor = [
-    sys.executable,
-    '-P',
-    '-m',
-    _SUPERVISOR,
-    f'--processes={trainer.processes}',
-    f'--restarts={job.restarts}',
-    f'--grace_s={job.grace_s}',
-    f'--linger_s={options.linger_s:g}',
-    *([f'--gpus={trainer.resources.gpus}'] if trainer.resources.gpus else []),
-  ]
-  first = trainer.processes * trainer.resources.gpus
+  supervisor = [sys.executable, '-P', '-m', _SUPERVISOR, f'--processes={trainer.processes}']
+  supervisor += [f'--restarts={job.restarts}', f'--grace_s={job.grace_s}']
+  supervisor += [f'--linger_s={options.linger_s:g}']
+  if trainer.resources.gpus:
+    supervisor.append(f'--gpus={trainer.resources.gpus}')
+  services, first = [], trainer.processes * trainer.resources.gpus
   for group in job.services:
     for _ in range(group.processes):
       gpus = range(first, first := first + group.resources.gpus)
       shown = {'CUDA_VISIBLE_DEVICES': ','.join(map(str, gpus))} if gpus else {}
-      supervisor.append(f'--service={shlex.join(_command(group, shown))}')
-  command = [*supervisor, '--', *_command(trainer, {})]
+      services.append([f'--service={shlex.join(_command(group, shown))}'])
+  parts = [supervisor, *services, ['--', *_command(trainer, {})]]
   ended = shlex.quote(f'{job.workdir}/{LAUNCHES}/{_ENDED}')
   lines = [
     '#!/usr/bin/env bash',
@@ -60,9 +54,10 @@ def text(job: Job, options: LocalOptions) -> str:
     *([] if job.directory is None else [f'cd -- {shlex.quote(job.directory)} || exit 2']),
     *(f'export {name}={shlex.quote(value)}' for name, value in job.env.items()),
     'trap : INT TERM  # The supervisor gets them too, and ends the job.',
-    ' \\\n  '.join(shlex.quote(word) for word in command),
+    ' \\\n  '.join(map(shlex.join, parts)),
     'code=$?',
-    f'echo "$code" >{ended}',
+    f'ended={ended}',
+    'mkdir -p "${ended%/*}" && echo "$code" >"$ended"',
     'exit "$code"',
   ]
   return '\n'.join(lines) + '\n'
