@@ -1,0 +1,385 @@
+"""Hosts that a shell reaches by ssh: a job as one POSIX shell script, which supervises it.
+
+The script runs on any machine that reaches all hosts by ssh without a password. It copies the job's
+files and a script for each process to `Job.workdir` (mode 0600, through the connection, so that no
+command line shows them), starts the processes and waits. `ssh_launcher.sh` states what it does when
+a process ends, and its exit codes; `ssh_process.sh` runs beside each process. Every host needs
+setsid, timeout and mktemp (util-linux, coreutils), and a POSIX shell as login shell.
+
+Output: `logs/GROUP-NUMBER.log` of the run directory, and `logs/launcher.log` of a submitted job.
+`launch/state.json` holds what `--status` prints; a job's id is its run directory.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Launcher
+from jaxrl_llm.core.errors import UserError, one_line
+
+_SCRIPTS = pathlib.Path(__file__).parent
+_HOST = re.compile(
+  r'([A-Za-z0-9_][A-Za-z0-9._-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?'
+)
+_FIFO = re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news')
+_STATE_BYTES = 1 << 16
+_SILENCE_S = 30
+"""Seconds without a sign of life after which a process ends by itself; the launcher gives up a
+connection after the same time.
+"""
+_START_S = 300
+"""Maximum duration of copying the files to all hosts."""
+_LOOK_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """Settings of ssh."""
+
+  hosts: str = ''
+  """Hosts, one for each node: those of the trainer first, then those of the other groups in their
+  order, as A,B,USER@C. A host may be named several times. Required.
+  """
+  coordinator: str = ''
+  """Name under which all hosts reach the first one; empty: as in `hosts`."""
+  port: int = 8476
+  """Port of the coordinator, free on the first host."""
+  ssh_config: str = ''
+  """Configuration file for ssh; empty: the user's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Process:
+  """One process of the job."""
+
+  group: Group
+  number: int
+  """Number within its group."""
+  host: str
+  env: Mapping[str, str]
+  """Environment variables that the launcher sets."""
+
+  @property
+  def name(self) -> str:
+    return f'{self.group.name}-{self.number}'
+
+
+def text(job: Job, options: Options) -> str:
+  """Returns the shell script.
+
+  Raises:
+    UserError: the hosts cannot be used, or are not as many as the job has nodes.
+  """
+  processes = _processes(job, options)
+  hosts = list(dict.fromkeys(process.host for process in processes))
+  files = [
+    {**job.files, **{_script(job, p): _process_text(job, p) for p in processes if p.host == host}}
+    for host in hosts
+  ]
+  config = f' -F {shlex.quote(options.ssh_config)}' if options.ssh_config else ''
+  parts = [
+    '#!/bin/sh',
+    f"# Job {job.name}: {len(processes)} processes on {len(hosts)} hosts. Contains the job's key.",
+    'set -u',
+    f'job={job.name}',
+    f'workdir={shlex.quote(job.workdir.rstrip("/"))}',
+    f'processes={len(processes)} trainers={job.trainer.processes} hosts={len(hosts)}',
+    f'restarts={job.restarts} grace={job.grace_s} silence={_SILENCE_S}',
+    f'limit={job.time_limit_s or 0}',
+    '',
+    *_cases('host_name', [f'echo {host}' for host in hosts]),
+    *_cases('process_name', [f'echo "{p.name} on {p.host}"' for p in processes]),
+    *_cases(
+      'process', [_remote(config, p.host, f'sh {shlex.quote(_script(job, p))}') for p in processes]
+    ),
+    *_cases(
+      'files_of', [_copying(config, host, mine) for host, mine in zip(hosts, files, strict=True)]
+    ),
+    _read('ssh_launcher.sh'),
+  ]
+  return '\n'.join(parts)
+
+
+def _read(name: str) -> str:
+  return (_SCRIPTS / name).read_text()
+
+
+def _hosts(job: Job, options: Options) -> list[str]:
+  hosts = options.hosts.split(',') if options.hosts else []
+  nodes = sum(group.nodes for group in job.groups)
+  for host in hosts:
+    if not _HOST.fullmatch(host):
+      raise UserError(f'--hosts: {host!r} is not a host name, or USER@HOST')
+  if len(hosts) != nodes:
+    groups = ', '.join(f'{group.name} {group.nodes}' for group in job.groups)
+    raise UserError(
+      f'--hosts: {len(hosts)} hosts for a job of {nodes} nodes ({groups}); name one for each node, '
+      'separated by commas; the same host may be named again'
+    )
+  return hosts
+
+
+def _processes(job: Job, options: Options) -> list[_Process]:
+  hosts = _hosts(job, options)
+  if options.coordinator and not _HOST.fullmatch(options.coordinator):
+    raise UserError(f'--coordinator: {options.coordinator!r} is not a host name')
+  if not 1024 <= options.port <= 65535:
+    raise UserError(f'--port={options.port}: wanted 1024 to 65535')
+  if '\0' in options.ssh_config or '\n' in options.ssh_config:
+    raise UserError(f'--ssh_config={options.ssh_config!r}: is not a path of one line')
+  coordinator = (options.coordinator or hosts[0]).rpartition('@')[2]
+  next_gpu: collections.Counter[str] = collections.Counter()
+  processes, node = [], 0
+  for group in job.groups:
+    for number in range(group.processes):
+      host = hosts[node + number // group.processes_per_node]
+      env = {'PYTHONUNBUFFERED': '1'}
+      if group.resources.cpus:
+        env['NPROC'] = str(group.resources.cpus)
+      if gpus := group.resources.gpus:
+        env['CUDA_VISIBLE_DEVICES'] = ','.join(
+          map(str, range(next_gpu[host], next_gpu[host] + gpus))
+        )
+        next_gpu[host] += gpus
+      env |= {**job.env, **group.env}
+      if group.name == TRAINER:
+        env['JAX_COORDINATOR_ADDRESS'] = f'{coordinator}:{options.port}'
+        env['JAX_NUM_PROCESSES'] = str(group.processes)
+        env['JAX_PROCESS_ID'] = str(number)
+      processes.append(_Process(group=group, number=number, host=host, env=env))
+    node += group.nodes
+  return processes
+
+
+def _script(job: Job, process: _Process) -> str:
+  """Path of the script of a process on its host."""
+  return f'{job.workdir.rstrip("/")}/launch/{process.name}.sh'
+
+
+def _process_text(job: Job, process: _Process) -> str:
+  directory = f'  cd -- {shlex.quote(job.directory)} || exit 2\n' if job.directory else ''
+  exports = ''.join(
+    f'export {name}={shlex.quote(value)}\n' for name, value in sorted(process.env.items())
+  )
+  log = f'{job.workdir.rstrip("/")}/logs/{process.name}.log'
+  return (
+    'unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID\n'
+    f'{exports}'
+    f'log={shlex.quote(log)} grace={job.grace_s} silence={_SILENCE_S}\n'
+    f'start() {{\n{directory}  exec setsid {shlex.join(process.group.command)}\n}}\n'
+    f'{_read("ssh_process.sh")}'
+  )
+
+
+def _cases(name: str, commands: Sequence[str]) -> list[str]:
+  """A shell function that runs the command with the number of its argument."""
+  cases = [f'{i})\n{command}\n;;' for i, command in enumerate(commands)]
+  return [f'{name}() {{', 'case $1 in', *cases, 'esac', '}', '']
+
+
+def _remote(config: str, host: str, command: str) -> str:
+  return f'remote{config} -- {host} {shlex.quote("exec " + command)}'
+
+
+def _copying(config: str, host: str, files: Mapping[str, str]) -> str:
+  """A command that writes files on a host: the shell there reads them from its input."""
+  puts = [f'put {shlex.quote(path)} {shlex.quote(files[path])}' for path in sorted(files)]
+  script = '\n'.join([_PUT, *puts])
+  end = 'END'
+  while end in script:
+    end += '_'
+  return f"{_remote(config, host, 'sh')} <<'{end}'\n{script}\n{end}"
+
+
+_PUT = """\
+set -eu
+umask 077
+for program in setsid timeout mktemp; do
+  command -v "$program" >/dev/null || { echo "$program: no such program" >&2; exit 2; }
+done
+put() {
+  mkdir -p -- "${1%/*}"
+  copy=$(mktemp -- "$1.XXXXXX")
+  printf %s "$2" >"$copy"
+  mv -f -- "$copy" "$1"
+}"""
+
+
+def submit(script: str, job: Job, options: Options) -> str:
+  """Runs the script in the background and returns the run directory once the processes start."""
+  if shutil.which('ssh') is None:
+    raise UserError('ssh: no such program in PATH; install an OpenSSH client')
+  folder, log = (
+    pathlib.Path(job.workdir, 'launch'),
+    pathlib.Path(job.workdir, 'logs', 'launcher.log'),
+  )
+  try:
+    for made in (folder, log.parent):
+      made.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (state := _state_if_any(job.workdir)) is not None and _fifo(state) is not None:
+      raise UserError(f'{job.workdir}: a job is running there; --cancel it, or wait for its end')
+    written = folder / 'job.sh'
+    written.unlink(missing_ok=True)
+    with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), 'w') as file:
+      file.write(script)
+    (folder / 'state.json').unlink(missing_ok=True)
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open('ab') as output:
+      launcher = subprocess.Popen(
+        ['sh', str(written)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+      )
+  except (OSError, UnicodeEncodeError) as error:
+    raise UserError(f'{job.workdir}: the job cannot be written there: {one_line(error)}') from error
+  _await_start(launcher, job.workdir, log, begin)
+  return job.workdir
+
+
+def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, begin: int) -> None:
+  """Returns once the processes start, or have ended; raises UserError if a host cannot be used."""
+  deadline = time.monotonic() + _START_S
+  while time.monotonic() < deadline:
+    ended = launcher.poll() is not None
+    state = _state_if_any(workdir)
+    if state is not None and state['state'] == 'running':
+      return
+    if ended and (state is None or state['code'] == 2):
+      with log.open('rb') as file:
+        file.seek(begin)
+        said = file.read(_STATE_BYTES).decode(errors='replace').splitlines()
+      found = [line.partition('error: ')[2] for line in said if 'error: ' in line]
+      raise UserError(one_line(found[0] if found else (said or ['the launcher ended'])[-1]))
+    if ended:
+      return
+    time.sleep(_LOOK_S)
+  launcher.terminate()
+  raise UserError(f'ssh: the files were not copied within {_START_S} s; see {log}')
+
+
+def _state(workdir: str) -> dict:
+  """What the launcher noted; raises UserError if there is nothing, or something else."""
+  state = _state_if_any(workdir)
+  if state is None:
+    raise UserError(f'{workdir}: wanted the run directory of a job that ssh has started here')
+  return state
+
+
+def _state_if_any(workdir: str) -> dict | None:
+  path = pathlib.Path(workdir, 'launch', 'state.json')
+  try:
+    with path.open('rb') as file:
+      state = json.loads(file.read(_STATE_BYTES))
+    wanted = {'job': str, 'state': str, 'restarts': int, 'host': str, 'fifo': str, 'at': int}
+    if any(not isinstance(state[key], kind) for key, kind in wanted.items()):
+      raise TypeError('a value of another type')
+    if not isinstance(state['code'], int | None) or not 0 <= state['at'] < 1 << 40:
+      raise ValueError('a value out of range')
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    raise UserError(f'{path}: {one_line(error)}; wanted what the ssh launcher writes') from error
+  return state
+
+
+def _this_host() -> str:
+  return re.sub(r'[^A-Za-z0-9._-]', '', os.uname().nodename)
+
+
+@contextlib.contextmanager
+def _opened(fifo: str) -> Iterator[int]:
+  descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+  try:
+    yield descriptor
+  finally:
+    os.close(descriptor)
+
+
+def _fifo(state: Mapping) -> str | None:
+  """The FIFO by which the launcher of this state hears; None if it has ended or is elsewhere."""
+  path = state['fifo']
+  if state['state'] == 'ended' or state['host'] != _this_host() or not _FIFO.fullmatch(path):
+    return None
+  try:
+    with _opened(path) as descriptor:
+      found = os.fstat(descriptor)
+      return path if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid() else None
+  except OSError as error:
+    # ENXIO: nobody reads any more.
+    if error.errno in (errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
+      return None
+    raise UserError(f'{path}: {error.strerror}') from error
+
+
+def status(workdir: str, options: Options) -> str:
+  """Returns a line such as "RUNNING on HOST since …; restarts 0"."""
+  state = _state(workdir)
+  at = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state['at']))
+  where, restarts = f'on {state["host"]} since {at}', f'restarts {state["restarts"]}'
+  if state['state'] == 'ended':
+    line = f'ENDED with exit code {state["code"]} {where}; {restarts}'
+  elif state['host'] != _this_host():
+    line = f'{state["state"].upper()} {where}, if its launcher lives: ask there; {restarts}'
+  elif _fifo(state) is None:
+    line = f'LOST: its launcher was killed; it was {state["state"]} {where}; {restarts}'
+  else:
+    line = f'{state["state"].upper()} {where}; {restarts}'
+  return one_line(f'{state["job"]}: {line}')
+
+
+def logs(workdir: str, options: Options) -> None:
+  """Prints the log files that this machine sees in the run directory, each below its name."""
+  _state(workdir)
+  for path in sorted(pathlib.Path(workdir, 'logs').glob('*.log')):
+    sys.stdout.write(f'==> {path.name} <==\n')
+    sys.stdout.flush()
+    try:
+      with path.open('rb') as file:
+        shutil.copyfileobj(file, sys.stdout.buffer)
+    except OSError as error:
+      raise UserError(f'{path}: {error.strerror}') from error
+    sys.stdout.buffer.flush()
+
+
+def cancel(workdir: str, options: Options) -> None:
+  """Asks the launcher to stop the job, as SIGTERM would; it ends within the grace period."""
+  state = _state(workdir)
+  if state['state'] == 'ended':
+    raise UserError(f'{workdir}: the job has ended with exit code {state["code"]}')
+  if state['host'] != _this_host():
+    raise UserError(f'{workdir}: the launcher runs on {state["host"]}; cancel it there')
+  fifo = _fifo(state)
+  if fifo is None:
+    raise UserError(f'{workdir}: the launcher was killed; its processes have ended, too')
+  try:
+    with _opened(fifo) as descriptor:
+      os.write(descriptor, b'cancel\n')
+  except OSError as error:
+    raise UserError(f'{workdir}: the launcher is ending: {error.strerror}') from error
+
+
+LAUNCHER = Launcher(
+  name='ssh',
+  Options=Options,
+  text=text,
+  submit=submit,
+  status=status,
+  logs=logs,
+  cancel=cancel,
+)
