@@ -33,11 +33,13 @@ from jaxrl_llm.core.errors import UserError, one_line
 _FILES = '/run/jaxrl/files'
 """Where the init container sees the Secret."""
 _COPY = (
-  'umask 077; while [ $# -gt 0 ]; do '
+  'umask 077; while [ $# -gt 0 ]; do if [ ! -e "$2" ]; then '
   'mkdir -p -- "${2%/*}" && copy=$(mktemp -- "$2.XXXXXX") || exit 1; '
-  'cat -- "$1" >"$copy" && mv -f -- "$copy" "$2" || exit 1; shift 2; done'
+  'cat -- "$1" >"$copy" && mv -f -- "$copy" "$2" || exit 1; fi; shift 2; done'
 )
-"""Copies each odd argument to the next one, with mode 0600 and in one step: all pods do it."""
+"""Copies each odd argument to the next one, unless that exists, with mode 0600 and in one step: all
+pods do it. A key outlives the job that is started again.
+"""
 _UNUSABLE = 2
 """Exit code that no restart can cure."""
 _POD_NAME = 63 - len('-12345')
@@ -47,6 +49,7 @@ _CHIPS = (1, 4, 8)
 _LABEL = re.compile(r'[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?')
 _LABEL_KEY = re.compile(rf'([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{_LABEL.pattern}')
 _RESOURCE = re.compile(r'[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?')
+_PRINTABLE = re.compile(r'[!-~]+')
 _TOPOLOGY = re.compile(r'[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}')
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _SECONDS = 60
@@ -55,39 +58,72 @@ _LOGS_S = 600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-  """Settings of Kubernetes."""
+class JobsetOptions:
+  """Settings of the Kubernetes launcher."""
 
-  image: str = ''
+  image: str | None = None
   """Container image with jaxrl_llm, for every group. Required."""
-  claim: str = ''
+  claim: str | None = None
   """PersistentVolumeClaim (ReadWriteMany) that holds the run directory. Required."""
   mount: str = '/data'
   """Path under which every pod sees the claim; the run directory lies in it."""
-  namespace: str = ''
-  """Namespace; empty: that of kubectl's context."""
-  service_account: str = ''
-  """Service account of the pods; without it, they get no token for the Kubernetes API."""
-  pull_secret: str = ''
-  """Secret with the registry's credentials."""
-  priority_class: str = ''
-  queue: str = ''
-  """Kueue: the local queue."""
-  gpu: str = ''
-  """GKE: type of the GPU nodes, such as 'nvidia-h100-80gb'."""
-  node_selector: str = ''
-  """Labels of the nodes of every pod, as KEY=VALUE,KEY=VALUE."""
+  python: str = 'python3'
+  """Interpreter in the image, instead of that of the machine from which the job is submitted."""
+  namespace: str | None = None
+  """Namespace; unset: that of kubectl's context."""
+  service_account: str | None = None
+  """Service account of the pods; unset: they get no token for the Kubernetes API."""
+  pull_secret: str | None = None
+  """Secret with the credentials of the image's registry."""
+  priority_class: str | None = None
+  """Priority class of the pods."""
+  queue: str | None = None
+  """Kueue's local queue."""
+  gpu: str | None = None
+  """GKE: type of the GPU nodes, such as nvidia-h100-80gb."""
+  node_selector: tuple[str, ...] = ()
+  """Labels of the nodes of every pod, each as KEY=VALUE."""
   slices: int = 1
   """Number of TPU slices over which the trainer's nodes are divided."""
   shm_gib: int | None = None
-  """Size of /dev/shm in GiB, part of the pod's memory; None: half of the node's memory."""
+  """Maximum size of /dev/shm in GiB, part of the pod's memory; unset: half of the node's memory."""
   user: int | None = None
-  """User and group ID of the processes; None: the image's."""
+  """User and group ID of the processes; unset: those of the image."""
   port: int = 8476
   """Port of the coordinator in the first trainer's pod."""
 
+  def __post_init__(self):
+    for name in ('claim', 'namespace', 'service_account', 'pull_secret', 'priority_class'):
+      if (value := getattr(self, name)) is not None and not _RESOURCE.fullmatch(value):
+        raise UserError(
+          f'--{name}={value}: wanted the name of a Kubernetes object: lower-case letters, digits, '
+          'inner hyphens and dots'
+        )
+    for name in ('queue', 'gpu'):
+      if (value := getattr(self, name)) is not None and not _LABEL.fullmatch(value):
+        raise UserError(f'--{name}={value}: wanted the value of a label, at most 63 characters')
+    for name in ('image', 'python'):
+      value = getattr(self, name)
+      if value is not None and not _PRINTABLE.fullmatch(value):
+        raise UserError(f'--{name}={value}: wanted printable ASCII characters without spaces')
+    for name, low, high in (
+      ('slices', 1, 1024),
+      ('port', 1024, 65535),
+      ('shm_gib', 1, 1 << 20),
+      ('user', 0, (1 << 31) - 1),
+    ):
+      if (value := getattr(self, name)) is not None and not low <= value <= high:
+        raise UserError(f'--{name}={value}: wanted {low} to {high}')
+    mount = pathlib.PurePosixPath(self.mount)
+    if not mount.is_absolute() or '..' in mount.parts or ':' in self.mount or len(mount.parts) < 2:
+      raise UserError(f'--mount={self.mount}: wanted an absolute path other than /, without ..')
+    for label in self.node_selector:
+      key, _, value = label.partition('=')
+      if not _LABEL_KEY.fullmatch(key) or not _LABEL.fullmatch(value):
+        raise UserError(f'--node_selector={label}: wanted a label of nodes as KEY=VALUE')
 
-def text(job: Job, options: Options) -> str:
+
+def text(job: Job, options: JobsetOptions) -> str:
   """Returns the manifest: a Secret with the job's files, if there are any, and the JobSet.
 
   Raises:
@@ -125,7 +161,7 @@ def _quoted(value: Any) -> Any:
   return _Quoted(value) if isinstance(value, str) else value
 
 
-def _check(job: Job, options: Options) -> None:
+def _check(job: Job, options: JobsetOptions) -> None:
   where = f'job {job.name}'
   if not job.name[0].isalpha():
     raise UserError(f'{where}: the name begins with {job.name[0]!r}; Kubernetes wants a letter')
@@ -135,44 +171,25 @@ def _check(job: Job, options: Options) -> None:
   ):
     if not getattr(options, name):
       raise UserError(f'{where}: --{name} is missing; wanted {meaning}')
-  for name in ('claim', 'namespace', 'service_account', 'pull_secret', 'priority_class'):
-    if (value := getattr(options, name)) and not _RESOURCE.fullmatch(value):
-      raise UserError(
-        f'--{name}={value!r}: wanted the name of a Kubernetes object: lower-case letters, digits, '
-        'inner hyphens and dots'
-      )
-  for name in ('queue', 'gpu'):
-    if (value := getattr(options, name)) and not _LABEL.fullmatch(value):
-      raise UserError(f'--{name}={value!r}: wanted a label value of at most 63 characters')
-  if any(not c.isprintable() or c.isspace() for c in options.image):
-    raise UserError(f'--image={options.image!r}: contains spaces; wanted the name of an image')
-  for name, low, high in (('slices', 1, 1024), ('port', 1024, 65535), ('shm_gib', 1, 1 << 20)):
-    if (value := getattr(options, name)) is not None and not low <= value <= high:
-      raise UserError(f'--{name}={value}: wanted {low} to {high}')
-  if options.user is not None and options.user < 0:
-    raise UserError(f'--user={options.user}: wanted at least 0')
   if options.slices > 1 and not job.trainer.resources.tpu:
-    raise UserError(f'--slices={options.slices}: the trainer has no TPU; wanted 1')
-  _selector(options)
-  _check_paths(job, options)
+    raise UserError(f'{where}: --slices={options.slices}, but the trainer has no TPU; wanted 1')
+  for name, path in (('run directory', job.workdir), *(('file', path) for path in job.files)):
+    if not _is_mounted(path, options):
+      raise UserError(
+        f'{where}: the {name} {path} is not in --mount={options.mount}, where the pods see '
+        f'--claim={options.claim}; wanted --workdir={options.mount}/…, or another --mount'
+      )
   for group in job.groups:
     _check_group(job, group, options)
 
 
-def _check_paths(job: Job, options: Options) -> None:
-  mount = pathlib.PurePosixPath(options.mount)
-  if not mount.is_absolute() or '..' in mount.parts or ':' in options.mount or len(mount.parts) < 2:
-    raise UserError(f'--mount={options.mount!r}: wanted an absolute path other than /, without ..')
-  for name, path in (('workdir', job.workdir), *(('file', path) for path in job.files)):
-    pure = pathlib.PurePosixPath(path)
-    if '..' in pure.parts or not pure.is_relative_to(mount):
-      raise UserError(
-        f'job {job.name}: the {name} {path} is not in --mount={options.mount}; choose a run '
-        f'directory below it, or mount --claim={options.claim} elsewhere'
-      )
+def _is_mounted(path: str, options: JobsetOptions) -> bool:
+  """Whether a path lies on the claim."""
+  pure = pathlib.PurePosixPath(path)
+  return '..' not in pure.parts and pure.is_relative_to(options.mount)
 
 
-def _check_group(job: Job, group: Group, options: Options) -> None:
+def _check_group(job: Job, group: Group, options: JobsetOptions) -> None:
   where = f'job {job.name}, group {group.name}'
   for word in (*group.command, *group.env.values(), *job.env.values(), *job.files.values()):
     if '\0' in word or any('\ud800' <= c <= '\udfff' for c in word):
@@ -190,7 +207,7 @@ def _check_group(job: Job, group: Group, options: Options) -> None:
     _check_tpu(where, group, options)
 
 
-def _check_tpu(where: str, group: Group, options: Options) -> None:
+def _check_tpu(where: str, group: Group, options: JobsetOptions) -> None:
   tpu, topology, slices = group.resources.tpu, group.resources.topology, _slices(group, options)
   if not _LABEL.fullmatch(tpu):
     raise UserError(f'{where}: tpu {tpu!r}: wanted a type of TPU nodes: tpu-v5-lite-podslice')
@@ -223,7 +240,7 @@ def _is_trainer(group: Group) -> bool:
   return group.name == TRAINER
 
 
-def _slices(group: Group, options: Options) -> int:
+def _slices(group: Group, options: JobsetOptions) -> int:
   """Number of TPU slices of a group. Each node of a service is one."""
   if not group.resources.tpu:
     return 1
@@ -235,17 +252,7 @@ def _size(topology: str) -> int:
   return math.prod(map(int, topology.split('x')))
 
 
-def _selector(options: Options) -> dict[str, str]:
-  labels = {}
-  for part in filter(None, options.node_selector.split(',')):
-    key, equals, value = part.partition('=')
-    if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL.fullmatch(value):
-      raise UserError(f'--node_selector: {part!r} is not KEY=VALUE of a node label')
-    labels[key] = value
-  return labels
-
-
-def _metadata(name: str, options: Options) -> dict:
+def _metadata(name: str, options: JobsetOptions) -> dict:
   return {'name': name, **({'namespace': options.namespace} if options.namespace else {})}
 
 
@@ -253,7 +260,7 @@ def _secret_name(job_name: str) -> str:
   return f'{job_name}-files'
 
 
-def _secret(job: Job, options: Options) -> dict:
+def _secret(job: Job, options: JobsetOptions) -> dict:
   return {
     'apiVersion': 'v1',
     'kind': 'Secret',
@@ -263,7 +270,7 @@ def _secret(job: Job, options: Options) -> dict:
   }
 
 
-def _jobset(job: Job, options: Options) -> dict:
+def _jobset(job: Job, options: JobsetOptions) -> dict:
   metadata = _metadata(job.name, options)
   if options.queue:
     metadata['labels'] = {'kueue.x-k8s.io/queue-name': options.queue}
@@ -289,7 +296,7 @@ def _jobset(job: Job, options: Options) -> dict:
   }
 
 
-def _replicated(job: Job, group: Group, options: Options) -> dict:
+def _replicated(job: Job, group: Group, options: JobsetOptions) -> dict:
   """A group as a replicated job: one Job for each TPU slice that its processes share, or one."""
   is_trainer = _is_trainer(group)
   replicas = _slices(group, options) if is_trainer else 1
@@ -316,9 +323,9 @@ def _replicated(job: Job, group: Group, options: Options) -> dict:
   return {'name': group.name, 'replicas': replicas, 'template': {**template, 'spec': spec}}
 
 
-def _pod(job: Job, group: Group, options: Options) -> dict:
+def _pod(job: Job, group: Group, options: JobsetOptions) -> dict:
   resources = group.resources
-  selector = _selector(options)
+  selector = dict(label.split('=', 1) for label in options.node_selector)
   if resources.tpu:
     selector['cloud.google.com/gke-tpu-accelerator'] = resources.tpu
     selector['cloud.google.com/gke-tpu-topology'] = resources.topology
@@ -367,7 +374,7 @@ def _pod(job: Job, group: Group, options: Options) -> dict:
   return spec
 
 
-def _copying(job: Job, options: Options) -> dict:
+def _copying(job: Job, options: JobsetOptions) -> dict:
   """The container that writes the job's files before a pod's process starts."""
   pairs = []
   for i, path in enumerate(sorted(job.files)):
@@ -383,7 +390,7 @@ def _copying(job: Job, options: Options) -> dict:
   }
 
 
-def _container(job: Job, group: Group, options: Options) -> dict:
+def _container(job: Job, group: Group, options: JobsetOptions) -> dict:
   resources = group.resources
   given = {'cpu': resources.cpus and str(resources.cpus)}
   given['memory'] = resources.memory_gib and f'{resources.memory_gib}Gi'
@@ -391,19 +398,26 @@ def _container(job: Job, group: Group, options: Options) -> dict:
   container = {
     'name': group.name,
     'image': options.image,
-    'command': _literal(group.command),
+    'command': _literal(_in_image(group.command, options)),
     'env': _environment(job, group, options),
     'volumeMounts': [
       {'name': 'data', 'mountPath': options.mount},
       {'name': 'shm', 'mountPath': '/dev/shm'},
     ],
   }
+  if job.directory is not None and _is_mounted(job.directory, options):
+    container['workingDir'] = job.directory
   if amounts:
     container['resources'] = {'requests': amounts, 'limits': dict(amounts)}
   return container
 
 
-def _devices(group: Group, options: Options) -> dict[str, str]:
+def _in_image(command: Sequence[str], options: JobsetOptions) -> list[str]:
+  """Replaces the interpreter of a command `PYTHON -m MODULE …`."""
+  return [options.python, *command[1:]] if command[1:2] == ('-m',) else [*command]
+
+
+def _devices(group: Group, options: JobsetOptions) -> dict[str, str]:
   """Accelerators of one process, by the name of the resource."""
   if group.resources.tpu:
     chips = _size(group.resources.topology) * _slices(group, options) // group.nodes
@@ -411,7 +425,7 @@ def _devices(group: Group, options: Options) -> dict[str, str]:
   return {'nvidia.com/gpu': str(group.resources.gpus)} if group.resources.gpus else {}
 
 
-def _environment(job: Job, group: Group, options: Options) -> list[dict]:
+def _environment(job: Job, group: Group, options: JobsetOptions) -> list[dict]:
   fixed = {'PYTHONUNBUFFERED': '1'}
   if group.resources.cpus:
     fixed['NPROC'] = str(group.resources.cpus)
@@ -440,7 +454,7 @@ def _expanded_to(word: str) -> str:
 
 
 def _kubectl(
-  arguments: Sequence[str], options: Options, *, stdin: str = '', shown: bool = False
+  arguments: Sequence[str], options: JobsetOptions, *, stdin: str = '', shown: bool = False
 ) -> str:
   """Runs kubectl in the namespace and returns what it wrote.
 
@@ -476,7 +490,7 @@ def _kubectl(
   return done.stdout or ''
 
 
-def submit(manifest: str, job: Job, options: Options) -> str:
+def submit(manifest: str, job: Job, options: JobsetOptions) -> str:
   """Submits the manifest and returns the job's name; deletes what it made if that fails."""
   found = _kubectl(['get', 'jobset', job.name, '--ignore-not-found', '--output=name'], options)
   if found.strip():
@@ -493,7 +507,7 @@ def submit(manifest: str, job: Job, options: Options) -> str:
   return job.name
 
 
-def _delete(name: str, options: Options) -> str:
+def _delete(name: str, options: JobsetOptions) -> str:
   objects = [f'jobset/{name}', f'secret/{_secret_name(name)}']
   return _kubectl(['delete', *objects, '--ignore-not-found', '--wait=false'], options)
 
@@ -504,7 +518,7 @@ def _named(name: str) -> str:
   return name
 
 
-def status(name: str, options: Options) -> str:
+def status(name: str, options: JobsetOptions) -> str:
   """Returns a line such as "RUNNING; restarts 1; trainer: 2 ready; rollout: 1 ready, 1 failed"."""
   found = _kubectl(['get', 'jobset', _named(name), '--output=json'], options)
   try:
@@ -540,7 +554,7 @@ def _groups(state: dict) -> list[dict]:
   return state.get('replicatedJobsStatus', [])
 
 
-def logs(name: str, options: Options) -> None:
+def logs(name: str, options: JobsetOptions) -> None:
   """Prints what the pods wrote, each line after the pod's name."""
   _kubectl(
     [
@@ -556,7 +570,7 @@ def logs(name: str, options: Options) -> None:
   )
 
 
-def cancel(name: str, options: Options) -> None:
+def cancel(name: str, options: JobsetOptions) -> None:
   """Deletes the JobSet and its Secret; the pods get SIGTERM and the job's grace period."""
   if not _delete(_named(name), options).strip():
     raise UserError(f'{name}: the cluster has no such JobSet')
@@ -564,7 +578,7 @@ def cancel(name: str, options: Options) -> None:
 
 LAUNCHER = Launcher(
   name='jobset',
-  Options=Options,
+  Options=JobsetOptions,
   text=text,
   submit=submit,
   status=status,

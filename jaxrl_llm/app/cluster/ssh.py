@@ -47,19 +47,30 @@ _LOOK_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-  """Settings of ssh."""
+class SshOptions:
+  """Settings of the ssh launcher."""
 
-  hosts: str = ''
+  hosts: tuple[str, ...] = ()
   """Hosts, one for each node: those of the trainer first, then those of the other groups in their
-  order, as A,B,USER@C. A host may be named several times. Required.
+  order, each as HOST or USER@HOST. A host may be named several times. Required.
   """
-  coordinator: str = ''
-  """Name under which all hosts reach the first one; empty: as in `hosts`."""
+  coordinator: str | None = None
+  """Name or address under which all hosts reach the first one; unset: as in --hosts."""
   port: int = 8476
   """Port of the coordinator, free on the first host."""
-  ssh_config: str = ''
-  """Configuration file for ssh; empty: the user's."""
+  ssh_config: str | None = None
+  """Configuration file for ssh; unset: the user's."""
+
+  def __post_init__(self):
+    for host in self.hosts:
+      if not _HOST.fullmatch(host):
+        raise UserError(f'--hosts: {host!r} is no host; wanted HOST or USER@HOST')
+    if self.coordinator is not None and not _HOST.fullmatch(self.coordinator):
+      raise UserError(f'--coordinator={self.coordinator}: wanted the name of a host')
+    if not 1024 <= self.port <= 65535:
+      raise UserError(f'--port={self.port}: wanted 1024 to 65535')
+    if self.ssh_config is not None and not self.ssh_config.isprintable():
+      raise UserError(f'--ssh_config={self.ssh_config}: wanted a path of printable characters')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ class _Process:
     return f'{self.group.name}-{self.number}'
 
 
-def text(job: Job, options: Options) -> str:
+def text(job: Job, options: SshOptions) -> str:
   """Returns the shell script.
 
   Raises:
@@ -118,29 +129,17 @@ def _read(name: str) -> str:
   return (_SCRIPTS / name).read_text()
 
 
-def _hosts(job: Job, options: Options) -> list[str]:
-  hosts = options.hosts.split(',') if options.hosts else []
-  nodes = sum(group.nodes for group in job.groups)
-  for host in hosts:
-    if not _HOST.fullmatch(host):
-      raise UserError(f'--hosts: {host!r} is not a host name, or USER@HOST')
+def _processes(job: Job, options: SshOptions) -> list[_Process]:
+  hosts, nodes = options.hosts, sum(group.nodes for group in job.groups)
   if len(hosts) != nodes:
     groups = ', '.join(f'{group.name} {group.nodes}' for group in job.groups)
     raise UserError(
-      f'--hosts: {len(hosts)} hosts for a job of {nodes} nodes ({groups}); name one for each node, '
-      'separated by commas; the same host may be named again'
+      f'--hosts: {len(hosts)} hosts for a job of {nodes} nodes ({groups}); wanted one for each '
+      'node, separated by commas; a host may be named again'
     )
-  return hosts
-
-
-def _processes(job: Job, options: Options) -> list[_Process]:
-  hosts = _hosts(job, options)
-  if options.coordinator and not _HOST.fullmatch(options.coordinator):
-    raise UserError(f'--coordinator: {options.coordinator!r} is not a host name')
-  if not 1024 <= options.port <= 65535:
-    raise UserError(f'--port={options.port}: wanted 1024 to 65535')
-  if '\0' in options.ssh_config or '\n' in options.ssh_config:
-    raise UserError(f'--ssh_config={options.ssh_config!r}: is not a path of one line')
+  for group in job.groups:
+    if group.resources.tpu:
+      raise UserError(f'group {group.name}: ssh assigns no TPUs; wanted no --tpu, or the launcher jobset')
   coordinator = (options.coordinator or hosts[0]).rpartition('@')[2]
   next_gpu: collections.Counter[str] = collections.Counter()
   processes, node = [], 0
@@ -219,7 +218,7 @@ put() {
 }"""
 
 
-def submit(script: str, job: Job, options: Options) -> str:
+def submit(script: str, job: Job, options: SshOptions) -> str:
   """Runs the script in the background and returns the run directory once the processes start."""
   if shutil.which('ssh') is None:
     raise UserError('ssh: no such program in PATH; install an OpenSSH client')
@@ -327,7 +326,7 @@ def _fifo(state: Mapping) -> str | None:
     raise UserError(f'{path}: {error.strerror}') from error
 
 
-def status(workdir: str, options: Options) -> str:
+def status(workdir: str, options: SshOptions) -> str:
   """Returns a line such as "RUNNING on HOST since …; restarts 0"."""
   state = _state(workdir)
   at = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(state['at']))
@@ -343,7 +342,7 @@ def status(workdir: str, options: Options) -> str:
   return one_line(f'{state["job"]}: {line}')
 
 
-def logs(workdir: str, options: Options) -> None:
+def logs(workdir: str, options: SshOptions) -> None:
   """Prints the log files that this machine sees in the run directory, each below its name."""
   _state(workdir)
   for path in sorted(pathlib.Path(workdir, 'logs').glob('*.log')):
@@ -357,7 +356,7 @@ def logs(workdir: str, options: Options) -> None:
     sys.stdout.buffer.flush()
 
 
-def cancel(workdir: str, options: Options) -> None:
+def cancel(workdir: str, options: SshOptions) -> None:
   """Asks the launcher to stop the job, as SIGTERM would; it ends within the grace period."""
   state = _state(workdir)
   if state['state'] == 'ended':
@@ -376,7 +375,7 @@ def cancel(workdir: str, options: Options) -> None:
 
 LAUNCHER = Launcher(
   name='ssh',
-  Options=Options,
+  Options=SshOptions,
   text=text,
   submit=submit,
   status=status,
