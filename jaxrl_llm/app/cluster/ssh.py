@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxrl_llm.app.cluster.files import LAUNCHES
 from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Launcher
 from jaxrl_llm.core.errors import UserError, one_line
 
@@ -97,9 +98,8 @@ def text(job: Job, options: SshOptions) -> str:
   """
   processes = _processes(job, options)
   hosts = list(dict.fromkeys(process.host for process in processes))
-  files = [
-    {**job.files, **{_script(job, p): _process_text(job, p) for p in processes if p.host == host}}
-    for host in hosts
+  scripts = [
+    {_script(job, p): _process_text(job, p) for p in processes if p.host == host} for host in hosts
   ]
   config = f' -F {shlex.quote(options.ssh_config)}' if options.ssh_config else ''
   parts = [
@@ -107,7 +107,7 @@ def text(job: Job, options: SshOptions) -> str:
     f"# Job {job.name}: {len(processes)} processes on {len(hosts)} hosts. Contains the job's key.",
     'set -u',
     f'job={job.name}',
-    f'workdir={shlex.quote(job.workdir.rstrip("/"))}',
+    f'folder={shlex.quote(job.workdir.rstrip("/"))}/{LAUNCHES}',
     f'processes={len(processes)} trainers={job.trainer.processes} hosts={len(hosts)}',
     f'restarts={job.restarts} grace={job.grace_s} silence={_SILENCE_S}',
     f'limit={job.time_limit_s or 0}',
@@ -118,7 +118,7 @@ def text(job: Job, options: SshOptions) -> str:
       'process', [_remote(config, p.host, f'sh {shlex.quote(_script(job, p))}') for p in processes]
     ),
     *_cases(
-      'files_of', [_copying(config, host, mine) for host, mine in zip(hosts, files, strict=True)]
+      'files_of', [_copying(config, host, job.files, mine) for host, mine in zip(hosts, scripts)]
     ),
     _read('ssh_launcher.sh'),
   ]
@@ -139,7 +139,9 @@ def _processes(job: Job, options: SshOptions) -> list[_Process]:
     )
   for group in job.groups:
     if group.resources.tpu:
-      raise UserError(f'group {group.name}: ssh assigns no TPUs; wanted no --tpu, or the launcher jobset')
+      raise UserError(
+        f'group {group.name}: ssh assigns no TPUs; wanted no --tpu, or the launcher jobset'
+      )
   coordinator = (options.coordinator or hosts[0]).rpartition('@')[2]
   next_gpu: collections.Counter[str] = collections.Counter()
   processes, node = [], 0
@@ -166,7 +168,7 @@ def _processes(job: Job, options: SshOptions) -> list[_Process]:
 
 def _script(job: Job, process: _Process) -> str:
   """Path of the script of a process on its host."""
-  return f'{job.workdir.rstrip("/")}/launch/{process.name}.sh'
+  return f'{job.workdir.rstrip("/")}/{LAUNCHES}/{process.name}.sh'
 
 
 def _process_text(job: Job, process: _Process) -> str:
@@ -194,11 +196,16 @@ def _remote(config: str, host: str, command: str) -> str:
   return f'remote{config} -- {host} {shlex.quote("exec " + command)}'
 
 
-def _copying(config: str, host: str, files: Mapping[str, str]) -> str:
-  """A command that writes files on a host: the shell there reads them from its input."""
-  puts = [f'put {shlex.quote(path)} {shlex.quote(files[path])}' for path in sorted(files)]
-  script = '\n'.join([_PUT, *puts])
-  end = 'END'
+def _copying(config: str, host: str, files: Mapping[str, str], scripts: Mapping[str, str]) -> str:
+  """A command that writes files on a host, whose shell reads them from its input. Of `files`, it
+  keeps those that exist: a key outlives the job that is started again.
+  """
+  lines = [_PUT]
+  for path, content in sorted(files.items()):
+    lines.append(f'[ -e {shlex.quote(path)} ] || put {shlex.quote(path)} {shlex.quote(content)}')
+  for path, content in sorted(scripts.items()):
+    lines.append(f'put {shlex.quote(path)} {shlex.quote(content)}')
+  script, end = '\n'.join(lines), 'END'
   while end in script:
     end += '_'
   return f"{_remote(config, host, 'sh')} <<'{end}'\n{script}\n{end}"
@@ -223,7 +230,7 @@ def submit(script: str, job: Job, options: SshOptions) -> str:
   if shutil.which('ssh') is None:
     raise UserError('ssh: no such program in PATH; install an OpenSSH client')
   folder, log = (
-    pathlib.Path(job.workdir, 'launch'),
+    pathlib.Path(job.workdir, LAUNCHES),
     pathlib.Path(job.workdir, 'logs', 'launcher.log'),
   )
   try:
@@ -281,7 +288,7 @@ def _state(workdir: str) -> dict:
 
 
 def _state_if_any(workdir: str) -> dict | None:
-  path = pathlib.Path(workdir, 'launch', 'state.json')
+  path = pathlib.Path(workdir, LAUNCHES, 'state.json')
   try:
     with path.open('rb') as file:
       state = json.loads(file.read(_STATE_BYTES))

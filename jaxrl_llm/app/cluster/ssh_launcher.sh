@@ -11,7 +11,6 @@
 
 beat=5
 linger=600
-folder=$workdir/launch
 ticker= asked= running=
 umask 077
 trap '' PIPE
