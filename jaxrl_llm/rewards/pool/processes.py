@@ -29,6 +29,7 @@ import pebble
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.process import job
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.waits import WaitExpired, bounded
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
@@ -78,6 +79,10 @@ class Workers:
       longest_s,
     )
     self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
+    self._places = tuple(
+      name for name in os.environ if job.is_place(name) and name not in environment
+    )
+    """Variables that would give a worker this process's place in a job."""
     self.count, self._counts = count, counts
     # Twice the number of workers: each has its next call queued while the event loop is busy
     # elsewhere.
@@ -225,7 +230,7 @@ class Workers:
     return pebble.ProcessPool(
       max_workers=count,
       initializer=worker.initialise,
-      initargs=(self._scorers, self._memory_limit_bytes, self._withheld),
+      initargs=(self._scorers, self._memory_limit_bytes, (*self._withheld, *self._places)),
       context=context,
     )
 

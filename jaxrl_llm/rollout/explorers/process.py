@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 
 _MAX_FAILURES = 3
@@ -45,7 +46,7 @@ class ExplorerProcess:
     # Passes on the module search path, which includes modules next to the configuration.
     self._child.start(
       self._command,
-      {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},
+      {**job.outside(os.environ), 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},
     )
 
   def start_again(self) -> None:

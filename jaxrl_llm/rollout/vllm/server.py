@@ -22,6 +22,7 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import MODEL, VllmClient
@@ -468,7 +469,11 @@ class OwnedServer:
       shutil.copyfile(file, self._modules / f'{module}.py')
     self._socket.unlink(missing_ok=True)
     logging.info('engine %s: %s', self.name, self.line)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(('XLA_', 'JAX_'))}
+    environment = {
+      name: value
+      for name, value in job.outside(os.environ).items()
+      if not name.startswith(('XLA_', 'JAX_'))
+    }
     self._child.start(
       self._command.argv(self._socket),
       {**environment, **self._command.variables(self._modules)},

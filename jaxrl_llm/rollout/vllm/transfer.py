@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from absl import logging
 
 from jaxrl_llm.core.net.client import Lost, Refused
+from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.rollout.vllm.api import EngineServer
@@ -201,7 +202,9 @@ class SenderTransfer:
     shutil.copyfile(SENDER, script)
     shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
     inherited = {
-      name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))
+      name: value
+      for name, value in job.outside(os.environ).items()
+      if not name.startswith(('XLA_', 'JAX_'))
     }
     variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
     child = Child(
