@@ -25,6 +25,7 @@ _NAMES = (
   ('jaxrl_llm.master.exploring.processors', 'ProcessorConfig'),
   ('jaxrl_llm.master.exploring.selection', 'SelectionConfig'),
   ('jaxrl_llm.models.spec', 'LoraConfig'),
+  ('jaxrl_llm.parallel.coordination', 'CoordinationConfig'),
   ('jaxrl_llm.parallel.mesh', 'MeshConfig'),
   ('jaxrl_llm.replay.draw', 'DrawConfig'),
   ('jaxrl_llm.rewards.api', 'RewardsConfig ScorerConfig'),

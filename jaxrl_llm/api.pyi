@@ -46,6 +46,7 @@ from jaxrl_llm.objectives.policy import token_log_ratio as token_log_ratio
 from jaxrl_llm.objectives.surrogates import SurrogateTokens as SurrogateTokens
 from jaxrl_llm.objectives.surrogates import TokenLoss as TokenLoss
 from jaxrl_llm.ops.reduce import Aggregation as Aggregation
+from jaxrl_llm.parallel.coordination import CoordinationConfig as CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig as MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig as DrawConfig
 from jaxrl_llm.rewards.api import Attempt as Attempt

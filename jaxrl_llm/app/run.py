@@ -98,13 +98,16 @@ async def run(
       number and must be called in the run's event loop. None: the run handles SIGINT and SIGTERM,
       which only the main thread can.
   """
-  device = DeviceThread()
+  device = DeviceThread(deadline_s=config.coordination.device_s)
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
   def request_stop(signum):
     return stop.done() or stop.set_result(signum)
 
-  coordinator = Coordinator(device, on_signal=request_stop)
+  times = config.coordination
+  coordinator = Coordinator(
+    device, on_signal=request_stop, beat_s=times.beat_s, silence_s=times.silence_s
+  )
   begun = asyncio.Event()
   if on_start is None:
     _handle_signals(coordinator, request_stop, begun)

@@ -23,6 +23,7 @@ from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_process
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
@@ -527,6 +528,7 @@ class Config:
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  coordination: CoordinationConfig = CoordinationConfig()
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None: no cache."""
 

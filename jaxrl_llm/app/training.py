@@ -27,6 +27,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.parallel.job import this_job
 from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.runtime.machine import use_compilation_cache
 from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
@@ -95,9 +96,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
       "train: called while a scorer's process imports this file; wanted under if __name__ == "
       "'__main__':"
     )
-  if os.environ.get('JAX_COORDINATOR_ADDRESS') and not jax.distributed.is_initialized():
+  if not jax.distributed.is_initialized() and (job := this_job()) is not None:
     raise UserError(
-      'train: JAX_COORDINATOR_ADDRESS is set; start a job of several processes with jaxrl train'
+      f'train: this process is one of {job}; start a job of several processes with jaxrl train'
     )
   path = pathlib.Path(workdir)
   available_devices()  # Fails here, before anything is written.

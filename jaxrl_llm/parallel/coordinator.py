@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 
 _BLOCK = 1 << 16
@@ -34,8 +35,8 @@ class Coordinator:
     device: DeviceThread,
     *,
     on_signal: Callable[[int], None],
-    beat_s: float = 5.0,
-    silence_s: float = 1800.0,
+    beat_s: float = CoordinationConfig.beat_s,
+    silence_s: float = CoordinationConfig.silence_s,
   ):
     """
     Args:

@@ -16,13 +16,10 @@ import jax
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.parallel.coordination import CoordinationConfig
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
 """Substrings of the runtime's errors when another process is gone; types vary by platform."""
-
-
-DEADLINE_S = 3600.0
-"""Maximum seconds of a device call in a multi-process job; above the coordinator's `silence_s`."""
 
 
 class PeerFailed(RunError):
@@ -37,7 +34,7 @@ class DeviceThread:
   submit them in the same order.
   """
 
-  def __init__(self, *, deadline_s: float = DEADLINE_S):
+  def __init__(self, *, deadline_s: float = CoordinationConfig.device_s):
     """
     Args:
       deadline_s: maximum seconds for a call in a multi-process job.

@@ -12,7 +12,6 @@ import faulthandler
 import os
 import pathlib
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 
@@ -25,7 +24,8 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
-from jaxrl_llm.core.waits import watched
+from jaxrl_llm.core.process.job import unjoined
+from jaxrl_llm.parallel.job import join, leave, this_job
 from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
@@ -53,6 +53,18 @@ flags.DEFINE_string(
 flags.DEFINE_bool(
   'list', False, 'Print all names that a configuration can use, and exit.', flag_values=FLAGS
 )
+flags.DEFINE_string(
+  'coordinator', None, 'HOST:PORT of process 0 of a job; goes before JAX_COORDINATOR_ADDRESS and detection.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_integer(
+  'num_processes', None, 'Processes of the job; goes before JAX_NUM_PROCESSES and detection.',
+  lower_bound=1, flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_integer(
+  'process_id', None, 'Number of this process, from 0; goes before JAX_PROCESS_ID and detection.',
+  lower_bound=0, flag_values=FLAGS,
+)  # fmt: skip
 flags.DEFINE_integer(
   'verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS
 )
@@ -61,10 +73,6 @@ AOT_ENVIRONMENT = '.venv-aot'
 """Directory of the environment with compilers for other devices, made by `jaxrl install
 --environment=aot`.
 """
-_JOIN_DEADLINE_S = 300.0
-"""Maximum wait in seconds for all processes of a job to join."""
-_LEAVE_DEADLINE_S = 30.0
-"""Maximum time in seconds that process 0 waits for the other processes to leave at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,7 +105,7 @@ def _main(argv: Sequence[str]) -> int:
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
-  _join_job()
+  _join(config)
   available_devices()  # Fails here, before anything is written.
   # Programs for absent devices cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
@@ -106,7 +114,7 @@ def _main(argv: Sequence[str]) -> int:
     print_plan(config, workdir, FLAGS.topology)
     return 0
   code = script.run_async(run(config, workdir))
-  _leave_job(workdir)
+  leave(workdir, config.coordination)
   return code
 
 
@@ -140,48 +148,16 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   )
 
 
-def _join_job() -> None:
-  """Joins the `jax.distributed` job that the environment names, if any (set by launch/cluster)."""
-  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
-  if not address:
-    return
-  # With this, a peer's death raises in the next collective instead of silently ending this process.
-  jax.config.update('jax_enable_recoverability', True)
-  process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
-  waits_for = f'the {count} processes of the job to connect at {address} (JAX_COORDINATOR_ADDRESS)'
-  # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
-  with watched(
-    name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S
-  ):
-    jax.distributed.initialize(
-      address,
-      num_processes=count,
-      process_id=process,
-      initialization_timeout=int(2 * _JOIN_DEADLINE_S),
-      heartbeat_timeout_seconds=20,
-    )
-
-
-def _leave_job(workdir: pathlib.Path) -> None:
-  """Leaves the job, process 0 last: the other processes abort when the coordinator goes away."""
-  count, index = jax.process_count(), jax.process_index()
-  if count == 1:
-    return
-  port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
-
-  def marker(i):
-    return workdir / f'left-{port}-{i}'
-
-  if index > 0:
-    jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
-    marker(index).touch()
-    return
-  deadline = time.monotonic() + _LEAVE_DEADLINE_S
-  while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
-    time.sleep(0.02)
-  for i in range(1, count):
-    marker(i).unlink(missing_ok=True)
-  jax.distributed.shutdown()  # wait leave: see above
+def _join(config: Config) -> None:
+  """Joins the job of several processes that flags, variables or the system describe, if any."""
+  facts = dict(
+    coordinator=FLAGS.coordinator, processes=FLAGS.num_processes, process=FLAGS.process_id
+  )
+  job = this_job(**facts)
+  if job is not None:
+    join(job, config.coordination)
+  elif reason := unjoined(os.environ):
+    logging.warning('%s', reason)
 
 
 def _fail(error: UserError) -> int:

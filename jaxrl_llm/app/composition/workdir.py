@@ -21,9 +21,9 @@ from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-MAY_CHANGE = ('rewards.workers', 'rollout.explorers')
+MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'coordination')
 """Keys whose values a resumed run may change, beside those of its engine: number, place and
-deadlines of its services, not what they compute.
+deadlines of its services and processes, not what they compute.
 """
 ATTEMPT = 'attempt'
 """Name of the file that holds the number of the last start."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import pathlib
 import shutil
 from collections.abc import AsyncIterator, Mapping
@@ -31,6 +30,7 @@ from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.job import this_job
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
@@ -56,8 +56,10 @@ def config_of_run(run: pathlib.Path) -> Config:
 
 def check_alone() -> None:
   """Raises UserError if this process belongs to a multi-process job."""
-  if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
-    raise UserError('JAX_NUM_PROCESSES: reopening a run takes one process; start the command alone')
+  if (job := this_job()) is not None:
+    raise UserError(
+      f'this process is one of {job}; reopening a run takes one process: start the command alone'
+    )
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:

@@ -1,0 +1,121 @@
+"""Joining and leaving the `jax.distributed` job that the environment or the command line
+describes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import secrets
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.process.job import LOCAL_DEVICES, JobDescription, describe
+from jaxrl_llm.core.waits import watched
+from jaxrl_llm.parallel.coordination import CoordinationConfig
+
+_GOOGLE = '0x1ae0'
+"""Vendor of TPU chips on the PCI bus, and of other devices of Google's machines."""
+_CHIPS = ('0x0027', '0x0056', '0x005e', '0x0062', '0x0063', '0x006f', '0x0076')
+"""PCI devices that are TPU chips, v2 to 7x."""
+
+
+def this_job(
+  *, coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> JobDescription | None:
+  """Returns the place of this process in its job, or None if it trains alone.
+
+  Args:
+    coordinator, processes, process: values of the flags.
+
+  Raises:
+    UserError: the job is half described, or with nonsense.
+  """
+  return describe(
+    os.environ,
+    coordinator=coordinator,
+    processes=processes,
+    process=process,
+    has_tpu=_has_tpu(),
+    has_mpi4py=importlib.util.find_spec('mpi4py') is not None,
+  )
+
+
+def join(job: JobDescription, config: CoordinationConfig) -> None:
+  """Joins the job; must precede every other use of JAX's devices.
+
+  Raises:
+    UserError: JAX cannot join it. If the other processes do not come within `config.join_s`, the
+      process ends instead.
+  """
+  # With this, a peer's death raises in the next collective instead of silently ending this process.
+  jax.config.update('jax_enable_recoverability', True)
+  # JAX's own handler would swallow a SIGTERM that arrives before the run handles it.
+  jax.config.update('jax_enable_preemption_service', False)
+  devices = {}
+  if LOCAL_DEVICES not in os.environ:
+    # An empty list: all that are visible. JAX's default would be one for each process.
+    devices['local_device_ids'] = [] if job.local_device is None else [job.local_device]
+  owner = 'this process' if job.process is None else f'process {job.process}'
+  # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
+  with watched(name='join', owner=owner, waits_for=f'{job} to connect', deadline_s=config.join_s):
+    try:
+      jax.distributed.initialize(
+        job.coordinator,
+        num_processes=job.processes,
+        process_id=job.process,
+        cluster_detection_method=job.method or 'deactivate',
+        initialization_timeout=int(2 * config.join_s) + 1,
+        heartbeat_timeout_seconds=config.heartbeat_s,
+        **devices,
+      )
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+      raise UserError(f'{job}: cannot be joined: {one_line(error)}') from error
+
+
+def leave(workdir: pathlib.Path, config: CoordinationConfig) -> None:
+  """Leaves the job, process 0 last: the other processes abort when the coordinator goes away.
+
+  Args:
+    workdir: directory that all processes share, where each leaves a file for process 0.
+  """
+  count, index = jax.process_count(), jax.process_index()
+  if count == 1:
+    return
+  waits_for = 'the other processes of the job to finish'
+  with watched(
+    name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=config.silence_s
+  ):
+    # The same in all processes, and never that of another start of the run.
+    start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+
+  def marker(i):
+    return workdir / f'left-{start}-{i}'
+
+  if index > 0:
+    jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
+    marker(index).touch()
+    return
+  deadline = time.monotonic() + config.leave_s
+  while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
+    time.sleep(0.02)
+  for i in range(1, count):
+    marker(i).unlink(missing_ok=True)
+  jax.distributed.shutdown()  # wait leave: see above
+
+
+def _has_tpu() -> bool:
+  """Whether this machine has TPU chips that JAX will use."""
+  platforms = os.environ.get('JAX_PLATFORMS', '')
+  if (platforms and 'tpu' not in platforms) or importlib.util.find_spec('libtpu') is None:
+    return False
+  return any(
+    vendor.read_text().strip() == _GOOGLE
+    and (vendor.parent / 'device').read_text().strip() in _CHIPS
+    for vendor in pathlib.Path('/sys/bus/pci/devices').glob('*/vendor')
+  )
