@@ -18,6 +18,8 @@ from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.process.job import LOCAL_DEVICES, JobDescription, describe
 from jaxrl_llm.core.waits import watched
 from jaxrl_llm.parallel.coordination import CoordinationConfig
+from jaxrl_llm.parallel.mesh import available_devices
+from jaxrl_llm.parallel.watch import PeerWatch
 
 _GOOGLE = '0x1ae0'
 """Vendor of TPU chips on the PCI bus, and of other devices of Google's machines."""
@@ -46,7 +48,44 @@ def this_job(
   )
 
 
-def join(job: JobDescription, config: CoordinationConfig) -> None:
+class Membership:
+  """Part of this process in a job that it has joined."""
+
+  def __init__(self, config: CoordinationConfig):
+    self._config = config
+    self._watch = PeerWatch(config.heartbeat_s)
+
+  def leave(self, workdir: pathlib.Path) -> None:
+    """Leaves the job, process 0 last: the other processes abort when the coordinator goes away.
+
+    Args:
+      workdir: directory that all processes share, where each leaves a file for process 0.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    waits_for = 'the other processes of the job to finish'
+    self._watch.stop()
+    with watched(
+      name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=self._config.silence_s
+    ):
+      # The same in all processes, and never that of another start of the run.
+      start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+
+    def marker(i):
+      return workdir / f'left-{start}-{i}'
+
+    if index > 0:
+      jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
+      marker(index).touch()
+      return
+    deadline = time.monotonic() + self._config.leave_s
+    while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
+      time.sleep(0.02)
+    for i in range(1, count):
+      marker(i).unlink(missing_ok=True)
+    jax.distributed.shutdown()  # wait leave: see above
+
+
+def join(job: JobDescription, config: CoordinationConfig) -> Membership:
   """Joins the job; must precede every other use of JAX's devices.
 
   Raises:
@@ -76,37 +115,8 @@ def join(job: JobDescription, config: CoordinationConfig) -> None:
       )
     except (ValueError, RuntimeError, OSError, ImportError) as error:
       raise UserError(f'{job}: cannot be joined: {one_line(error)}') from error
-
-
-def leave(workdir: pathlib.Path, config: CoordinationConfig) -> None:
-  """Leaves the job, process 0 last: the other processes abort when the coordinator goes away.
-
-  Args:
-    workdir: directory that all processes share, where each leaves a file for process 0.
-  """
-  count, index = jax.process_count(), jax.process_index()
-  if count == 1:
-    return
-  waits_for = 'the other processes of the job to finish'
-  with watched(
-    name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=config.silence_s
-  ):
-    # The same in all processes, and never that of another start of the run.
-    start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
-
-  def marker(i):
-    return workdir / f'left-{start}-{i}'
-
-  if index > 0:
-    jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
-    marker(index).touch()
-    return
-  deadline = time.monotonic() + config.leave_s
-  while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
-    time.sleep(0.02)
-  for i in range(1, count):
-    marker(i).unlink(missing_ok=True)
-  jax.distributed.shutdown()  # wait leave: see above
+  available_devices()
+  return Membership(config)
 
 
 def _has_tpu() -> bool:

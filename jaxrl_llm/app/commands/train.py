@@ -25,7 +25,7 @@ from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.process.job import unjoined
-from jaxrl_llm.parallel.job import join, leave, this_job
+from jaxrl_llm.parallel.job import Membership, join, this_job
 from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
@@ -105,7 +105,7 @@ def _main(argv: Sequence[str]) -> int:
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
-  _join(config)
+  membership = _join(config)
   available_devices()  # Fails here, before anything is written.
   # Programs for absent devices cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
@@ -114,7 +114,8 @@ def _main(argv: Sequence[str]) -> int:
     print_plan(config, workdir, FLAGS.topology)
     return 0
   code = script.run_async(run(config, workdir))
-  leave(workdir, config.coordination)
+  if membership is not None:
+    membership.leave(workdir)
   return code
 
 
@@ -148,16 +149,17 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   )
 
 
-def _join(config: Config) -> None:
+def _join(config: Config) -> Membership | None:
   """Joins the job of several processes that flags, variables or the system describe, if any."""
   facts = dict(
     coordinator=FLAGS.coordinator, processes=FLAGS.num_processes, process=FLAGS.process_id
   )
   job = this_job(**facts)
   if job is not None:
-    join(job, config.coordination)
-  elif reason := unjoined(os.environ):
+    return join(job, config.coordination)
+  if reason := unjoined(os.environ):
     logging.warning('%s', reason)
+  return None
 
 
 def _fail(error: UserError) -> int:

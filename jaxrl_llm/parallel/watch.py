@@ -1,0 +1,90 @@
+"""Watch over the other processes of a job: ends this process, and names the lost one, when a
+process has given no sign of life.
+
+A killed process closes its connections, so that the next collective fails at once. A stopped one,
+or one whose host or network is gone, closes nothing: without the watch, the others would wait for
+the deadline of the collective.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import one_line
+from jaxrl_llm.parallel.device import PeerFailed
+
+_LOOKS = 8
+"""Looks within `heartbeat_s`."""
+
+
+class PeerWatch:
+  """Thread that compares the processes of the job with those that JAX's service finds alive.
+
+  Only JAX's own threads send signs of life, so that no computation in Python delays them.
+  """
+
+  def __init__(self, heartbeat_s: float):
+    """
+    Args:
+      heartbeat_s: seconds without a sign of life, as in `jax.distributed.initialize`.
+    """
+    self._heartbeat_s = heartbeat_s
+    self._stopped = threading.Event()
+    self._devices = jax.devices()
+    threading.Thread(target=self._look_always, name='peer watch', daemon=True).start()
+
+  def stop(self) -> None:
+    """Ends the watch; every process must, before the first one leaves."""
+    self._stopped.set()
+
+  def _look_always(self) -> None:
+    wanted = {device.process_index for device in self._devices}
+    while not self._stopped.wait(self._heartbeat_s / _LOOKS):
+      lost = wanted - self._alive(wanted)
+      if lost and not self._stopped.is_set():
+        self._end(lost)
+
+  def _alive(self, wanted: Collection[int]) -> set[int]:
+    """Waits until every process that is alive looks too; returns their numbers."""
+    # JAX ends this process itself if process 0 is lost.
+    late = threading.Timer(0.9 * self._heartbeat_s, self._warn)
+    late.daemon = True
+    if jax.process_index() > 0:
+      late.start()
+    try:
+      # wait peers: JAX's service drops a lost process after `heartbeat_s`
+      with multihost_utils.live_devices(self._devices) as alive:
+        return {device.process_index for device in alive}
+    except multihost_utils.ProcessFailureError as error:
+      return set(wanted) - {device.process_index for device in error.failed_devices}
+    except RuntimeError as error:
+      if not self._stopped.is_set():
+        logging.warning('Watch over the other processes: %s', one_line(error))
+      return set(wanted)
+    finally:
+      late.cancel()
+
+  def _warn(self) -> None:
+    if not self._stopped.is_set():
+      sys.stderr.write(
+        f'process {jax.process_index()}: no answer from process 0 for '
+        f'{0.9 * self._heartbeat_s:g} s; if JAX ends this process now, process 0 or its host is '
+        'lost\n'
+      )
+      sys.stderr.flush()
+
+  def _end(self, lost: Collection[int]) -> None:
+    names = ', '.join(str(index) for index in sorted(lost))
+    sys.stderr.write(
+      f'run stopped: process {jax.process_index()}: no sign of life from process {names} for '
+      f'{self._heartbeat_s:g} s (coordination.heartbeat_s): killed, stopped, or its host or network '
+      'is gone; start the job again with the same command\n'
+    )
+    script.leave_at_once(PeerFailed.exit_code)
