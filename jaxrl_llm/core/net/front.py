@@ -107,7 +107,7 @@ class FrontConfig:
       raise UserError(f'front.port: got {self.port}, wanted 0 … 65535; 0 takes a free one')
     if (self.tls_cert is None) != (self.tls_key is None):
       raise UserError('front: only one of tls_cert and tls_key is set; set both, or neither')
-    if not (_is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
+    if not (is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
       raise UserError(
         f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain '
         'text; set tls_cert and tls_key, or allow_plaintext where the network is trusted'
@@ -440,7 +440,7 @@ def _permit_descriptors() -> int:
   return wanted
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
   if host == 'localhost':
     return True
   try:
@@ -500,7 +500,7 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
   except ValueError:
     host, port = '', None
   plain = re.fullmatch(r'http://[^/@?#]+/?', upstream) is not None
-  if not (plain and port and _is_loopback(host)):
+  if not (plain and port and is_loopback(host)):
     raise UserError(
       f'front: upstream is {upstream!r}, wanted unix:/path/to.sock or http://127.0.0.1:PORT; '
       'let the server listen on a Unix socket or on loopback alone'
