@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.rollout.api import Engine, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
@@ -39,6 +40,10 @@ class EngineSetting:
   """One of the run's prompts as text, for comparing tokenizers; '': the run has no tasks."""
   workdir: pathlib.Path
   """Run directory, for logs and files of servers."""
+  registry: Registry | None = None
+  """Registry of the run; None: it has none."""
+  on_server: Callable[[str, str], None] = lambda name, how: None
+  """Called with the name of a server that joins or leaves while the run goes on, and how."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,15 @@ async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float3
 
 @contextlib.asynccontextmanager
 async def fleet_of(
-  model, replicas, folder: pathlib.Path, *, dtype='float32', seed: int = 3, lora=None, **config
+  model,
+  replicas,
+  folder: pathlib.Path,
+  *,
+  dtype='float32',
+  seed: int = 3,
+  lora=None,
+  discovery=None,
+  **config,
 ):
   """Args: lora: of adapters, as which versions are published; None: whole weights."""
   kind = PublicationFolder if lora is None else functools.partial(AdapterFolder, lora=lora)
@@ -125,6 +133,7 @@ async def fleet_of(
     max_length=LENGTH,
     seed=seed,
     run=asyncio.to_thread,
+    discovery=discovery,
   )
   try:
     await fleet.start()

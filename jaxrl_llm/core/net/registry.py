@@ -66,6 +66,38 @@ suspended must not take every service for dead.
 """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegistryConfig:
+  """Directory in which the services of a job find each other."""
+
+  directory: str | None = None
+  """Directory (mode 700) on a file system that all hosts of the job share; None: `registry` in the
+  run directory. It is created, with the job's key, if it does not exist.
+  """
+  lease_s: float = LEASE_S
+  """Seconds without a renewal after which a service is taken to be dead. Services renew every 5 s;
+  an NFS client may show an old directory for 60 s.
+  """
+  allow_plaintext: bool = False
+  """Whether the key may be sent to http addresses of other hosts, on networks that are trusted."""
+
+  def __post_init__(self):
+    if not self.lease_s >= 3 * RENEW_S:
+      raise UserError(
+        f'registry.lease_s: {self.lease_s:g}, wanted at least {3 * RENEW_S:g}, since services '
+        f'renew every {RENEW_S:g} s'
+      )
+
+  def open(self, workdir: pathlib.Path) -> Registry:
+    """Opens the registry of the run in `workdir`. Raises UserError if it cannot be used."""
+    return Registry(
+      workdir / 'registry' if self.directory is None else self.directory,
+      'registry.directory',
+      lease_s=self.lease_s,
+      allow_plaintext=self.allow_plaintext,
+    )
+
+
 class Kind(enum.StrEnum):
   """What a service is to the job."""
 
@@ -174,12 +206,21 @@ def _host_of(address: str) -> str | None:
 class Registry:
   """The directory of one job. Its methods block, as file systems may."""
 
-  def __init__(self, directory: str | os.PathLike, where: str):
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    where: str,
+    *,
+    lease_s: float = LEASE_S,
+    allow_plaintext: bool = False,
+  ):
     """Opens the directory; creates it, and the job's key, if they do not exist yet.
 
     Args:
       directory: path on a file system that all hosts of the job share.
       where: flag or field that names the directory, for error messages.
+      lease_s: seconds without a renewal after which a lease has expired.
+      allow_plaintext: whether the key may be sent to http addresses of other hosts.
 
     Raises:
       UserError: directory or key cannot be used, or are not this user's alone.
@@ -187,6 +228,7 @@ class Registry:
     self.directory, self._where = pathlib.Path(directory).expanduser().absolute(), where
     self.key_file = create_key(self.directory, where)
     self.key = read_job_key(self.directory, where)
+    self.lease_s, self.allow_plaintext = lease_s, allow_plaintext
 
   def put(self, lease: Lease) -> None:
     """Writes or renews a lease. Raises UserError if the directory cannot be used, and OSError."""
@@ -217,7 +259,10 @@ class Registry:
     return hmac.new(self.key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
   def read(self, folder: int, file: str) -> Lease:
-    """Reads a lease that the job's key signed from the opened directory. Raises ValueError, UserError or OSError."""
+    """Reads a lease that the job's key signed from the opened directory.
+
+    Raises ValueError, UserError or OSError for any other file.
+    """
     said = parse_json(_read_own(folder, file, _MAX_FILE_BYTES).decode())
     if not isinstance(said, dict) or said.get('schema') != _SCHEMA:
       raise ValueError(f'no lease of schema {_SCHEMA}; another version may have written it')
@@ -489,22 +534,10 @@ class Watch:
     expired: addresses of services whose leases expired before they were removed.
   """
 
-  def __init__(
-    self,
-    registry: Registry,
-    kind: Kind,
-    *,
-    lease_s: float = LEASE_S,
-    allow_plaintext: bool = False,
-  ):
-    """
-    Args:
-      lease_s: seconds without a renewal after which a lease has expired.
-      allow_plaintext: whether the key may be sent to http addresses of other hosts.
-    """
+  def __init__(self, registry: Registry, kind: Kind):
     self.registry = registry
     self.expired: frozenset[str] = frozenset()
-    self._kind, self._lease_s, self._allow_plaintext = kind, lease_s, allow_plaintext
+    self._kind, self._lease_s = kind, registry.lease_s
     self._seen: dict[str, _Seen] = {}
     self._number = 0
     self._last: float | None = None
@@ -586,5 +619,5 @@ class Watch:
       return None, _reason(error)
     if not lease.address:
       return lease, ''
-    reason = lease.unreachable(allow_plaintext=self._allow_plaintext)
+    reason = lease.unreachable(allow_plaintext=self.registry.allow_plaintext)
     return (None, f'{lease.name}: {reason}') if reason else (lease, '')

@@ -2,6 +2,10 @@
 
 Invariant: each completion is returned once, and each of its tokens was sampled under a version that
 its server was proven to hold. Requests in flight on a lost server are retried.
+
+With discovery, servers join and leave while the fleet runs: one that joins gets the current version
+and its probe before any request; one that leaves gets no more requests and finishes those that it
+has; those of one whose lease has expired are retried elsewhere at once.
 """
 
 from __future__ import annotations
@@ -10,16 +14,19 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
+from jaxrl_llm.core.net.registry import LOOK_S, Lease
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
+from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.vllm.server import VllmConfig
@@ -33,6 +40,10 @@ _BURST = 16
 """Maximum number of requests dispatched in one iteration of the event loop."""
 _PATIENCE = 3
 """Consecutive failures that a server may have before it is restarted even if it responds."""
+_LOOK_S = LOOK_S
+"""Seconds between looks at the registry."""
+_REST_S = 60.0
+"""Seconds after which a discovered server that was given up may join again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +76,11 @@ class Fleet:
     name: str = 'vllm',
     check_tokenizer: Callable[[Replica], Awaitable[None]] | None = None,
     adapter_rank: int = 0,
+    discovery: Discovery | None = None,
   ):
     """
     Args:
+      replicas: servers from the start; empty with `discovery`.
       folder: folder of published versions, at the same path on the servers.
       dtype: data type of the servers' weights, by its Hugging Face name.
       max_length: longest sequence in tokens, prompt included.
@@ -75,13 +88,24 @@ class Fleet:
       run: awaits `function(*args, **kwargs)` on the process's device thread.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
       adapter_rank: rank of the adapters that `folder` publishes; 0: whole weights.
+      discovery: finds servers that join and leave; None: there are only `replicas`.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
     """Totals since the start: completions, tokens, retries, restarts, publications, void
-    (completions of unproven versions).
+    (completions of unproven versions); with discovery, servers that joined and left.
     """
     self.replicas = tuple(replicas)
+    """Servers of the fleet; with discovery, those whose leases are in force."""
+    self._discovery = discovery
+    self._resting: dict[str, float] = {}
+    """When servers that were refused or given up may join again, on the event loop's clock, keyed
+    by the id of their lease.
+    """
+    self._leases: dict[Replica, Lease] = {}
+    self._leaving: dict[Replica, asyncio.Task] = {}
+    """Servers that have left and still finish requests."""
+    self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
     self._check_tokenizer, self._adapter_rank = check_tokenizer, adapter_rank
@@ -112,9 +136,14 @@ class Fleet:
   async def start(self) -> None:
     """Starts the owned servers and checks all servers.
 
+    With discovery, waits until enough servers have registered.
+
     Raises:
       UserError: a server cannot be used, with the reason.
+      RunError: too few servers have registered within `start_deadline_s`.
     """
+    if self._discovery is not None:
+      await self._await_servers(self._discovery)
     try:
       async with asyncio.TaskGroup() as starts:
         for replica in self.replicas:
@@ -124,16 +153,126 @@ class Fleet:
     for replica in self.replicas:
       replica.state = ReplicaState.SERVING
     self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
+    if self._discovery is not None:
+      for replica in self.replicas:
+        self._discovery.tell(replica.name, 'joined')
+      following = self._follow(self._discovery)
+      self._follower = asyncio.create_task(following, name=f'engine {self.name}: registry')
+
+  async def _await_servers(self, discovery: Discovery) -> None:
+    """Takes the servers into the fleet, once enough of those that have registered answer."""
+    answering: list[Replica] = []
+    try:
+      async with asyncio.timeout(self._config.start_deadline_s):
+        while True:
+          self._match(discovery, await discovery.look(), start=True)
+          health = await asyncio.gather(*(r.client.is_healthy() for r in self.replicas))
+          answering = [replica for replica, healthy in zip(self.replicas, health) if healthy]
+          if len(answering) >= discovery.wanted:
+            break
+          await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+      raise RunError(
+        f'engine {self.name}: {len(answering)} of {discovery.wanted} servers have registered in '
+        f'{discovery.directory} and answer within '
+        f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; start more with '
+        f'jaxrl serve --registry={discovery.directory}, or lower rollout.vllm.discover'
+      ) from None
+    silent = [replica for replica in self.replicas if replica not in answering]
+    self.replicas = tuple(answering)
+    for replica in silent:  # They join later, unless they are dead.
+      del self._leases[replica]
+      await self._end(replica)
+
+  def _match(self, discovery: Discovery, leases: Sequence[Lease], *, start: bool = False) -> None:
+    """Lets servers leave and, except at the `start` of the run, join as the registry says.
+
+    Raises UserError for a server of another model at the start; later ones are ignored.
+    """
+    at = {lease.address: lease for lease in leases}
+    for replica in self.replicas:
+      address = replica.client.address
+      if address not in at:
+        self._leave(replica, expired=address in discovery.expired)
+      else:  # It may have registered again.
+        self._leases[replica] = at.pop(address)
+    now, ids = asyncio.get_running_loop().time(), {lease.id for lease in leases}
+    self._resting = {id: until for id, until in self._resting.items() if id in ids}
+    for lease in at.values():
+      if self._resting.get(lease.id, now) > now:
+        continue
+      reason = discovery.mismatch(lease)
+      if reason and start:
+        raise UserError(f'engine {self.name}: {reason}; stop it, or name another registry')
+      if reason:
+        self._resting[lease.id] = math.inf
+        logging.warning('engine %s: %s; it is ignored', self.name, reason)
+        continue
+      replica = discovery.replica(lease, {replica.name for replica in self.replicas})
+      self._leases[replica] = lease
+      self.replicas = (*self.replicas, replica)
+      if not start:
+        logging.info('engine %s: joins, at %s', replica.name, lease.address)
+        self._begin(replica, self._bring_in(discovery, replica), 'join')
+
+  async def _follow(self, discovery: Discovery) -> None:
+    """Lets servers join and leave while the fleet runs."""
+    while self._failure is None:
+      await asyncio.sleep(_LOOK_S)
+      leases = await discovery.look()
+      if self._failure is None:
+        try:
+          self._match(discovery, leases)
+        except UserError as error:  # No client can be made, for want of a file.
+          self._fail(error)
+
+  async def _bring_in(self, discovery: Discovery, replica: Replica) -> None:
+    await self._await_attached(replica)
+    await self._start(replica)
+    await self._catch_up(replica, works=True)
+    self.counts['joined'] += 1
+    discovery.tell(replica.name, 'joined')
+
+  def _leave(self, replica: Replica, *, expired: bool) -> None:
+    """Takes a server out of the fleet: `expired`, if it is not known to work any more."""
+    self.replicas = tuple(r for r in self.replicas if r is not replica)
+    self._leases.pop(replica, None)
+    replica.state = ReplicaState.GONE
+    how = 'its lease has expired' if expired else 'it has left the registry'
+    self._last_trouble = f'engine {replica.name}: {how}'
+    line = 'engine %s: %s, with %d requests in flight'
+    logging.warning(line, replica.name, how, replica.in_flight)
+    if replica in self._repairs:
+      self._repairs[replica].cancel()
+    self.counts['left'] += 1
+    self._discovery.tell(replica.name, 'expired' if expired else 'left')
+    leaving = self._leaving[replica] = asyncio.create_task(
+      self._see_off(replica, drain=not expired), name=f'engine {replica.name}: leave'
+    )
+    leaving.add_done_callback(lambda done: self._seen_off(replica, done))
+    self._changed.set()
+
+  async def _see_off(self, replica: Replica, *, drain: bool) -> None:
+    while drain and replica.in_flight:  # wait leaving: deadlines of the requests in flight
+      await asyncio.sleep(_WATCH_S)
+    await self._end(replica)
+
+  def _seen_off(self, replica: Replica, task: asyncio.Task) -> None:
+    self._leaving.pop(replica, None)
+    if not task.cancelled() and (error := task.exception()) is not None:
+      logging.warning('engine %s: was not closed: %s', replica.name, error)
 
   async def close(self) -> None:
     """Stops the owned servers and removes the published files."""
     self._fail(RunError(f'engine {self.name}: closed'))
-    tasks = [task for task in (self._watcher, *self._repairs.values()) if task is not None]
+    replicas = (*self.replicas, *self._leaving)
+    tasks = [self._watcher, self._follower, *self._repairs.values(), *self._leaving.values()]
+    tasks = [task for task in tasks if task is not None]
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     ends = await asyncio.gather(
-      *(self._end(replica) for replica in self.replicas), return_exceptions=True
+      *(self._end(replica) for replica in replicas), return_exceptions=True
     )
     await asyncio.to_thread(self._folder.close)
     if errors := [end for end in ends if end is not None]:
@@ -205,9 +344,8 @@ class Fleet:
       await self._let_go()
       self._version = publication.version
       self.counts['publications'] += 1
-      self._seconds['perf/publish_pause_s'] = max(
-        r.paused_s for r in self.replicas if r.version == publication.version
-      )
+      pauses = [r.paused_s for r in self.replicas if r.version == publication.version]
+      self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)  # None: it has left again.
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
 
@@ -221,7 +359,11 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version; returns its reason if it stays HELD."""
+    """Updates a serving replica to the current version; returns its reason if it refused and stays
+    HELD.
+    """
+    if replica.state == ReplicaState.GONE:  # It has just left.
+      return None
     replica.state = ReplicaState.HELD
     try:
       await self._transact(replica, self._current)
@@ -314,15 +456,22 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and starts a task that recovers or restarts it."""
-    if replica in self._repairs or self._failure is not None:
+    """Takes a server out of dispatch and starts a task that recovers it, by a restart if
+    necessary.
+    """
+    gone = replica.state == ReplicaState.GONE
+    if replica in self._repairs or self._failure is not None or gone:
       return
     replica.state = ReplicaState.DOWN
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: taken out of service: %s', replica.name, reason)
+    self._begin(replica, self._bring_back(replica), 'repair')
+
+  def _begin(self, replica: Replica, work: Coroutine[Any, Any, None], what: str) -> None:
+    """Starts work that ends with the server in service, or gives the server up."""
     task = asyncio.create_task(
-      self._bring_back_or_end(replica), name=f'engine {replica.name}: repair'
+      self._done_or_ended(replica, work), name=f'engine {replica.name}: {what}'
     )
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
@@ -331,21 +480,41 @@ class Fleet:
     del self._repairs[replica]
     if not task.cancelled() and (error := task.exception()) is not None:
       replica.state = ReplicaState.GONE
-      logging.error('engine %s: given up: %s', replica.name, error)
-      if all(r.state == ReplicaState.GONE for r in self.replicas):
-        self._fail(RunError(f'no engine left; the last: {error}'))
+      if self._discovery is not None:
+        self._give_up(replica, error)
+      else:
+        logging.error('engine %s: given up: %s', replica.name, error)
+        if all(r.state == ReplicaState.GONE for r in self.replicas):
+          self._fail(RunError(f'no engine left; the last: {error}'))
     self._changed.set()
     self._deal()
 
-  async def _bring_back_or_end(self, replica: Replica) -> None:
+  def _give_up(self, replica: Replica, error: BaseException) -> None:
+    """Takes a discovered server out of the fleet: for good, if it does not suit the run."""
+    self.replicas = tuple(r for r in self.replicas if r is not replica)
+    self._last_trouble = f'engine {replica.name}: {error}'
+    unsuited = isinstance(error, UserError) and not isinstance(error, RunError)
+    loop = asyncio.get_running_loop()
+    if (lease := self._leases.pop(replica, None)) is not None:  # Else it has left meanwhile.
+      self._resting[lease.id] = math.inf if unsuited else loop.time() + _REST_S
+      self._discovery.tell(replica.name, 'refused' if unsuited else 'given up')
+      logging.warning(
+        'engine %s: %s: %s', replica.name, 'is ignored' if unsuited else 'given up', error
+      )
+
+  async def _done_or_ended(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
     try:
-      await self._bring_back(replica)
+      await work
     except Exception:
       await self._end(replica)  # Frees its memory and cores for the working servers.
       raise
 
   async def _bring_back(self, replica: Replica) -> None:
-    works, attempts = await self._is_as_before(replica), 0
+    await self._catch_up(replica, works=await self._is_as_before(replica))
+
+  async def _catch_up(self, replica: Replica, *, works: bool) -> None:
+    """Brings a server to the current version and into service; restarts it unless it `works`."""
+    attempts = 0
     while True:
       current = self._current
       try:
@@ -367,7 +536,7 @@ class Fleet:
         logging.warning(
           'engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error
         )
-    logging.info('engine %s: back in service, with version %s', replica.name, replica.version)
+    logging.info('engine %s: in service, with version %s', replica.name, replica.version)
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
@@ -463,11 +632,14 @@ class Fleet:
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:
-    """Generates one completion, with up to `max_retries` retries."""
+    """Generates one completion, with up to `max_retries` retries, besides those on servers that
+    have left.
+    """
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None
-    for attempt in range(self._config.max_retries + 1):
-      self.counts['retries'] += attempt > 0
+    failures = 0
+    while failures <= self._config.max_retries:
+      self.counts['retries'] += error is not None
       replica, life = await self._acquire()
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
@@ -488,6 +660,7 @@ class Fleet:
       finally:
         replica.in_flight -= 1
         self._deal()
+      failures += replica in self.replicas
     raise RunError(
       f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the '
       f'last: {error}'
@@ -553,9 +726,12 @@ class Fleet:
     """
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])
-      for name in ('retries', 'restarts', 'void')
+      for name in ('retries', 'restarts', 'void', *(('joined', 'left') if self._discovery else ()))
     }
     self._taken = self.counts.copy()
     seconds, self._seconds = self._seconds, {}
     serving = sum(replica.state == ReplicaState.SERVING for replica in self.replicas)
-    return {**counts, 'run/engines_serving': float(serving), **seconds}
+    counts['run/engines_serving'] = float(serving)
+    if self._discovery is not None:
+      counts['run/engines'] = float(len(self.replicas))
+    return {**counts, **seconds}

@@ -69,8 +69,15 @@ class VllmConfig:
   """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`), neither started
   nor stopped.
   """
+  discover: int | None = None
+  """Number of servers that must have registered in the run's registry (`registry`) before it
+  starts; more may join, and any may leave, while it runs. None: owned servers, or those at
+  `addresses`.
+  """
   key_file: str | None = None
-  """File with the bearer token of attached servers behind a reverse proxy."""
+  """File with the bearer token of attached servers behind a reverse proxy; None: no token, or with
+  `discover` the registry's key.
+  """
   ca_file: str | None = None
   """File of CA certificates for https addresses; None: the system's."""
   dtype: Literal['policy', 'float32', 'bfloat16'] = 'policy'
@@ -136,14 +143,19 @@ class VllmConfig:
         raise UserError(f'rollout.vllm.{name}: {getattr(self, name):g}, wanted more than 0')
     if self.probe_tolerance is not None and self.probe_tolerance < 0:
       raise UserError(f'rollout.vllm.probe_tolerance: {self.probe_tolerance:g}, wanted at least 0')
-    if self.devices and not self.addresses and len(self.devices) != self.servers:
+    if self.discover is not None and (self.discover < 1 or self.addresses):
+      raise UserError(
+        f'rollout.vllm.discover: {self.discover}, with {len(self.addresses)} addresses; wanted at '
+        'least 1, and no rollout.vllm.addresses'
+      )
+    if self.devices and not self.attached and len(self.devices) != self.servers:
       raise UserError(
         f'rollout.vllm.devices: {len(self.devices)} entries for servers={self.servers}; one each'
       )
-    if self.transfer == 'ipc' and self.addresses:
+    if self.transfer == 'ipc' and self.attached:
       raise UserError(
         "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, and "
-        'rollout.vllm.addresses names '
+        f'rollout.vllm.{"addresses" if self.addresses else "discover"} names '
         'attached ones; set it to nccl or files'
       )
     if self.lora == 'adapter' and self.transfer != 'files':
@@ -163,6 +175,11 @@ class VllmConfig:
           f'rollout.vllm.args: {name!r} is set by the trainer, whose contract with servers depends '
           'on it; leave it out'
         )
+
+  @property
+  def attached(self) -> bool:
+    """Whether others start and stop the servers."""
+    return bool(self.addresses) or self.discover is not None
 
   @property
   def speculative(self) -> bool:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
+from jaxrl_llm.core.net.registry import Kind, Watch
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
@@ -34,12 +36,13 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     build=lambda setting, run: _fleet(config, setting, run),
     served=True,
     adapters=config.lora == 'adapter',
-    addresses=config.addresses,
+    addresses=config.addresses if config.discover is None else ('those in the registry',),
     may_change=(
       *(
         'environment',
         'servers',
         'addresses',
+        'discover',
         'key_file',
         'ca_file',
         'env',
@@ -63,7 +66,10 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
 
 def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   published = publish_directory(config, setting.workdir)
-  if config.addresses:
+  discovery = None
+  if config.discover is not None:
+    replicas, discovery = [], _discovery(config, setting)
+  elif config.addresses:
     key = read_key(config.key_file, 'rollout.vllm.key_file')
     replicas = [
       Replica(
@@ -94,6 +100,29 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     seed=setting.seed,
     run=run,
     check_tokenizer=lambda replica: _check_tokenizer(replica, setting),
+    discovery=discovery,
+  )
+
+
+def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
+  if (registry := setting.registry) is None:
+    raise UserError(
+      'rollout.vllm.discover: the run has no registry; set --config.registry={}, or '
+      'rollout.vllm.addresses'
+    )
+  key = read_key(config.key_file, 'rollout.vllm.key_file') or registry.key
+
+  def build(name: str, address: str, number: int) -> Replica:
+    client = VllmClient(address, key=key, ca_file=config.ca_file, name=name)
+    transfer = _transfer(config, setting, number)
+    return Replica(name, client=client, server=None, transfer=transfer)
+
+  return Discovery(
+    Watch(registry, Kind.VLLM),
+    wanted=config.discover,
+    fingerprint=fingerprint(setting.spec, setting.tokenizer.files.get('tokenizer.json')),
+    build=build,
+    tell=setting.on_server,
   )
 
 
@@ -136,7 +165,7 @@ def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
   at their start.
   """
   lines = {}
-  for i, command in enumerate([] if config.addresses else _commands(config, setting)):
+  for i, command in enumerate([] if config.attached else _commands(config, setting)):
     variables = [
       f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()
     ]

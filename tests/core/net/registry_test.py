@@ -32,7 +32,7 @@ LEASE_S = 10.0
 
 @pytest.fixture
 def registry(tmp_path):
-  return Registry(tmp_path / 'registry', '--registry')
+  return Registry(tmp_path / 'registry', '--registry', lease_s=LEASE_S)
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def lease(name='one', **fields):
   return Lease(**{'kind': Kind.VLLM, 'name': name, 'address': 'unix:/tmp/one.sock', **fields})
 
 
-def watch(registry, kind=Kind.VLLM, **options):
-  return Watch(registry, kind, **{'lease_s': LEASE_S, **options})
+def watch(registry):
+  return Watch(registry, Kind.VLLM)
 
 
 def names(leases):
@@ -447,7 +447,8 @@ def test_the_key_goes_only_where_the_network_cannot_read_it(
   registry, said, address, host, plain, reason
 ):
   registry.put(lease(address=address, host=host or platform.node()))
-  found = watch(registry, allow_plaintext=plain).look(0.0)
+  registry.allow_plaintext = plain
+  found = watch(registry).look(0.0)
   assert bool(found) == (reason is None)
   assert reason is None or reason in said.messages[0]
 

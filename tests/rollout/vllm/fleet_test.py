@@ -7,301 +7,60 @@ that were loaded.
 
 import asyncio
 import contextlib
-import functools
 import itertools
-import json
 
-import aiohttp
 import numpy as np
 import pytest
 import serving
 from aiohttp import web
 from clocks import simulated
-from fake_vllm import Drawn, FakeServer, Fault, Scripted
+from fake_vllm import Fault
+from fleets import (
+  GARBAGE,
+  GENERATE,
+  MODEL,
+  PERSISTENT,
+  SCALE,
+  SOON,
+  UPDATE,
+  VOCAB,
+  A,
+  B,
+  Between,
+  C,
+  back,
+  calling,
+  check,
+  draw_of,
+  draws,
+  engines,
+  fleet_over,
+  is_the_end,
+  outcome,
+  places,
+  run,
+  until,
+  versions,
+  wave,
+  weights,
+)
 from serving import ask, request
 
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.front import Front, FrontConfig
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import Probe, Sampling, Weights
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
-from jaxrl_llm.weights.tables import entries
-
-MODEL = serving.model_of('qwen2', tied=True)
-A, B, C = (Version(0, step) for step in (1, 2, 3))
-NORM = 'model.norm.weight'
-"""All of it is the step of the weights."""
-GARBAGE = 99
-"""What it is instead on a server that was never published to."""
-GENERATE, UPDATE = '/inference/v1/generate', '/update_weights'
-VOCAB = serving.VOCAB
-SCALE = 2.0**-14
-"""So that a logprob tells up to 2**24 exactly in float32, and is never as low as vLLM's for
-impossible tokens.
-"""
-PATIENCE_S = 60
-"""Of a test that would otherwise hang; no test waits for it to pass."""
-SOON = {'latency_s': 1.0, 'min_tokens_per_s': 1000.0}
-"""For servers that hang."""
-PERSISTENT = {'max_restarts': 10**6}
-"""For servers that are brought back again and again, until the test mends them."""
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
   monkeypatch.setattr(fleet_module, '_ATTACHED_LOOK_S', 0.02)
   monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
-
-
-def run(main, runner=asyncio.run):
-  async def bounded():
-    async with asyncio.timeout(PATIENCE_S):
-      await main()
-
-  runner(bounded())
-
-
-async def until(reached):
-  while not reached():
-    await asyncio.sleep(0.002)
-
-
-@functools.cache
-def tensors(step, spec=MODEL.spec):
-  random = np.random.default_rng(step)
-  made = {entry.hf: random.standard_normal(entry.shape, np.float32) for entry in entries(spec)}
-  return made | {NORM: np.full_like(made[NORM], step)}
-
-
-def score(tokens, loaded):
-  """Of the embedding and the last norm: what the other tensors are, no logprob can tell."""
-  return [
-    -float(loaded[NORM].mean()) - float(np.abs(loaded['model.embed_tokens.weight'][token]).sum())
-    for token in tokens[1:]
-  ]
-
-
-def weights(version, *, probed=None):
-  """Those of the version's step.
-
-  Args:
-    probed: step of what the trainer computes with, if it is something else.
-  """
-  sequences = np.random.default_rng(0).integers(0, VOCAB, (2, 6), np.int32)
-  loaded = tensors(probed or version.step)
-  logprobs = np.array([[0.0, *score(row, loaded)] for row in sequences], np.float32)
-  leaves = [(entry.unrolled, tensors(version.step)[entry.hf]) for entry in entries(MODEL.spec)]
-  return Weights(
-    version=version, leaves=leaves, probe=Probe(sequences=sequences, logprobs=logprobs)
-  )
-
-
-def script(seed, count):
-  return [2 + (seed + i) % (VOCAB - 2) for i in range(count)]
-
-
-class Marked(Scripted):
-  """The script of a seed, with logprobs that say who drew each token, which draw of it, and from
-  what weights.
-  """
-
-  def __init__(self, number, spec=MODEL.spec):
-    super().__init__(lambda *_: ([], []), tensors(GARBAGE, spec), score=score)
-    self.number, self.draws = number, itertools.count(1)
-    self.working = self.most = 0
-    self.used = set()
-    """Steps of the weights that tokens of requests were drawn from."""
-    self.may_score = asyncio.Event()
-    self.may_score.set()
-    self.scoring = 0
-
-  async def score(self, tokens):
-    self.scoring += 1
-    await self.may_score.wait()
-    self.scoring -= 1
-    return await super().score(tokens)
-
-  async def draw(self, prompt, params, index):
-    draw = next(self.draws)
-    asked = len(prompt) > 2  # Else it is the fleet's own.
-    self.working += asked
-    self.most = max(self.most, self.working)
-    try:
-      for token in script(params.seed, params.max_tokens):
-        step = int(self.tensors[NORM][0])
-        self.used |= {step} if asked else set()
-        yield Drawn([token], [-SCALE * ((draw * 4 + self.number) * 128 + step)], [self.generation])
-    finally:
-      self.working -= asked
-
-
-class Place:
-  """Where one fake server listens, or after its death the next."""
-
-  def __init__(self, folder, number):
-    self.number, self.uds = number, str(folder / f'{number}.sock')
-    self.address = f'unix:{self.uds}'
-
-  async def start(self, spec=MODEL.spec, **fields):
-    self.policy = Marked(self.number, spec)
-    fields = {'max_model_len': serving.LENGTH, 'vocab_size': VOCAB, **fields}
-    self.server = FakeServer(self.policy, **fields)
-    self.faults = self.server.faults
-    await self.server.start(uds=self.uds)
-
-  async def restart(self):
-    """Another process, whose weights nobody published."""
-    await self.server.close()
-    await self.start()
-
-  @property
-  def asked(self):
-    """Names of the requests that came, oldest first."""
-    return [body['request_id'] for body in self.server.generate_bodies if 'request_id' in body]
-
-  async def digests(self):
-    async with calling(self) as client:
-      (found,) = await client.digests(deadline_s=30)
-      return found
-
-
-@contextlib.asynccontextmanager
-async def calling(place):
-  client = VllmClient(place.address)
-  try:
-    yield client
-  finally:
-    await client.close()
-
-
-@contextlib.asynccontextmanager
-async def places(folder, count, **fields):
-  made = [Place(folder, i) for i in range(count)]
-  for place in made:
-    await place.start(**fields)
-  try:
-    yield made
-  finally:
-    for place in made:
-      await place.server.close()
-
-
-@contextlib.asynccontextmanager
-async def fleet_over(made, folder, *, first=A, **config):
-  """A fleet of attached servers that serves its first version."""
-  async with serving.attached(MODEL, [place.address for place in made], folder, **config) as fleet:
-    if first is not None:
-      await fleet.load(weights(first))
-    yield fleet
-
-
-class Between:
-  """A place before another: passes all on, but for what a test does to it."""
-
-  def __init__(self, place):
-    self.place, self.uds = place, f'{place.uds}-between'
-    self.address = f'unix:{self.uds}'
-    self.alter_body = self.alter_answer = lambda path, body: None
-    """Change it in place; (path, JSON)."""
-    self.status = lambda path: None
-    """Answered instead, where it gives one."""
-    self.let_through = asyncio.Event()
-    """Whether requests for samples are."""
-    self.let_through.set()
-    self.held = 0
-
-  async def __aenter__(self):
-    self._session = aiohttp.ClientSession(
-      connector=aiohttp.UnixConnector(self.place.uds, force_close=True, limit=0)
-    )
-    application = web.Application()
-    application.router.add_route('*', '/{path:.*}', self._pass_on)
-    self._runner = web.AppRunner(
-      application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-    )
-    await self._runner.setup()
-    await web.UnixSite(self._runner, self.uds).start()
-    return self
-
-  async def __aexit__(self, *_):
-    await self._runner.cleanup()
-    await self._session.close()
-
-  async def _pass_on(self, incoming):
-    body, path = await incoming.json() if incoming.can_read_body else None, incoming.path
-    sampling = path == GENERATE and 'request_id' in body
-    if sampling:
-      self.held += 1
-      await self.let_through.wait()
-    if (path != GENERATE or sampling) and (status := self.status(path)) is not None:
-      return web.json_response({'error': {'message': 'not for you'}}, status=status)
-    self.alter_body(path, body)
-    async with self._session.request(
-      incoming.method, f'http://server{incoming.path_qs}', json=body
-    ) as response:
-      text, status = await response.text(), response.status
-    answer = json.loads(text) if text else None
-    if status == 200 and (path != GENERATE or sampling):
-      self.alter_answer(path, answer)
-    return web.Response(text='' if answer is None else json.dumps(answer), status=status)
-
-
-def check(asked, completions):
-  """Whole, the sample that was asked for, and every token drawn from the weights that its segment
-  names.
-  """
-  for index, completion in enumerate(completions):
-    assert completion.tokens.tolist() == script(sampler_seed(3, asked.key, index), asked.max_tokens)
-    drawn_by, steps = np.divmod((-completion.logprobs / SCALE).astype(np.int64), 128)
-    assert len(set(drawn_by)) == 1, 'of one draw'
-    assert {segment.engine for segment in completion.segments} == {f'vllm-{drawn_by[0] % 4}'}
-    named = [
-      segment.version.step
-      for segment in completion.segments
-      for _ in range(segment.start, segment.end)
-    ]
-    assert named == steps.tolist()
-
-
-def draws(completions):
-  return [draw_of(completion.logprobs[0]) for completion in completions]
-
-
-def draw_of(logprob):
-  """Of all draws of all servers."""
-  return int(-logprob / SCALE) // 128
-
-
-def engines(completions):
-  return [completion.segments[0].engine for completion in completions]
-
-
-async def wave(fleet, *, groups=6, samples=3, begin=0, **fields):
-  """Completions of groups that are asked for at once, checked."""
-  asked = [request(begin + i, samples=samples, max_tokens=8, **fields) for i in range(groups)]
-  found = await asyncio.gather(*(ask(fleet, one) for one in asked))
-  for one, completions in zip(asked, found, strict=True):
-    check(one, completions)
-  together = draws(itertools.chain(*found))
-  assert len(set(together)) == len(together) == groups * samples, 'each once'
-  return found
-
-
-def versions(found):
-  return {segment.version for completions in found for c in completions for segment in c.segments}
-
-
-async def back(fleet, place, version):
-  """Waits until a server serves a version, and sees that it holds what was published as that."""
-  replica = fleet.replicas[place.number]
-  await until(lambda: replica.state == ReplicaState.SERVING and replica.version == version)
-  assert place.server.label.startswith(f'{version}-') and not place.server.paused
-  assert await place.digests() == fleet._current.publication.digests
-  assert int(place.policy.tensors[NORM][0]) == version.step
 
 
 # Dispatch.
@@ -514,17 +273,6 @@ def test_what_came_back_by_itself_is_looked_at_before_it_is_published_to(tmp_pat
 
 
 # No server left.
-
-
-async def outcome(awaitable):
-  try:
-    return await awaitable
-  except UserError as error:
-    return error
-
-
-def is_the_end(error, words):
-  return isinstance(error, RunError) and words in str(error) and '\n' not in str(error)
 
 
 def test_the_end_of_all_servers_ends_all_who_wait(tmp_path):
