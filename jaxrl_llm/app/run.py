@@ -28,6 +28,7 @@ from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.summary import print_summary
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
@@ -126,9 +127,10 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   device, coordinator, workdir, stop, begun = launch
   checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
   prepared: Prepared | None = None
+  registry: Registry | None = None
 
   async def set_up() -> Any:
-    nonlocal prepared, config
+    nonlocal prepared, config, registry
     # Check before anything is written: later code would recreate a missing file, or take it for one
     # that never existed.
     step = max(checkpoints.steps(), default=0)
@@ -136,6 +138,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     load = taskset_loader(config.tasksets)
     config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
     workdir.adopt(config)
+    if config.registry is not None:
+      registry = await asyncio.to_thread(config.registry.open, path)
     commit = checkpoints.host(step) if step else {}
     if step:
       await asyncio.to_thread(workdir.check, commit)
@@ -163,6 +167,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     model=model,
     checkpoints=checkpoints,
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
+    registry=registry,
     explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, facts.step)

@@ -16,6 +16,7 @@ from jaxrl_llm.config.moved import moved
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.exploring.limits import TaskLimits
@@ -26,7 +27,7 @@ from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
-from jaxrl_llm.rewards.api import RewardsConfig
+from jaxrl_llm.rewards.api import DISCOVERING, RewardsConfig
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
 from jaxrl_llm.rollout.catalogue import ENGINES
@@ -528,7 +529,10 @@ class Config:
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
-  coordination: CoordinationConfig = CoordinationConfig()
+  registry: RegistryConfig | None = None
+  """Where servers, scorer hosts and explorers of the job find each other, as `{}` in the run
+  directory; None: they are named by address.
+  """
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None: no cache."""
 
@@ -551,6 +555,8 @@ class Config:
         "rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove "
         'it'
       )
+    if self.registry is None:
+      self._check_no_registry()
     for before, stage in itertools.pairwise(self.stages):
       if not before.trains and stage.keep_optimizer:
         raise UserError(
@@ -572,6 +578,26 @@ class Config:
           )
     if self.rollout.engine in ENGINES:  # One of the user's own is imported when a run needs it.
       self.check_sampling()
+
+  def _check_no_registry(self) -> None:
+    """Raises UserError for a field that needs a registry."""
+    listen = self.rollout.explorers and self.rollout.explorers.listen
+    needs = {
+      'rollout.vllm.discover: set': self.rollout.vllm.discover is not None,
+      'rollout.explorers.listen.token_file: missing': listen is not None
+      and listen.token_file is None,
+      **{
+        f'rewards.scorers.{scorer.name}.options.discover: set': scorer.implementation in DISCOVERING
+        and scorer.options.get('discover') is not None
+        for scorer in self.rewards.scorers
+      },
+    }
+    for what, is_so in needs.items():
+      if is_so:
+        raise UserError(
+          f'{what}, and the run has no registry; set --config.registry={{}}, or give addresses '
+          'and tokens'
+        )
 
   def check_sampling(self) -> None:
     """Raises UserError for a stage or an evaluation that samples as its engine cannot."""

@@ -65,6 +65,25 @@ class OverrunIsZero:
     return self.scorer(attempt)
 
 
+DISCOVERING = ('code', 'http', 'judge')
+"""Names of the scorers with the option `discover`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Discovers:
+  """The services in a run's registry that a scorer calls."""
+
+  kind: str
+  """Kind of service: a value of `core.net.registry.Kind`."""
+  pattern: str
+  """Pattern of their names, as `fnmatch` reads it."""
+
+  @classmethod
+  def of(cls, kind: str, pattern: str | None) -> Discovers | None:
+    """Returns None without a pattern: the scorer has fixed addresses."""
+    return None if pattern is None else cls(kind, pattern)
+
+
 @dataclasses.dataclass(frozen=True)
 class Awaited:
   """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The pool's
@@ -77,6 +96,8 @@ class Awaited:
   """Context entered when the pool starts (opens its aiohttp session) and left when it closes."""
   concurrency: int = 16
   """Maximum number of concurrent calls."""
+  discovers: Discovers | None = None
+  """Services that it calls, if what `open` yields is `Addressed`; None: it has its addresses."""
 
 
 @runtime_checkable
@@ -112,6 +133,8 @@ class AwaitedGroup:
   """Context entered once when the pool starts and left when it closes; may yield `Addressed`."""
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
+  discovers: Discovers | None = None
+  """See `Awaited.discovers`."""
 
 
 AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup

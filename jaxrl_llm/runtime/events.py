@@ -46,6 +46,7 @@ class Edge(enum.StrEnum):
   AUXILIARY_MODEL = 'auxiliary_model'
   SUITE = 'suite'
   COMMIT = 'commit'
+  SERVER = 'server'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,14 @@ EDGES: Mapping[Edge, Ends] = {
     lane='checkpoints',
     diagram='none (recovery)',
     text='A checkpoint is written.',
+  ),
+  Edge.SERVER: Ends(
+    source='rollout',
+    target='master',
+    lane='rollout',
+    answered=False,
+    diagram='none (discovery)',
+    text='A server of the registry joins the engine, leaves it, or is refused.',
   ),
 }
 

@@ -42,7 +42,7 @@ class FakeHub:
 class Setting:
   """A crew whose explorers are tasks of this event loop, over its real socket."""
 
-  def __init__(self, directory, build=None, workflow=None, **config):
+  def __init__(self, directory, build=None, workflow=None, announce=None, **config):
     self.tokenizer = make_tokenizer(directory / 'tokenizer')
     self.engine = FakeEngine(self.tokenizer)
     self.hub = FakeHub(self.engine)
@@ -60,6 +60,7 @@ class Setting:
       bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=16),
       logs=directory / 'logs',
       command=explorer_command,
+      announce=announce,
     )
     self.explorers = {}
 

@@ -6,13 +6,31 @@ import pathlib
 
 from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.engine import EngineSetting
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
-def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) -> EngineSetting:
-  """Returns the facts about the run that its engine needs."""
+def engine_setting(
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  *,
+  registry: Registry | None = None,
+  events: Events = SILENT,
+) -> EngineSetting:
+  """Returns the facts about the run that its engine needs.
+
+  Args:
+    registry: registry of the run; None: it has none, or nothing is started.
+    events: log for servers that join or leave.
+  """
+
+  def on_server(name: str, how: str) -> None:
+    events.message(Edge.SERVER, server=name, how=how)
+
   texts = (
     task.prompt[-1]['content'] for taskset in prepared.tasksets.values() for task in taskset.tasks
   )
@@ -26,11 +44,20 @@ def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) ->
     tokenizer=prepared.tokenizer,
     text=next(texts, ''),
     workdir=workdir,
+    registry=registry,
+    on_server=on_server,
   )
 
 
 def build_engine(
-  config: Config, workdir: pathlib.Path, prepared: Prepared, device: DeviceThread
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  device: DeviceThread,
+  *,
+  registry: Registry | None = None,
+  events: Events = SILENT,
 ) -> Engine:
-  """Builds process 0's engine without starting it."""
-  return config.rollout.engine_spec().build(engine_setting(config, workdir, prepared), device.run)
+  """Builds process 0's engine without starting it; see `engine_setting`."""
+  setting = engine_setting(config, workdir, prepared, registry=registry, events=events)
+  return config.rollout.engine_spec().build(setting, device.run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,14 @@ from jaxrl_llm.app.composition.state import begin_stage, critic_model
 from jaxrl_llm.app.composition.workdir import made_files
 from jaxrl_llm.app.composition.workflows import build_workflow
 from jaxrl_llm.app.schema import PastConfig, Recorded, Rollouts, StageConfig
+from jaxrl_llm.core.net.registry import (
+  Kind,
+  Lease,
+  Registry,
+  public_address,
+  registered,
+  service_name,
+)
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
 from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
@@ -43,7 +52,7 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
 from jaxrl_llm.rollout.explorers.arrivals import Bounds
-from jaxrl_llm.rollout.explorers.crew import Crew
+from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Welcome
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
@@ -81,9 +90,18 @@ class RolloutServices:
 
 
 def build_rollouts(
-  setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool
+  setup: Setup,
+  prepared: Prepared,
+  engine: Engine | None,
+  scorers: ScorerPool,
+  *,
+  registry: Registry | None = None,
 ) -> RolloutServices:
-  """Builds the workflow and its auxiliary models and explorers, without starting them."""
+  """Builds the workflow and its auxiliary models and explorers, without starting them.
+
+  Args:
+    registry: where the run is announced to explorers; None: nowhere.
+  """
   rollout, tokenizer = setup.config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
   hub = MasterHub(
@@ -98,14 +116,34 @@ def build_rollouts(
     )
     crew = Crew(
       hub,
-      rollout.explorers,
+      _with_key(rollout.explorers, registry),
       welcome=welcome.row(),
       text=workflow.text,
       bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=rollout.max_length),
       logs=setup.workdir.absolute() / 'logs',
       command=setup.explorer_command,
+      announce=None
+      if registry is None
+      else functools.partial(_announced, registry, setup.config.name),
     )
   return RolloutServices(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
+
+
+def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersConfig:
+  """Returns the configuration with the registry's key as the token of a front that names none."""
+  listen = config.listen
+  if registry is None or listen is None or listen.token_file is not None:
+    return config
+  listen = dataclasses.replace(listen, token_file=str(registry.key_file))
+  return dataclasses.replace(config, listen=listen)
+
+
+def _announced(
+  registry: Registry, name: str, address: str
+) -> contextlib.AbstractAsyncContextManager[None]:
+  """Announces the run at `address` to explorers during a block."""
+  lease = Lease(kind=Kind.MASTER, name=service_name(name), address=public_address(address))
+  return registered(registry, lease)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,9 +182,13 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
-  engine = build_engine(config, workdir, prepared, process.device) if config.generates else None
-  scorers = ScorerPool(build_scorers(config.rewards), config.rewards, live=workdir / live.FILE)
-  rolling = build_rollouts(setup, prepared, engine, scorers)
+  registry, engine = setup.registry, None
+  if config.generates:
+    found = {'registry': registry, 'events': process.events}
+    engine = build_engine(config, workdir, prepared, process.device, **found)
+  built = build_scorers(config.rewards, registry)
+  scorers = ScorerPool(built, config.rewards, live=workdir / live.FILE, registry=registry)
+  rolling = build_rollouts(setup, prepared, engine, scorers, registry=registry)
   compilations, heartbeat = CompilationCounter(), Heartbeat()
 
   def machine_metrics() -> dict[str, float]:

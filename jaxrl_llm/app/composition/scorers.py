@@ -9,7 +9,8 @@ from typing import NamedTuple
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.api import AnyScorer, RewardsConfig, ScorerConfig
+from jaxrl_llm.core.net.registry import Registry
+from jaxrl_llm.rewards.api import DISCOVERING, AnyScorer, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.adapters import python_scorer, trl_scorer, verl_scorer
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer, choose_options
 from jaxrl_llm.rewards.scorers.code import code_scorer, options_within
@@ -43,20 +44,31 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 }
 
 
-def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
-  """Builds a scorer from the catalogue or a user's own, a function from the options to a scorer."""
+def build_scorer(
+  scorer: ScorerConfig, where: str = 'rewards.scorers', registry: Registry | None = None
+) -> AnyScorer:
+  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a
+  scorer.
+
+  Args:
+    where: field or flag that names the scorer, for error messages.
+    registry: registry whose key the scorer sends to the services that it discovers there.
+  """
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
     raise UserError(
       f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; a custom one is 'module:attribute'"
     )
   options = options_within(scorer) if name == 'code' else scorer.options
+  if registry is not None and name in DISCOVERING and options.get('discover') is not None:
+    key_file = options.get('key_file') or str(registry.key_file)
+    options = {**options, 'key_file': key_file}
   return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**options)
 
 
-def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
-  """Builds all configured scorers; returns them keyed by name."""
-  return {scorer.name: build_scorer(scorer) for scorer in config.scorers}
+def build_scorers(config: RewardsConfig, registry: Registry | None = None) -> dict[str, AnyScorer]:
+  """Builds all configured scorers; returns them keyed by name. `registry`: see `build_scorer`."""
+  return {scorer.name: build_scorer(scorer, registry=registry) for scorer in config.scorers}
 
 
 CHOOSERS = {'answer': choose_options}

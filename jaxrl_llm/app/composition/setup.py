@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model
@@ -25,6 +26,8 @@ class Setup:
   """The policy, or the reward model trained in its place."""
   checkpoints: Checkpoints
   process: Process
+  registry: Registry | None = None
+  """Process 0's registry, if the run has one."""
   explorer_command: ExplorerCommand
   """Function that returns the command of an explorer process; passed in, since that program belongs
   to a higher layer.

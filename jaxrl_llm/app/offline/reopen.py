@@ -140,6 +140,7 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
       process=Process(
         coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
       ),
+      registry=None if config.registry is None else config.registry.open(run),
       explorer_command=explorer.command,
       prepared=prepared,
     )
@@ -178,10 +179,13 @@ async def serving(past: Reopened) -> AsyncIterator[Serving]:
   """
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
-    scorers = ScorerPool(build_scorers(config.rewards), config.rewards)
+    built = build_scorers(config.rewards, past.registry)
+    scorers = ScorerPool(built, config.rewards, registry=past.registry)
     opened.push_async_callback(scorers.close)
     await scorers.start()
-    engine = build_engine(config, past.workdir, past.prepared, past.process.device)
+    engine = build_engine(
+      config, past.workdir, past.prepared, past.process.device, registry=past.registry
+    )
     opened.push_async_callback(engine.close)
     await engine.start()
     rollouts = build_rollouts(past, past.prepared, engine, scorers)

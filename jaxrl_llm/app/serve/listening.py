@@ -1,15 +1,25 @@
-"""Listener flags shared by the services of `jaxrl serve`."""
+"""Flags shared by the services of `jaxrl serve`: where they listen, and where they register."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from absl import flags
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.registry import (
+  Kind,
+  Lease,
+  Registry,
+  is_name,
+  public_address,
+  registered,
+  service_name,
+)
 
 
 def define_listening(values: flags.FlagValues) -> None:
@@ -19,7 +29,10 @@ def define_listening(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_integer('port', 0, 'Port to listen on; 0 = a free port.', flag_values=values)
   flags.DEFINE_string(
-    'token_file', None, 'Bearer token file (mode 600), required with --host.', flag_values=values
+    'token_file',
+    None,
+    "Bearer token file (mode 600), required with --host; default: the registry's key.",
+    flag_values=values,
   )
   flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=values)
   flags.DEFINE_string('tls_key', None, 'Private key of the certificate, PEM.', flag_values=values)
@@ -29,19 +42,90 @@ def define_listening(values: flags.FlagValues) -> None:
   flags.DEFINE_string(
     'addresses_file', None, 'JSON list of the address, written once ready.', flag_values=values
   )
+  define_registering(values)
 
 
-def read_front(values: flags.FlagValues) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe; None without --host, where only
-  this user's processes can connect.
+def define_registering(values: flags.FlagValues) -> None:
+  """Registers the flags of a service that registers."""
+  flags.DEFINE_string(
+    'registry',
+    None,
+    "Directory in which the job's services find each other; created, with the job's key, if it "
+    'does not exist.',
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    'name', None, 'Name in the registry; default: the host name.', flag_values=values
+  )
+
+
+def open_registry(
+  directory: str | None, name: str | None, *, allow_plaintext: bool = False
+) -> Registry | None:
+  """Opens the registry of --registry; None without the flag.
+
+  Raises:
+    UserError: the directory or --name cannot be used.
+  """
+  if directory is None:
+    return None
+  if name is not None and not is_name(name):
+    raise UserError(
+      f"--name={name}: wanted at most 100 letters, digits, '.', '_' and '-', beginning with a "
+      'letter or digit'
+    )
+  return Registry(directory, '--registry', allow_plaintext=allow_plaintext)
+
+
+def lease_of(
+  kind: Kind, address: str, name: str | None, fingerprint: Mapping[str, str] | None = None
+) -> Lease:
+  """Returns a service's lease.
+
+  Args:
+    address: where it listens.
+    name: value of --name; None: it is named after kind and host.
+  """
+  return Lease(
+    kind=kind,
+    name=name or service_name(kind),
+    address=public_address(address),
+    fingerprint=fingerprint or {},
+  )
+
+
+@contextlib.asynccontextmanager
+async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterator[None]:
+  """Holds leases during the block, if there is a registry."""
+  if registry is None:
+    yield
+    return
+  async with registered(registry, *leases):
+    yield
+
+
+def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConfig | None:
+  """Returns the configuration of the front that the flags describe; None: only this user's
+  processes can connect.
   """
   check_addresses_file(values.addresses_file)
   if not values.host:
     return None
-  if not values.token_file:
-    raise UserError('--token_file is missing: with --host a front requires a token of every client')
-  names = ('host', 'port', 'token_file', 'tls_cert', 'tls_key', 'allow_plaintext')
-  return FrontConfig(**{name: values[name].value for name in names})
+  names = ('host', 'port', 'tls_cert', 'tls_key', 'allow_plaintext')
+  token_file = token_of(values.token_file, registry)
+  return FrontConfig(token_file=token_file, **{name: values[name].value for name in names})
+
+
+def token_of(token_file: str | None, registry: Registry | None) -> str:
+  """Returns the file with a front's token: the one given, or else that of the registry's key."""
+  if token_file:
+    return token_file
+  if registry is None:
+    raise UserError(
+      '--token_file is missing: with --host a front requires a token of every client; name a '
+      'file, or a --registry, whose key serves as token'
+    )
+  return str(registry.key_file)
 
 
 def check_addresses_file(file: str | None) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import os
+import pathlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,11 +23,19 @@ from absl import flags, logging
 from aiohttp import web
 
 from jaxrl_llm.app.composition.prepare import model_directory
-from jaxrl_llm.app.serve.listening import define_listening, read_front, write_addresses
+from jaxrl_llm.app.serve.listening import (
+  define_listening,
+  lease_of,
+  open_registry,
+  read_front,
+  registering,
+  write_addresses,
+)
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.net.registry import Kind
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.master.reward_model import Batcher, RewardModel
 from jaxrl_llm.models.api import build_model
@@ -61,6 +72,8 @@ _CHARACTERS = 256
 """Length in characters of the longest token in common vocabularies; a text of more than this times
 the maximum number of tokens cannot fit.
 """
+_END_BYTES = 1 << 20
+"""Bytes of each file that a fingerprint reads."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -150,10 +163,26 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
   return turns, completion
 
 
+def _fingerprint(directory: pathlib.Path) -> dict[str, str]:
+  """Returns a digest of the model's configuration and of the ends of its weights' files, which
+  tells trained models apart.
+  """
+  digest = hashlib.sha256()
+  for file in sorted([directory / 'config.json', *directory.glob('*.safetensors')]):
+    with file.open('rb') as opened:
+      size = opened.seek(0, os.SEEK_END)
+      opened.seek(max(0, size - _END_BYTES))
+      digest.update(f'{file.name} {size}\n'.encode() + opened.read())
+  return {'model': digest.hexdigest()[:16]}
+
+
 async def serve(
-  model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]
+  model: RewardModel,
+  tokenizer: Tokenizer,
+  front: Any,
+  ready: Callable[[str], contextlib.AbstractAsyncContextManager[None]],
 ) -> None:
-  """Serves until SIGINT or SIGTERM; calls `say` with the address once ready."""
+  """Serves until SIGINT or SIGTERM; enters `ready`, given the address, while it serves."""
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -166,9 +195,8 @@ async def serve(
     routes=ROUTES,
   )
   try:
-    async with where as (address, public):
+    async with where as (address, public), ready(public or address):
       running = asyncio.create_task(batcher.run())
-      say(public or address)
       stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
       # wait signal: none, see above
       await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,16 +218,23 @@ def _run(argv: Sequence[str], document: str | None) -> int:
     raise UserError(
       '--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it'
     )
-  front = read_front(FLAGS)
+  registry = open_registry(FLAGS.registry, FLAGS.name)
+  front = read_front(FLAGS, registry)
   logging.set_verbosity(-1)
   settings = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}
   model, tokenizer = load(FLAGS.model, **settings)
 
-  def say(address: str) -> None:
-    options = {'addresses': [address if address.startswith('unix:') else f'{address}/']}
+  fingerprint = {} if registry is None else _fingerprint(model_directory(FLAGS.model))
+
+  @contextlib.asynccontextmanager
+  async def ready(address: str) -> AsyncIterator[None]:
+    url = address if address.startswith('unix:') else f'{address}/'
+    options = {'addresses': [url]} if registry is None else {'discover': FLAGS.name or '*'}
     print(f'{FLAGS.model} scores on {jax.device_count()} devices at {address}', flush=True)
     print(f"use it as a scorer: kind 'http', options {json.dumps(options)}", flush=True)
-    write_addresses(FLAGS.addresses_file, options['addresses'])
+    async with registering(registry, lease_of(Kind.REWARD, url, FLAGS.name, fingerprint)):
+      write_addresses(FLAGS.addresses_file, [url])
+      yield
 
-  asyncio.run(serve(model, tokenizer, front, say))
+  asyncio.run(serve(model, tokenizer, front, ready))
   return 0

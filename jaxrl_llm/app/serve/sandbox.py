@@ -11,11 +11,19 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxrl_llm.app.serve.listening import define_listening, read_front, write_addresses
+from jaxrl_llm.app.serve.listening import (
+  define_listening,
+  lease_of,
+  open_registry,
+  read_front,
+  registering,
+  write_addresses,
+)
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.net.front import FrontConfig
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.net.registry import Kind, Registry
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 
 FLAGS = flags.FlagValues()
@@ -32,8 +40,13 @@ flags.DEFINE_enum(
 define_listening(FLAGS)
 
 
-async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
-  """Serves sandboxes until SIGINT or SIGTERM."""
+async def serve(
+  server: SandboxServer,
+  front: FrontConfig | None,
+  registry: Registry | None = None,
+  name: str | None = None,
+) -> None:
+  """Serves sandboxes until SIGINT or SIGTERM, registered as `name` if there is a registry."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -42,8 +55,9 @@ async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
     public,
   ):
     print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
-    write_addresses(FLAGS.addresses_file, [public or address])
-    await stop.wait()  # wait signal: none, a service runs until then
+    async with registering(registry, lease_of(Kind.SANDBOX, public or address, name)):
+      write_addresses(FLAGS.addresses_file, [public or address])
+      await stop.wait()  # wait signal: none, a service runs until then
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:
@@ -53,10 +67,11 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 
 def _run(argv: Sequence[str], document: str | None) -> int:
   parse_flags(argv, FLAGS, document, takes_config=False)
-  front = read_front(FLAGS)
+  registry = open_registry(FLAGS.registry, FLAGS.name)
+  front = read_front(FLAGS, registry)
   server = SandboxServer(isolation=FLAGS.isolation, at_once=FLAGS.programs or os.cpu_count() or 1)
   try:
-    asyncio.run(serve(server, front))
+    asyncio.run(serve(server, front, registry, FLAGS.name))
   finally:
     server.close()
   return 0

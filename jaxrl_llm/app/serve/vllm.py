@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import json
 import pathlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags, logging
 
-from jaxrl_llm.app.serve.listening import check_addresses_file, write_addresses
+from jaxrl_llm.app.serve.listening import (
+  check_addresses_file,
+  define_registering,
+  lease_of,
+  open_registry,
+  registering,
+  token_of,
+  write_addresses,
+)
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.front import Front, FrontConfig
+from jaxrl_llm.core.net.registry import Kind, Registry, service_name
+from jaxrl_llm.rollout.vllm.discovery import fingerprint
 from jaxrl_llm.rollout.vllm.server import (
   WORKER,
   WORKER_MODULE,
@@ -24,6 +36,7 @@ from jaxrl_llm.rollout.vllm.server import (
   parse_options,
   server_commands,
 )
+from jaxrl_llm.weights.hf import read_spec
 
 FLAGS = flags.FlagValues()
 _MODEL = flags.DEFINE_string(
@@ -87,7 +100,7 @@ _PORT = flags.DEFINE_integer(
 _TOKEN = flags.DEFINE_string(
   'token_file',
   None,
-  'File with the bearer token (mode 600), required with --host.',
+  "File with the bearer token (mode 600), required with --host; default: the registry's key.",
   flag_values=FLAGS,
 )
 _CERT = flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=FLAGS)
@@ -116,13 +129,26 @@ _FILE = flags.DEFINE_string(
   flag_values=FLAGS,
 )
 
+_ROLE = flags.DEFINE_enum(
+  'registered_as',
+  'vllm',
+  ['vllm', 'judge'],
+  'With --registry: vllm: samples from the policy; judge: judges with its weights (--load=auto).',
+  flag_values=FLAGS,
+)
+define_registering(FLAGS)
+
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
 """Seconds of uninterrupted service after which a server's count of successive failures restarts."""
 
 
-async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) -> None:
+Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
+"""Registers a server, given its number and address, during a block."""
+
+
+async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], lend: Lend) -> None:
   """Serves until SIGINT or SIGTERM; raises RunError when a server cannot be kept up."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -141,7 +167,10 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) ->
       server.start()
     stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
     async with asyncio.TaskGroup() as group:
-      keepers = [group.create_task(keep_up(server)) for server in servers]
+      keepers = [
+        group.create_task(keep_up(server, functools.partial(lend, i, addresses[i])))
+        for i, server in enumerate(servers)
+      ]
       announcer = group.create_task(announce(servers, addresses))
       # wait signal: none, see above
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,14 +189,19 @@ async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
   write_addresses(_FILE.value, addresses)
 
 
-async def keep_up(server: OwnedServer) -> None:
-  """Restarts an ended server; raises RunError after more than _MAX_RESTARTS failures in a row."""
+async def keep_up(
+  server: OwnedServer, lend: Callable[[], contextlib.AbstractAsyncContextManager[None]]
+) -> None:
+  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in
+  a row. The server is registered while it runs.
+  """
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
     since = loop.time()
-    while server.is_running():  # wait server: none, it is restarted when it ends
-      await asyncio.sleep(0.5)
+    async with lend():
+      while server.is_running():  # wait server: none, it is restarted when it ends
+        await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
     logging.error('%s ended: %s', server.name, server.last_lines())
     if failures > _MAX_RESTARTS:
@@ -190,8 +224,8 @@ def _run(options: Sequence[str]) -> int:
   model = pathlib.Path(_MODEL.value).absolute()
   if not (model / 'config.json').exists():
     raise UserError(f'--model={_MODEL.value}: has no config.json; wanted a model directory')
-  if _HOST.value and not _TOKEN.value:
-    raise UserError('--token_file is missing: with --host a front requires a token of every client')
+  if _ROLE.value == 'judge' and _LOAD.value == 'dummy':
+    raise UserError('--registered_as=judge: has no weights of its own; add --load=auto')
   config = VllmConfig(
     environment=_ENVIRONMENT.value,
     servers=_SERVERS.value,
@@ -215,7 +249,11 @@ def _run(options: Sequence[str]) -> int:
     worker_class=f'{module}.Worker',
   )
   logs = pathlib.Path(_LOGS.value).absolute()
-  fronts = [front_config(i) for i in range(len(commands))]
+  if _HOST.value and not FLAGS.registry:
+    token_of(_TOKEN.value, None)
+  digests = _digests(model) if FLAGS.registry else {}
+  registry = open_registry(FLAGS.registry, FLAGS.name)
+  fronts = [front_config(i, registry) for i in range(len(commands))]
   try:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -229,19 +267,38 @@ def _run(options: Sequence[str]) -> int:
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)
   try:
-    asyncio.run(serve(servers, fronts))
+    asyncio.run(serve(servers, fronts, functools.partial(_lend, registry, digests)))
   except BaseExceptionGroup as group:
     raise first_cause(group) from None
   return 0
 
 
-def front_config(i: int) -> FrontConfig | None:
+def _digests(model: pathlib.Path) -> dict[str, str]:
+  """Returns the fingerprint of the servers; of a judge's model no more is known than its
+  config.json.
+  """
+  if _ROLE.value == 'judge':
+    return {'config': hashlib.sha256((model / 'config.json').read_bytes()).hexdigest()[:16]}
+  file = model / 'tokenizer.json'
+  return fingerprint(read_spec(model), file.read_bytes() if file.exists() else None)
+
+
+def _lend(
+  registry: Registry | None, digests: Mapping[str, str], i: int, address: str
+) -> contextlib.AbstractAsyncContextManager[None]:
+  kind = Kind(_ROLE.value)
+  # A new lease each time: the server that comes back is another one.
+  name = f'{FLAGS.name}-{i}' if FLAGS.name else service_name(f'{kind}-{i}')
+  return registering(registry, lease_of(kind, address, name, digests))
+
+
+def front_config(i: int, registry: Registry | None) -> FrontConfig | None:
   if not _HOST.value:
     return None
   return FrontConfig(
     host=_HOST.value,
     port=_PORT.value and _PORT.value + i,
-    token_file=_TOKEN.value,
+    token_file=token_of(_TOKEN.value, registry),
     tls_cert=_CERT.value,
     tls_key=_KEY.value,
     allow_plaintext=_PLAIN.value,

@@ -93,8 +93,10 @@ class FrontConfig:
   host: str = '127.0.0.1'
   port: int = 0
   """Port to listen on; 0: any free port."""
-  token_file: str
-  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600."""
+  token_file: str | None = None
+  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600
+  (owner only). None: the key of the run's registry.
+  """
   tls_cert: str | None = None
   """PEM file with the certificate and, if there is one, its chain; None: no TLS."""
   tls_key: str | None = None
@@ -449,7 +451,12 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def _read_token(path: str) -> str:
+def _read_token(path: str | None) -> str:
+  if path is None:
+    raise UserError(
+      'front.token_file: missing, and there is no registry whose key could serve; name a file '
+      'with a token of at least 16 characters, mode 600'
+    )
   try:
     with open(path, 'rb') as file:
       mode = os.fstat(file.fileno()).st_mode

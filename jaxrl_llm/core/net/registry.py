@@ -137,7 +137,7 @@ class Lease:
 
   def __post_init__(self):
     where = f'lease {self.name!r:.120}'
-    if not _NAME.fullmatch(self.name):
+    if not is_name(self.name):
       raise UserError(
         f"{where}: wanted a name of at most 100 letters, digits, '.', '_' and '-', beginning with "
         'a letter or digit'
@@ -162,6 +162,11 @@ class Lease:
         'allow_plaintext where the network is trusted'
       )
     return None
+
+
+def is_name(name: str) -> bool:
+  """Whether a lease can have this name."""
+  return _NAME.fullmatch(name) is not None
 
 
 def service_name(name: str) -> str:
@@ -521,8 +526,8 @@ class _Seen:
   """Identity of its content: changes with each renewal."""
   lease: Lease | None
   """None: the file holds no lease that this reader accepts."""
-  order: int
-  """Number of files that this reader saw earlier."""
+  order: tuple[int, float]
+  """Number of the look at which the reader saw the file first, and the lease's own start."""
   age_s: float = 0.0
   """Seconds since the reader last saw the file change."""
 
@@ -539,7 +544,7 @@ class Watch:
     self.expired: frozenset[str] = frozenset()
     self._kind, self._lease_s = kind, registry.lease_s
     self._seen: dict[str, _Seen] = {}
-    self._number = 0
+    self._looks = 0
     self._last: float | None = None
     self._leases: tuple[Lease, ...] = ()
     self._failures = 0
@@ -582,6 +587,7 @@ class Watch:
 
   def _scan(self, folder: int, gap: float) -> None:
     files, refused = _files(folder, self._kind), []
+    self._looks += 1
     self._seen = {file: seen for file, seen in self._seen.items() if file in set(files)}
     for file in files:
       try:
@@ -598,8 +604,8 @@ class Watch:
       if reason and (seen is None or seen.lease is not None):
         refused.append(f'{file}: {reason}')
       if seen is None:
-        self._number += 1
-        seen = self._seen[file] = _Seen(state, lease, self._number)
+        order = (self._looks, lease.started if lease else 0.0)
+        seen = self._seen[file] = _Seen(state, lease, order)
       # A file that changed without another renewal, such as its times alone, grows older.
       seen.age_s = 0.0 if lease != seen.lease else seen.age_s + gap
       seen.state, seen.lease = state, lease

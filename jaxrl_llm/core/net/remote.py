@@ -65,6 +65,36 @@ class RemoteOptions:
       certificates(self.ca_file, where)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiscoveringOptions(RemoteOptions):
+  """Options of a service whose addresses a registry may tell."""
+
+  addresses: tuple[str, ...] = ()
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
+  busy address.
+  """
+  discover: str | None = None
+  """Pattern of names, such as '*' or 'quality-*': the addresses are those of the services in the
+  run's registry whose names match, as long as they are there. None: `addresses`.
+  """
+  key_file: str | None = None
+  """File whose first line is the bearer token; None: with `discover` the registry's key, else no
+  token.
+  """
+
+  def check(self, where: str) -> None:
+    if self.discover is None:
+      super().check(where)
+      return
+    if self.addresses or not self.discover:
+      raise UserError(
+        f'{where}: discover is {self.discover!r}, with {len(self.addresses)} addresses; wanted a '
+        "pattern such as '*', and no addresses"
+      )
+    # Its other checks, with an address that is never called.
+    dataclasses.replace(self, discover=None, addresses=('unix:/discovered',)).check(where)
+
+
 def _check_addresses(addresses: Sequence[str], where: str) -> None:
   if not addresses:
     raise UserError(f'{where}: addresses is empty, wanted at least one')

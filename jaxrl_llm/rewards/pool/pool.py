@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.rewards.api import (
   AnyScorer,
@@ -30,6 +31,7 @@ from jaxrl_llm.rewards.api import (
   in_force,
 )
 from jaxrl_llm.rewards.pool.awaited import AwaitedScorer
+from jaxrl_llm.rewards.pool.discovered import Discovered
 from jaxrl_llm.rewards.pool.live import Live, LiveFile, Partly
 from jaxrl_llm.rewards.pool.outcome import CallOutcome
 from jaxrl_llm.rewards.pool.processes import Workers
@@ -51,12 +53,14 @@ class ScorerPool:
     config: RewardsConfig,
     *,
     live: pathlib.Path | None = None,
+    registry: Registry | None = None,
   ):
     """
     Args:
       scorers: scorers, keyed by their names in `config`.
       live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such
         file.
+      registry: registry of the run, for scorers that discover their services; None: there is none.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
     if missing:
@@ -78,6 +82,13 @@ class ScorerPool:
       longest_s=max((s.deadline_s for s in config.scorers), default=0.0),
     )
     self._live = None if live is None else LiveFile(live, self._apply)
+    discovering = {name: s.discovers for name, s in waits.items() if s.discovers is not None}
+    if discovering and registry is None:
+      raise UserError(
+        f'scorer {min(discovering)!r}: discover is set, and there is no registry; set '
+        '--config.registry={}, or give addresses'
+      )
+    self._discovered = Discovered(registry, discovering, self._apply) if discovering else None
 
   async def start(self) -> None:
     """Starts the workers and opens the awaited scorers; returns when all respond."""
@@ -85,6 +96,8 @@ class ScorerPool:
       await awaited.start()
     if self._live is not None:
       await self._live.check()
+    if self._discovered is not None:
+      await self._discovered.start()
     await self._workers.start()
     if self._live is not None:
       self._live.start()
@@ -93,6 +106,8 @@ class ScorerPool:
     """Kills the workers and closes the awaited scorers; calls in flight raise RunError."""
     if self._live is not None:
       await self._live.close()
+    if self._discovered is not None:
+      await self._discovered.close()
     await asyncio.gather(
       self._workers.close(), *(awaited.close() for awaited in self._awaited.values())
     )

@@ -19,16 +19,16 @@ from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.remote import RemoteOptions, ServiceClient
+from jaxrl_llm.core.net.remote import DiscoveringOptions, ServiceClient
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, ScorerConfig, Verdict
+from jaxrl_llm.rewards.api import Attempt, Awaited, Discovers, Scorer, ScorerConfig, Verdict
 from jaxrl_llm.rewards.sandbox.isolation import Isolation
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, ProgramOutcome, Sandboxes, Work
 from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodeOptions(RemoteOptions):
+class CodeOptions(DiscoveringOptions):
   credit: Literal['all', 'fraction'] = 'all'
   """Value of a program that passes only some tests. all: 0; fraction: the fraction that it passes.
   In both cases, the part `passed` of the score holds the fraction.
@@ -256,7 +256,7 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
   options = dict(config.options)
   remote_s = (
     options.get('request_deadline_s', CodeOptions.request_deadline_s)
-    if options.get('addresses')
+    if options.get('addresses') or options.get('discover') is not None
     else math.inf
   )
   if not isinstance(remote_s, int | float):
@@ -276,7 +276,7 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
   """Whether the program passes the task's tests, run in a sandbox; options: `CodeOptions`."""
   read = from_json(dict(options), CodeOptions, "options of scorer 'code'")
   limits = read.limits
-  if read.addresses:
+  if read.addresses or read.discover is not None:
     read.check("scorer 'code'")
     if read.wall_s >= read.request_deadline_s:
       raise UserError(
@@ -285,7 +285,11 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
         f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never '
         'ends scores 0'
       )
-    return Awaited(functools.partial(SandboxHosts, read), concurrency=read.concurrency)
+    return Awaited(
+      functools.partial(SandboxHosts, read),
+      concurrency=read.concurrency,
+      discovers=Discovers.of('sandbox', read.discover),
+    )
   # Fails at the start on a machine that cannot isolate.
   Sandboxes(limits, isolation=read.isolation).close()
   return functools.partial(score_code, options=read)

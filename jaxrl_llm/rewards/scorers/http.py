@@ -15,14 +15,14 @@ from typing import Any
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.net.client import Malformed
-from jaxrl_llm.core.net.remote import RemoteOptions, ServiceClient, read_object
+from jaxrl_llm.core.net.remote import DiscoveringOptions, ServiceClient, read_object
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict
+from jaxrl_llm.rewards.api import Attempt, Awaited, Discovers, Verdict
 from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EndpointOptions(RemoteOptions):
+class EndpointOptions(DiscoveringOptions):
   """Options of the scorer; addresses are full URLs: `http://host:port/path`."""
 
 
@@ -82,4 +82,8 @@ def http_scorer(**options: Any) -> Awaited:
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")
-  return Awaited(functools.partial(Endpoint, read), concurrency=read.concurrency)
+  return Awaited(
+    functools.partial(Endpoint, read),
+    concurrency=read.concurrency,
+    discovers=Discovers.of('reward', read.discover),
+  )

@@ -64,6 +64,9 @@ _CHECK_S = 0.25
 Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 """Responds to a message, given the sender's name, the message and the HTTP request behind it."""
 
+Announce = Callable[[str], contextlib.AbstractAsyncContextManager[None]]
+"""Announces the run at an address during a block."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorersConfig:
@@ -117,6 +120,7 @@ class Crew:
     bounds: Bounds,
     logs: pathlib.Path,
     command: ExplorerCommand,
+    announce: Announce | None = None,
   ):
     """
     Args:
@@ -128,14 +132,16 @@ class Crew:
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
       command: returns the command line of an explorer process.
+      announce: tells explorers the address for those elsewhere (or, without one, the local
+        address) during a block; None: they are told otherwise.
     """
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
     self.text, self.address, self.front, self._bounds = text, '', None, bounds
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
-    self._logs, self._command = logs, command
-    self._nobody_since, self._reported_lost = time.monotonic(), 0
+    self._logs, self._command, self._announce = logs, command, announce
+    self._nobody_since, self._told = time.monotonic(), 0
     self._failure: Exception | None = None
     self._opened = contextlib.AsyncExitStack()
     self._processes: list[ExplorerProcess] = []
@@ -157,6 +163,8 @@ class Crew:
     self.address, self.front = await self._opened.enter_async_context(listener)
     if self.front is not None:
       logging.info('explorers: others can connect to %s', self.front)
+    if self._announce is not None:
+      await self._opened.enter_async_context(self._announce(self.front or self.address))
     for number in range(self._config.processes):
       explorer = ExplorerProcess(f'explorer-{number}', self.address, self._logs, self._command)
       self._processes.append(explorer)

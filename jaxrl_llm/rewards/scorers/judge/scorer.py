@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple, Self
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.net.client import Malformed
-from jaxrl_llm.core.net.remote import CHAT_PATH, RemoteOptions, ServiceClient, read_object
+from jaxrl_llm.core.net.remote import CHAT_PATH, DiscoveringOptions, ServiceClient, read_object
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.api import Attempt, Awaited, AwaitedGroup, Verdict
+from jaxrl_llm.rewards.api import Attempt, Awaited, AwaitedGroup, Discovers, Verdict
 from jaxrl_llm.rewards.scorers.judge.cache import Cache
 from jaxrl_llm.rewards.scorers.judge.texts import (
   COMPARE,
@@ -40,7 +40,7 @@ from jaxrl_llm.rewards.scorers.judge.texts import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JudgeOptions(RemoteOptions):
+class JudgeOptions(DiscoveringOptions):
   """Options of the judge; addresses are `http://host:port`, optionally with `/v1`, or
   `unix:/path/to.sock`.
   """
@@ -306,6 +306,10 @@ def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
   """
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")
+  how = {
+    'concurrency': read.concurrency,
+    'discovers': Discovers.of('judge', read.discover),
+  }
   if read.mode == 'pairwise':
-    return AwaitedGroup(functools.partial(ComparingJudge, read), concurrency=read.concurrency)
-  return Awaited(functools.partial(ScoringJudge, read), concurrency=read.concurrency)
+    return AwaitedGroup(functools.partial(ComparingJudge, read), **how)
+  return Awaited(functools.partial(ScoringJudge, read), **how)
