@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import json
 import multiprocessing
 import os
 import pathlib
@@ -24,7 +23,7 @@ import jax
 
 from jaxrl_llm.app.run import Stop, run
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import apply_overrides, load_file
+from jaxrl_llm.config.load import apply_overrides, load_file, override_text
 from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.parallel.job import this_job
@@ -65,19 +64,9 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
     UserError: the file or an override is invalid.
   """
   return apply_overrides(
-    load_file(spec, Config), {key: _text(key, value) for key, value in (overrides or {}).items()}
+    load_file(spec, Config),
+    {key: override_text(key, value) for key, value in (overrides or {}).items()},
   )
-
-
-def _text(key: str, value: Json) -> str:
-  if isinstance(value, str):
-    return value
-  try:
-    return json.dumps(value)
-  except TypeError:
-    raise UserError(
-      f'override {key}: {type(value).__name__}, wanted text, a number, a list or a mapping'
-    ) from None
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import pathlib
 import re
 import sys
@@ -153,38 +154,67 @@ def load_file(spec: str, root_type: type) -> Any:
 
   `NAME[:VARIANT]` names a shipped configuration.
   """
-  match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
-  shipped = re.fullmatch(r'(?P<path>\w+)(?::(?P<variant>.*))?', spec)
-  if match is None and shipped is None:
-    raise UserError(
-      f'--config={spec}: wanted FILE.py[:VARIANT], or the name of a shipped configuration'
-    )
-  path = pathlib.Path(match['path']) if match else SHIPPED / f'{shipped["path"]}.py'
-  match = match or shipped
-  if match is shipped and not path.is_file():
-    names = [name.removesuffix('.py') for name in _neighbours(path)]
-    raise UserError(
-      f'--config={spec}: no such shipped configuration; {nearest(shipped["path"], names)}'
-    )
-  if not path.is_file():
-    raise UserError(f'{path}: no such configuration file; {nearest(path.name, _neighbours(path))}')
-  get_config = _execute(path).get('get_config')
-  if not callable(get_config):
-    raise UserError(
-      f"{path}: defines no function get_config(variant: str = ''), which returns the configuration"
-    )
-  variant = match['variant'] or ''
-  if variant and not inspect.signature(get_config).parameters:
-    raise UserError(
-      f'{path}:{variant}: get_config() of this file takes no variant; wanted --config={path}'
-    )
-  config = _guarded(path, lambda: get_config(variant) if variant else get_config())
-  if type(config) is not root_type:
-    raise UserError(
-      f'{path}: get_config returned a {type(config).__name__}, wanted a {root_type.__name__}'
-    )
+  path, config = call_file(
+    spec, root_type, function='get_config', what='configuration', flag='--config', shipped=SHIPPED
+  )
   check_types(config, f'{path}: config')
   return config
+
+
+def call_file(
+  spec: str, root_type: type, *, function: str, what: str, flag: str, shipped: pathlib.Path
+) -> tuple[pathlib.Path, Any]:
+  """Runs `PATH.py[:VARIANT]`; returns its path and the result of its `function(variant)`.
+
+  Args:
+    spec: file, or the name of a shipped one, with an optional variant.
+    root_type: type of the result; its fields are not checked.
+    function: name of the function that the file defines.
+    what: noun for the result in messages.
+    flag: flag that gave `spec`, for messages.
+    shipped: directory of the files that a name alone selects.
+  """
+  match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
+  named = re.fullmatch(r'(?P<path>\w+)(?::(?P<variant>.*))?', spec)
+  if match is None and named is None:
+    raise UserError(f'{flag}={spec}: wanted FILE.py[:VARIANT], or the name of a shipped {what}')
+  path = pathlib.Path(match['path']) if match else shipped / f'{named["path"]}.py'
+  match = match or named
+  if match is named and not path.is_file():
+    names = [name.removesuffix('.py') for name in _neighbours(path)]
+    raise UserError(f'{flag}={spec}: no such shipped {what}; {nearest(named["path"], names)}')
+  if not path.is_file():
+    raise UserError(f'{path}: no such {what} file; {nearest(path.name, _neighbours(path))}')
+  call = _execute(path).get(function)
+  if not callable(call):
+    raise UserError(
+      f"{path}: defines no function {function}(variant: str = ''), which returns the {what}"
+    )
+  variant = match['variant'] or ''
+  if variant and not inspect.signature(call).parameters:
+    raise UserError(
+      f'{path}:{variant}: {function}() of this file takes no variant; wanted {flag}={path}'
+    )
+  result = _guarded(path, lambda: call(variant) if variant else call())
+  if type(result) is not root_type:
+    raise UserError(
+      f'{path}: {function} returned a {type(result).__name__}, wanted a {root_type.__name__}'
+    )
+  return path, result
+
+
+def override_text(key: str, value: Any) -> str:
+  """Returns a value as the text of an override, which `apply_overrides` parses; text stays as it
+  is.
+  """
+  if isinstance(value, str):
+    return value
+  try:
+    return json.dumps(value)
+  except TypeError:
+    raise UserError(
+      f'override {key}: {type(value).__name__}, wanted text, a number, a list or a mapping'
+    ) from None
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
