@@ -38,6 +38,8 @@ _NAMES = (
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
   ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
+  # Sweeps
+  ('jaxrl_llm.app.sweeps.sweep', 'MedianRule Range Start SuccessiveHalving Sweep'),
   # Scorers
   ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),
   ('jaxrl_llm.core.records.score', 'Score'),

@@ -56,7 +56,7 @@ them. The enclosing package stands for its modules alone: `rollout` does not inc
 """
 CONFIGS = PACKAGE / 'configs'
 """A link to the shipped configurations, which import the public names alone."""
-MODULES = sorted(path for path in PACKAGE.glob('*/**/*.py') if path.parent != CONFIGS)
+MODULES = sorted(path for path in PACKAGE.glob('*/**/*.py') if CONFIGS not in path.parents)
 _NAMED = re.compile(r'\bjaxrl_llm(?:\.\w+)+')
 
 
@@ -132,9 +132,9 @@ def test_every_nested_package_has_its_imports_listed():
   assert nested == set(NESTED)
 
 
-@pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.name)
+@pytest.mark.parametrize('path', sorted((ROOT / 'configs').rglob('*.py')), ids=lambda p: p.name)
 def test_configurations_import_public_names_alone(path):
-  assert (CONFIGS / path.name).samefile(path)
+  assert (CONFIGS / path.relative_to(ROOT / 'configs')).samefile(path)
   assert {name.split('.')[1] for name in imported_modules(path.read_text(), 'configs')} <= {'api'}
 
 

@@ -15,7 +15,7 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
@@ -36,19 +36,23 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
   """Writes `<workdir>/report.html` (or `target`) from the run's logs and returns its path."""
   workdir = pathlib.Path(workdir)
   path = pathlib.Path(target) if target else workdir / 'report.html'
-  text = render(payload(workdir))
-  temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(text, encoding='utf-8')
-  temporary.replace(path)
+  write(path, render(payload(workdir)))
   return path
 
 
-def render(data: Mapping[str, Any]) -> str:
-  """Returns the HTML page for a payload."""
+def write(path: pathlib.Path, text: str) -> None:
+  """Writes a page, replacing any existing one atomically."""
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_text(text, encoding='utf-8')
+  temporary.replace(path)
+
+
+def render(data: Mapping[str, Any], scripts: Sequence[str] = SCRIPTS) -> str:
+  """Returns the HTML page for a payload, drawn by `scripts`."""
   style = (ASSETS / 'style.css').read_text(encoding='utf-8')
   script = (
     "(() => {\n'use strict';\n"
-    + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in SCRIPTS)
+    + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in scripts)
     + '})();'
   )
   parts = {
@@ -80,7 +84,7 @@ def payload(workdir: pathlib.Path) -> Row:
       'started'
     )
   rows, corrupt = writers.read_jsonl(log)
-  stages = _stages(rows)
+  stages = stages_of(rows)
   series = _series(rows, stages)
   rollouts, corrupt_rollouts = transcripts.rollouts(workdir, stages)
   answers, corrupt_answers = transcripts.answers(workdir, stages)
@@ -115,12 +119,13 @@ def _config(path: pathlib.Path) -> Any:
     return {'config.json cannot be read': str(error)}
 
 
-def _step(row: Row) -> int:
+def step_of(row: Row) -> int:
+  """Returns the step that a row names; 0 if it names none."""
   step = row.get(writers.STEP)
   return step if isinstance(step, int) else 0
 
 
-def _stages(rows: list[Row]) -> list[Row]:
+def stages_of(rows: list[Row]) -> list[Row]:
   """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to
   their steps.
 
@@ -131,7 +136,7 @@ def _stages(rows: list[Row]) -> list[Row]:
   names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']
   end = 0
   for name in names:
-    steps = [_step(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
+    steps = [step_of(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
     offset = end if min(steps) < end else 0
     start = end if stages else min(steps)
     end = max(steps) + offset
@@ -139,15 +144,16 @@ def _stages(rows: list[Row]) -> list[Row]:
   return stages
 
 
-def _stage_of(row: Row, stages: list[Row]) -> int:
+def stage_index(row: Row, stages: list[Row]) -> int:
+  """Returns the index of a row's stage."""
   return [s['name'] for s in stages].index(str(row.get(writers.STAGE, 'run')))
 
 
 def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
   points: dict[str, list[tuple[int, float | int | None, int]]] = {}
   for row in rows:
-    stage = _stage_of(row, stages)
-    x = _step(row) + stages[stage]['offset']
+    stage = stage_index(row, stages)
+    x = step_of(row) + stages[stage]['offset']
     for key, value in row.items():
       if key not in (writers.STAGE, writers.STEP) and (value is None or is_number(value)):
         points.setdefault(key, []).append((x, short(value), stage))
@@ -197,7 +203,7 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
     }
     if measured:
       columns.update(dict.fromkeys(measured))
-      table.setdefault((_stage_of(row, stages), _step(row)), {}).update(measured)
+      table.setdefault((stage_index(row, stages), step_of(row)), {}).update(measured)
   order = sorted(columns, key=lambda c: (not c.startswith('val-core/'), c))
   return {
     'columns': order,
@@ -222,7 +228,7 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
     measured = [row for row in rows if is_number(row.get(key))]
     milestones = [measured[0], *_stage_ends(measured)[:-1]] if len(measured) > 1 else []
     way = [
-      f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}'
+      f'{row[key]:.3f} at {row.get(writers.STAGE)} {step_of(row):,}'
       for row in _distinct(milestones, measured[-1])
     ]
     detail = 'from ' + ', '.join(way) if way else 'the only evaluation'
@@ -290,7 +296,7 @@ def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
       if key.endswith('/nonfinite'):
         nonfinite.setdefault(key.removesuffix('/nonfinite'), []).append(row)
   for key, bad in nonfinite.items():
-    first = f'{bad[0].get(writers.STAGE)} {_step(bad[0]):,}'
+    first = f'{bad[0].get(writers.STAGE)} {step_of(bad[0]):,}'
     notes.append(
       f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at '
       f'{first}.'
@@ -303,7 +309,7 @@ def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
   over = [row for row in rows if row.get('run/mismatch_over_budget')]
   if over:
     steps = f'{len(over):,} {"step" if len(over) == 1 else "steps"}'
-    first = f'{over[0].get(writers.STAGE)} {_step(over[0]):,}'
+    first = f'{over[0].get(writers.STAGE)} {step_of(over[0]):,}'
     notes.append(
       f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.'
     )

@@ -97,17 +97,17 @@ def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def _chosen(files: list[File]) -> tuple[list[File], float]:
+def _chosen(files: list[File], budget: int) -> tuple[list[File], float]:
   """Selects the rollouts files to embed and the byte limit for each, see `ROLLOUT_BYTES`."""
   total = sum(path.stat().st_size for _, _, path in files)
-  if total <= ROLLOUT_BYTES:
+  if total <= budget:
     return files, math.inf
   chosen = []
   for _, group in itertools.groupby(files, key=lambda file: file[0]):
     of_stage = list(group)
-    chosen += _spread_evenly(of_stage, max(2, int(len(of_stage) * ROLLOUT_BYTES / total)))
+    chosen += _spread_evenly(of_stage, max(2, int(len(of_stage) * budget / total)))
   size = sum(path.stat().st_size for _, _, path in chosen)
-  return chosen, math.inf if size <= 1.5 * ROLLOUT_BYTES else ROLLOUT_BYTES / len(chosen)
+  return chosen, math.inf if size <= 1.5 * budget else budget / len(chosen)
 
 
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
@@ -135,12 +135,17 @@ class _Indices(dict):
     return self.setdefault(value, len(self))
 
 
-def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
+def rollouts(
+  workdir: pathlib.Path, stages: list[Row], budget: int | None = None
+) -> tuple[Row, int]:
   """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of
   unreadable rows.
+
+  Args:
+    budget: bytes of files to embed; None: `ROLLOUT_BYTES`.
   """
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
-  chosen, limit = _chosen(files)
+  chosen, limit = _chosen(files, ROLLOUT_BYTES if budget is None else budget)
   tokens, scores, tasks = _Indices(), _Indices(), {}
   rows, corrupt = [], 0
   for stage, step, path in chosen:

@@ -5,6 +5,8 @@
   jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
   jaxrl evaluate    evaluates the commits of a run
   jaxrl report      rebuilds a run's report.html
+  jaxrl sweep       runs the trials of a sweep file: grids, random and guided search, seeds
+  jaxrl compare     writes a page that compares runs
   jaxrl score       scores a file of completions with one scorer
   jaxrl curate      selects the tasks that are worth training on
   jaxrl buffer      inspects a run's replay store
@@ -33,6 +35,8 @@ COMMANDS = (
     'serve',
     'evaluate',
     'report',
+    'sweep',
+    'compare',
     'score',
     'curate',
     'buffer',
@@ -42,7 +46,7 @@ COMMANDS = (
   ),
   'install',
 )
-_HANDLE_SIGNALS = ('train', 'score')
+_HANDLE_SIGNALS = ('train', 'score', 'sweep')
 """Names of the commands that install their own Ctrl-C handler once they run."""
 
 

@@ -1,0 +1,105 @@
+"""Writes a page that compares runs: curves, what differs, evaluations, the same tasks side by side.
+
+jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE]
+jaxrl compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
+
+Runs whose configurations are equal up to the seed form a group with a mean and a standard error.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxrl_llm.app.sweeps.ledger import Ledger
+from jaxrl_llm.app.sweeps.page import PAGE, build_page
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.runtime import comparison
+from jaxrl_llm.runtime.comparison import Compared, Objective
+from jaxrl_llm.runtime.transcripts import is_number
+from jaxrl_llm.runtime.writers import METRICS_FILE, STEP, read_jsonl
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_list('workdirs', None, 'Directories of runs.', flag_values=FLAGS)
+flags.DEFINE_string('sweepdir', None, 'Directory of a sweep, instead.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'objective',
+  None,
+  'Metric to compare by; by default the first accuracy of the evaluation, else the reward.',
+  flag_values=FLAGS,
+)
+flags.DEFINE_enum(
+  'direction',
+  'maximize',
+  ['maximize', 'minimize'],
+  'Which objective is better.',
+  flag_values=FLAGS,
+)
+flags.DEFINE_string(
+  'target', None, 'File to write; by default compare.html here, or of the sweep.', flag_values=FLAGS
+)
+_DEFAULTS = (r'val-core/.+/acc/greedy', r'val-core/.+/acc/[^/]+', r'val-core/.+/rewards/accuracies')
+"""Patterns of the objectives to try in turn."""
+_REWARD = 'critic/score/mean'
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
+  target = pathlib.Path(FLAGS.target) if FLAGS.target else None
+  if (FLAGS.workdirs is None) == (FLAGS.sweepdir is None):
+    raise UserError('wanted --workdirs=DIR,DIR or --sweepdir=DIR, see --help')
+  if FLAGS.sweepdir is not None:
+    ledger = Ledger(pathlib.Path(FLAGS.sweepdir))
+    path = build_page(ledger, target)
+    if path is None:
+      raise UserError(f'--sweepdir={FLAGS.sweepdir}: no trial has written metrics yet')
+  else:
+    path = _compare([pathlib.Path(text) for text in FLAGS.workdirs], target)
+  print(f'{path}  ({path.stat().st_size / 1e6:.1f} MB)')
+  return 0
+
+
+def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> pathlib.Path:
+  resolved = [path.resolve() for path in workdirs]
+  if len(set(resolved)) < 2 or len(set(resolved)) < len(resolved):
+    raise UserError(f'--workdirs={",".join(FLAGS.workdirs)}: wanted two runs or more, each once')
+  names = [path.name for path in resolved]
+  if len(set(names)) < len(names):
+    names = [str(path) for path in workdirs]
+  runs = dict(zip(names, workdirs, strict=True))
+  logs = {}
+  for name, path in runs.items():
+    if not (path / METRICS_FILE).is_file():
+      raise UserError(
+        f'--workdirs={path}: has no {METRICS_FILE}; give the directory of a run that has started'
+      )
+    logs[name], _ = read_jsonl(path / METRICS_FILE)
+  objective = _objective([row for rows in logs.values() for row in rows])
+  groups = comparison.groups_of(runs)
+  compared = [
+    Compared(name=name, workdir=path, group=groups[name], value=objective.value(logs[name]))
+    for name, path in runs.items()
+  ]
+  title = ' and '.join(names) if len(names) == 2 else f'{len(names)} runs'
+  return comparison.build(compared, target or pathlib.Path(PAGE), title=title, objective=objective)
+
+
+def _objective(rows: Sequence[dict]) -> Objective:
+  keys = {key for row in rows for key, value in row.items() if is_number(value)} - {STEP}
+  key = FLAGS.objective
+  if key is not None and key not in keys:
+    raise UserError(f'--objective={key}: no run has it; {one_line(nearest(key, sorted(keys)))}')
+  for pattern in _DEFAULTS:
+    key = key or next((name for name in sorted(keys) if re.fullmatch(pattern, name)), None)
+  return Objective(key=key or _REWARD, direction=FLAGS.direction)

@@ -1,0 +1,372 @@
+"""The ledger of a sweep: its trials, how far each is, and the objective as they measured it.
+
+Invariant: every change is one durable transaction, so a sweep that is killed at any moment goes on
+from what the ledger says. A trial's number, id and overrides never change. Who runs trials holds
+the sweep's lock: a sweep alone, or any number of tasks of a job array together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import json
+import math
+import pathlib
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sweeps.trials import Trial, trial_id
+from jaxrl_llm.config.load import difference
+from jaxrl_llm.config.values import from_json, to_json
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Json
+
+FILE = 'ledger.sqlite'
+LOCK = 'lock'
+TRIALS, LOGS = 'trials', 'logs'
+"""Folders of the trials' run directories and of what their processes print."""
+_BUSY_S = 60.0
+"""Maximum wait in seconds for another task's transaction."""
+_REPAIR = 'restore the file, or sweep into another --sweepdir'
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE trials (
+  number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key TEXT NOT NULL UNIQUE,
+  is_start INTEGER NOT NULL, overrides TEXT NOT NULL, state TEXT NOT NULL,
+  attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
+  step INTEGER NOT NULL DEFAULT 0, exit_code INTEGER, error TEXT, started REAL, ended REAL
+);
+CREATE TABLE reports (
+  id INTEGER PRIMARY KEY, trial INTEGER NOT NULL REFERENCES trials, step INTEGER NOT NULL,
+  value REAL, UNIQUE (trial, step)
+);
+"""
+
+
+class State(enum.StrEnum):
+  """State of a trial."""
+
+  WAITING = 'waiting'
+  RUNNING = 'running'
+  STOPPING = 'stopping'
+  """Early stopping has decided; the run is committing."""
+  STOPPED = 'stopped'
+  """Early stopping ended it; its run can be resumed or branched from."""
+  FINISHED = 'finished'
+  FAILED = 'failed'
+
+
+ENDED = (State.STOPPED, State.FINISHED, State.FAILED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """A trial and how far it is."""
+
+  number: int
+  id: str
+  trial: Trial
+  state: State
+  attempts: int
+  """Number of starts."""
+  failures: int
+  """Number of starts that ended badly by themselves."""
+  step: int
+  """Last step of its metrics."""
+  exit_code: int | None
+  """How its process last ended by itself."""
+  error: str | None
+  """Last line that a failed process printed."""
+  started: float | None
+  ended: float | None
+  """Times of the last start and end, in seconds since the epoch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """One measurement of the objective; reports are ordered as they arrived."""
+
+  trial: int
+  """Number of the trial."""
+  step: int
+  value: float
+  """May be nan."""
+
+
+@contextlib.contextmanager
+def locked(sweepdir: pathlib.Path, *, shared: bool) -> Iterator[None]:
+  """Holds the lock of a sweep during the block; a killed process loses it.
+
+  Args:
+    shared: as a task of a job array, which other tasks may run beside.
+
+  Raises:
+    UserError: another process runs this sweep.
+  """
+  try:
+    sweepdir.mkdir(parents=True, exist_ok=True)
+    lock = (sweepdir / LOCK).open('a+')
+  except OSError as error:
+    raise UserError(
+      f'--sweepdir={sweepdir}: {error.strerror}; choose a directory that can be written'
+    ) from error
+  with lock:
+    try:
+      fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise UserError(
+        f'--sweepdir={sweepdir}: in use by another sweep; wait for it, stop it, or choose another '
+        '--sweepdir'
+      ) from None
+    except OSError as error:
+      raise UserError(
+        f'--sweepdir={sweepdir}: cannot be locked ({error.strerror}); choose a directory on a '
+        'file system with locks'
+      ) from error
+    yield
+
+
+def in_use(workdir: pathlib.Path) -> bool:
+  """Whether a live run holds the lock of a run directory."""
+  try:
+    lock = (workdir / 'lock').open('r')
+  except FileNotFoundError:
+    return False
+  with lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return True
+  return False
+
+
+class Ledger:
+  """The ledger's file. Raises RunError if it cannot be read or written any more."""
+
+  def __init__(self, sweepdir: pathlib.Path, *, create: bool = False):
+    """Opens the ledger of a sweep.
+
+    Args:
+      create: whether to create a ledger that does not exist.
+
+    Raises:
+      UserError: there is no ledger, or the file is none.
+    """
+    self.sweepdir = sweepdir
+    self._path = sweepdir / FILE
+    if not create and not self._path.is_file():
+      raise UserError(f'--sweepdir={sweepdir}: has no {FILE}; give the directory of a sweep')
+    try:
+      self._db = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+      # Tasks on several machines share the file, so no write-ahead log, which needs shared memory.
+      self._db.execute('PRAGMA journal_mode = DELETE')
+      self._db.execute('PRAGMA synchronous = FULL')
+      with self._transaction():
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'trials'").fetchone():
+          for statement in filter(str.strip, _SCHEMA.split(';')):
+            self._db.execute(statement)
+      self.entries()
+    except (sqlite3.DatabaseError, RunError, ValueError, KeyError) as error:
+      raise UserError(f'{self._path}: not the ledger of a sweep ({error}); {_REPAIR}') from None
+
+  def close(self) -> None:
+    self._db.close()
+
+  @contextlib.contextmanager
+  def _transaction(self) -> Iterator[None]:
+    try:
+      self._db.execute('BEGIN IMMEDIATE')
+      yield
+      self._db.execute('COMMIT')
+    except sqlite3.DatabaseError as error:
+      raise RunError(
+        f'{self._path}: {error}; free disk space, end other processes that write to it, and start '
+        'again with the same command'
+      ) from error
+    finally:
+      if self._db.in_transaction:
+        self._db.execute('ROLLBACK')
+
+  # What the sweep is.
+
+  def meta(self) -> dict[str, Json]:
+    """Returns what the trials share, keyed by name; empty for a new ledger."""
+    return {key: json.loads(text) for key, text in self._db.execute('SELECT key, json FROM meta')}
+
+  def adopt(self, meta: Mapping[str, Json], *, may_change: Sequence[str] = ()) -> set[str]:
+    """Makes `meta` what the trials share; returns the names in `may_change` whose values changed.
+
+    Raises:
+      UserError: another value differs from the ledger's.
+    """
+    known = self.meta()
+    found = {key: _current(value) for key, value in known.items()}
+    changes = difference(found, dict(meta)) if known else []
+    fixed = [change for change in changes if change[0].partition('.')[0] not in may_change]
+    if fixed:
+      listed = '; '.join(
+        f'{key}: {old!r} in the ledger, {new!r} now' for key, old, new in fixed[:3]
+      )
+      more = f' and {len(fixed) - 3} more' if len(fixed) > 3 else ''
+      raise UserError(
+        f'{self._path}: the sweep has changed ({listed}{more}); undo the change, or sweep into '
+        'another --sweepdir'
+      )
+    with self._transaction():
+      for key, value in meta.items():
+        self._db.execute('INSERT OR REPLACE INTO meta VALUES (?, ?)', (key, json.dumps(value)))
+    return {change[0].partition('.')[0] for change in changes}
+
+  def add(self, trials: Sequence[Trial]) -> list[Entry]:
+    """Appends the trials that the ledger lacks, in one transaction; returns the entries of them
+    all.
+    """
+    with self._transaction():
+      known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
+      (count,) = self._db.execute('SELECT count(*) FROM trials').fetchone()
+      for trial in trials:
+        if trial.key not in known:
+          known.add(trial.key)
+          self._db.execute(
+            'INSERT INTO trials (number, id, key, is_start, overrides, state) '
+            'VALUES (?, ?, ?, ?, ?, ?)',
+            (
+              *(count, trial_id(count, trial), trial.key, trial.is_start),
+              *(json.dumps(dict(trial.overrides)), State.WAITING),
+            ),
+          )
+          count += 1
+    wanted = {trial.key for trial in trials}
+    return [entry for entry in self.entries() if entry.trial.key in wanted]
+
+  # How far it is.
+
+  def entries(self) -> list[Entry]:
+    """Returns all trials by number."""
+    rows = self._db.execute(
+      'SELECT number, id, overrides, is_start, state, attempts, failures, step, exit_code, error, '
+      'started, ended FROM trials ORDER BY number'
+    )
+    return [
+      Entry(
+        number=number,
+        id=name,
+        trial=Trial(overrides=json.loads(overrides), is_start=bool(is_start)),
+        state=State(state),
+        **dict(zip(('attempts', 'failures', 'step', 'exit_code', 'error'), rest[:5], strict=True)),
+        started=rest[5],
+        ended=rest[6],
+      )
+      for number, name, overrides, is_start, state, *rest in rows
+    ]
+
+  def workdir(self, entry: Entry) -> pathlib.Path:
+    """Returns the run directory of a trial."""
+    return self.sweepdir / TRIALS / entry.id
+
+  def recover(self, numbers: Sequence[int] | None = None) -> None:
+    """Settles trials that a killed sweep left running: they wait, or are stopped if that was
+    decided.
+
+    Args:
+      numbers: trials to settle; None: all.
+    """
+    chosen = range(1 << 31) if numbers is None else numbers
+    with self._transaction():
+      for entry in self.entries():
+        if entry.number not in chosen:
+          continue
+        if entry.state == State.RUNNING:
+          self._set(entry.number, state=State.WAITING)
+        elif entry.state == State.STOPPING:
+          self._set(entry.number, state=State.STOPPED)
+
+  def start(self, number: int) -> None:
+    """Notes that a trial's process is about to start."""
+    with self._transaction():
+      self._db.execute('UPDATE trials SET attempts = attempts + 1 WHERE number = ?', (number,))
+      self._set(number, state=State.RUNNING, started=time.time(), error=None)
+
+  def report(self, number: int, step: int, measured: Sequence[tuple[int, float]]) -> int:
+    """Notes a trial's last step and the objective where it was measured; returns how many
+    measurements are new.
+    """
+    with self._transaction():
+      self._db.execute('UPDATE trials SET step = max(step, ?) WHERE number = ?', (step, number))
+      before = self._db.total_changes
+      self._db.executemany(
+        'INSERT OR IGNORE INTO reports (trial, step, value) VALUES (?, ?, ?)',
+        [(number, at, None if math.isnan(value) else value) for at, value in measured],
+      )
+      return self._db.total_changes - before
+
+  def forget_reports(self) -> None:
+    """Removes all measurements, after which they are read from the runs' logs again."""
+    with self._transaction():
+      self._db.execute('DELETE FROM reports')
+
+  def reports(self) -> list[Report]:
+    """Returns all measurements in the order in which they arrived."""
+    rows = self._db.execute('SELECT trial, step, value FROM reports ORDER BY id')
+    return [
+      Report(trial=trial, step=step, value=math.nan if value is None else value)
+      for trial, step, value in rows
+    ]
+
+  def stopping(self, number: int) -> None:
+    """Notes, before the trial's process is told, that early stopping ends a trial."""
+    with self._transaction():
+      self._set(number, state=State.STOPPING)
+
+  def end(
+    self, number: int, state: State, *, exit_code: int | None = None, error: str | None = None
+  ) -> None:
+    """Notes how a trial's process ended; WAITING: it starts again later."""
+    with self._transaction():
+      self._set(number, state=state, exit_code=exit_code, error=error, ended=time.time())
+
+  def fail(self, number: int, state: State, *, exit_code: int | None, error: str) -> None:
+    """Notes that a trial's process ended badly."""
+    with self._transaction():
+      self._db.execute('UPDATE trials SET failures = failures + 1 WHERE number = ?', (number,))
+      self._set(number, state=state, exit_code=exit_code, error=error, ended=time.time())
+
+  def retry(self) -> int:
+    """Lets failed trials wait again, with all their retries; returns how many."""
+    with self._transaction():
+      failed = self._db.execute(
+        'UPDATE trials SET state = ?, failures = 0 WHERE state = ?', (State.WAITING, State.FAILED)
+      )
+      return failed.rowcount
+
+  def _set(self, number: int, **values: Any) -> None:
+    names = ', '.join(f'{name} = ?' for name in values)
+    self._db.execute(f'UPDATE trials SET {names} WHERE number = ?', (*values.values(), number))
+
+
+def values(
+  entries: Sequence[Entry], reports: Sequence[Report], meta: Mapping[str, Json]
+) -> dict[int, float]:
+  """Returns each trial's value of the objective, keyed by number; trials without one are left
+  out.
+  """
+  better = max if meta['direction'] == 'maximize' else min
+  found: dict[int, float] = {}
+  for report in sorted(reports, key=lambda report: report.step):
+    if math.isfinite(report.value):
+      best = meta['at'] == 'best' and report.trial in found
+      found[report.trial] = better(found[report.trial], report.value) if best else report.value
+  return {entry.number: found[entry.number] for entry in entries if entry.number in found}
+
+
+def _current(value: Json) -> Json:
+  """A configuration that an earlier version saved: fields that it lacked have their defaults."""
+  with contextlib.suppress(UserError, TypeError):
+    if isinstance(value, dict) and 'stages' in value:
+      return to_json(from_json(value, Config))
+  return value

@@ -1,0 +1,38 @@
+"""compare.html of a sweep."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jaxrl_llm.app.sweeps.ledger import Ledger, values
+from jaxrl_llm.app.sweeps.trials import describe
+from jaxrl_llm.runtime import comparison
+from jaxrl_llm.runtime.comparison import Compared, Objective
+from jaxrl_llm.runtime.writers import METRICS_FILE
+
+PAGE = 'compare.html'
+
+
+def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Path | None:
+  """Writes the page of the trials that have started (by default <sweepdir>/compare.html) and
+  returns its path; None: there are none.
+  """
+  entries, meta = ledger.entries(), ledger.meta()
+  found = values(entries, ledger.reports(), meta)
+  runs = [
+    Compared(
+      name=entry.id,
+      workdir=ledger.workdir(entry),
+      group=describe(entry.trial.point) or 'base',
+      state=str(entry.state),
+      value=found.get(entry.number),
+    )
+    for entry in entries
+    if not entry.trial.is_start and (ledger.workdir(entry) / METRICS_FILE).is_file()
+  ]
+  if not runs:
+    return None
+  objective = Objective(key=meta['objective'], direction=meta['direction'], at=meta['at'])
+  target = target or ledger.sweepdir / PAGE
+  title = ledger.sweepdir.absolute().name
+  return comparison.build(runs, target, title=title, objective=objective)

@@ -1,0 +1,136 @@
+"""A sweep file with the checked configurations of its trials, and the ledger that belongs to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sweeps.ledger import FILE, Entry, Ledger, State
+from jaxrl_llm.app.sweeps.search import check_installed
+from jaxrl_llm.app.sweeps.sweep import (
+  Sweep,
+  base_config,
+  load_sweep,
+  start_config,
+  trial_config,
+)
+from jaxrl_llm.app.sweeps.trials import Trial, planned, trial_id
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """A sweep whose trials all have valid configurations."""
+
+  path: pathlib.Path
+  """Sweep file."""
+  sweep: Sweep
+  base: Config
+  start: Config | None
+  trials: Sequence[Trial]
+  """Trials known before any has run; of a 'tpe' search, only the runs that they start from."""
+
+  @property
+  def drawn_later(self) -> int:
+    """Number of trials that the search draws as it goes."""
+    if self.sweep.search != 'tpe':
+      return 0
+    return self.sweep.count * max(1, len(self.sweep.seeds))
+
+
+def load_plan(spec: str, overrides: Mapping[str, Json]) -> Plan:
+  """Loads a sweep file and checks the configuration of every trial.
+
+  Args:
+    spec: file, or the name of a shipped sweep.
+    overrides: values for all trials from the command line, keyed by dotted key.
+
+  Raises:
+    UserError: the file or a trial is invalid; nothing has been written.
+  """
+  path, sweep = load_sweep(spec)
+  both = sorted(set(overrides) & set(sweep.axes))
+  if both:
+    raise UserError(
+      f'--config.{both[0]}: an axis of {path}, whose values trials take; leave it out'
+    )
+  sweep = dataclasses.replace(sweep, overrides={**sweep.overrides, **overrides})
+  check_installed(sweep)
+  base = base_config(path, sweep)
+  start = None
+  if sweep.start is not None:
+    if 'policy.init_from' in {*sweep.overrides, *sweep.axes}:
+      raise UserError(f"{path}: start beside 'policy.init_from', which it sets; leave one out")
+    start = start_config(path, sweep.start)
+  trials = planned(sweep)
+  for trial in trials:
+    trial_config(path, start if trial.is_start else base, trial.overrides)
+  if sweep.search == 'tpe':
+    # Axes whose points are not known yet: their first values stand for all.
+    first = {
+      k: axis[0] if isinstance(axis, tuple | list) else axis.low for k, axis in sweep.axes.items()
+    }
+    trial_config(path, base, first)
+  return Plan(path=path, sweep=sweep, base=base, start=start, trials=trials)
+
+
+def open_ledger(plan: Plan, sweepdir: pathlib.Path) -> Ledger:
+  """Opens the sweep's ledger, or creates it, and adds the trials that it lacks; its lock is held.
+
+  Raises:
+    UserError: the ledger is that of another sweep; nothing has changed.
+  """
+  ledger = Ledger(sweepdir, create=True)
+  missing = lost(plan, ledger.entries())
+  if missing:
+    raise UserError(
+      f'{sweepdir / FILE}: {len(missing)} of its trials are no longer in {plan.path}, first '
+      f'{missing[0].id}; put them back, or sweep into another --sweepdir'
+    )
+  meta: dict[str, Json] = {
+    'base': plan.sweep.base,
+    'config': to_json(plan.base),
+    'start': plan.start and to_json(plan.start),
+    **plan.sweep.identity(),
+  }
+  comparing = () if plan.sweep.decides_by_objective() else ('objective', 'direction', 'at')
+  changed = ledger.adopt(meta, may_change=('base', *comparing))
+  if 'objective' in changed:
+    ledger.forget_reports()
+  ledger.add(plan.trials)
+  return ledger
+
+
+def lost(plan: Plan, entries: Sequence[Entry]) -> list[Entry]:
+  """Returns the trials of a ledger that the sweep file does not have (any more)."""
+  known = {trial.key for trial in plan.trials}
+  drawn = plan.sweep.search == 'tpe'
+  return [e for e in entries if e.trial.key not in known and (e.trial.is_start or not drawn)]
+
+
+def preview(plan: Plan, sweepdir: pathlib.Path) -> list[Entry]:
+  """Returns the trials as they are or would be in the ledger, which is not changed."""
+  entries = []
+  if (sweepdir / FILE).is_file():
+    ledger = Ledger(sweepdir)
+    entries = ledger.entries()
+    ledger.close()
+  known = {entry.trial.key for entry in entries}
+  for trial in plan.trials:
+    if trial.key not in known:
+      number = len(entries)
+      entries.append(
+        Entry(
+          number=number,
+          id=trial_id(number, trial),
+          trial=trial,
+          state=State.WAITING,
+          **dict(attempts=0, failures=0, step=0, exit_code=None, error=None),
+          **dict(started=None, ended=None),
+        )
+      )
+  return entries

@@ -1,0 +1,60 @@
+"""Trials grouped by point, best first: mean and standard error of the objective over seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.app.sweeps.ledger import Entry
+from jaxrl_llm.app.sweeps.trials import describe
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.runtime.comparison import mean_and_error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """The trials of one point, which differ by their seeds alone."""
+
+  label: str
+  point: Mapping[str, Json]
+  entries: Sequence[Entry]
+  values: Sequence[float]
+  """Objective of each trial that measured it."""
+
+  @property
+  def mean(self) -> float | None:
+    return mean_and_error(self.values)[0]
+
+  @property
+  def stderr(self) -> float | None:
+    return mean_and_error(self.values)[1]
+
+
+def ranked(entries: Sequence[Entry], values: Mapping[int, float], direction: str) -> list[Group]:
+  """Returns the groups, best mean first; groups without a value come last."""
+  members: dict[str, list[Entry]] = {}
+  for entry in entries:
+    if not entry.trial.is_start:
+      members.setdefault(repr(sorted(entry.trial.point.items(), key=str)), []).append(entry)
+  groups = [
+    Group(
+      label=describe(trials[0].trial.point) or 'base',
+      point=trials[0].trial.point,
+      entries=trials,
+      values=[values[entry.number] for entry in trials if entry.number in values],
+    )
+    for trials in members.values()
+  ]
+  sign = -1 if direction == 'maximize' else 1
+
+  def place(group: Group) -> tuple[bool, float]:
+    return group.mean is None, 0.0 if group.mean is None else sign * group.mean
+
+  return sorted(groups, key=place)
+
+
+def measured(mean: float | None, stderr: float | None) -> str:
+  """Returns a mean with its standard error, such as '0.412 ± 0.013'."""
+  if mean is None:
+    return '–'
+  return f'{mean:.4g}' if stderr is None else f'{mean:.4g} ± {stderr:.2g}'

@@ -1,0 +1,333 @@
+"""Runs a sweep's trials on this machine, several at a time, and keeps the ledger.
+
+Invariant: no process of a trial outlives this one by more than its grace period
+(`core.process.child`), and a trial is started only when no process of it is left. A stop by signal
+ends every run with a commit; its trials then wait, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from jaxrl_llm.app.sweeps.ledger import ENDED, LOGS, Entry, Ledger, State, in_use
+from jaxrl_llm.app.sweeps.measured import Measurements
+from jaxrl_llm.app.sweeps.search import next_point, should_stop
+from jaxrl_llm.app.sweeps.sweep import Sweep
+from jaxrl_llm.app.sweeps.trials import arguments, with_seeds
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import RunError, one_line
+from jaxrl_llm.core.process.child import Child
+
+_POLL_S = 0.2
+"""Seconds between looks at the trials' processes and logs."""
+_HELD_S = 60.0
+"""Maximum wait, in seconds beyond the grace period, for the run of a killed sweep to end."""
+_INVALID = 2
+"""Exit code of a run whose input is invalid: another start would end the same way."""
+_JOB_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+  """How trials share this machine."""
+
+  parallel: int = 1
+  """Number of trials at a time."""
+  gpus_per_trial: int = 0
+  """Number of GPUs that each trial sees; 0: all of them."""
+  grace_s: float = 600.0
+  """Seconds between SIGTERM and SIGKILL, in which a run commits."""
+
+  def environment(self, slot: int) -> dict[str, str]:
+    """Returns the environment of a trial in one of the `parallel` slots."""
+    env = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith('linux') else os.cpu_count()
+    env.setdefault('NPROC', str(max(1, cores // self.parallel)))
+    if self.gpus_per_trial:
+      env['CUDA_VISIBLE_DEVICES'] = ','.join(self.gpus(slot))
+    return env
+
+  def gpus(self, slot: int) -> Sequence[str]:
+    """Returns the GPUs of a slot, out of CUDA_VISIBLE_DEVICES where it is set."""
+    first = slot * self.gpus_per_trial
+    visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+    names = visible.split(',') if visible else [str(i) for i in range(first + self.gpus_per_trial)]
+    return names[first : first + self.gpus_per_trial]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Live:
+  """A trial that has a process."""
+
+  entry: Entry
+  child: Child
+  slot: int
+  measurements: Measurements
+  told: bool = False
+  """Whether its process was told to stop."""
+
+
+class Runner:
+  """Runs the trials of a ledger whose lock the caller holds."""
+
+  def __init__(
+    self,
+    ledger: Ledger,
+    sweep: Sweep,
+    train: Sequence[str],
+    machine: Machine,
+    *,
+    numbers: Collection[int],
+    note: Callable[[str], None],
+    show: Callable[[], None],
+  ):
+    """
+    Args:
+      train: command that trains, without its flags.
+      numbers: trials of the ledger to run; a 'tpe' search adds those that it draws.
+      note: called with a line for each change.
+      show: called a few times a second.
+    """
+    self._ledger, self._sweep, self._train, self._machine = ledger, sweep, list(train), machine
+    self._numbers = set(numbers)
+    self._note, self._show = note, show
+    self._live: dict[int, _Live] = {}
+    self._held_since: dict[int, float] = {}
+    self._signal: signal.Signals | None = None
+    self._wake = threading.Event()
+    self._lacking: str | None = None
+
+  def run(self) -> int:
+    """Runs trials until all have ended, or a signal stops them; returns the exit code.
+
+    Raises:
+      RunError: the objective is not among the metrics of a finished trial, or the run of an earlier
+        sweep does not end.
+    """
+    previous = {
+      number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+      self._settle()
+      while self._step():
+        self._wake.wait(_POLL_S)
+        self._wake.clear()
+    finally:
+      self._end_all()
+      for number, handler in previous.items():
+        signal.signal(number, handler)
+    if self._lacking:
+      raise RunError(self._lacking)
+    if self._signal is not None:
+      return 128 + self._signal
+    failed = [entry for entry in self._entries() if entry.state == State.FAILED]
+    return 1 if failed else 0
+
+  # The parts of a step.
+
+  def _step(self) -> bool:
+    """Looks at the running trials and starts others; False when nothing is left to do."""
+    for live in list(self._live.values()):
+      code = live.child.exit_code
+      self._measure(live)
+      if code is not None:
+        del self._live[live.entry.number]
+        self._ended(live, code)
+    stopping = self._signal is not None or self._lacking is not None
+    if stopping:
+      for live in self._live.values():
+        self._tell(live)
+    held = False if stopping else self._fill()
+    self._show()
+    return bool(self._live) or held
+
+  def _settle(self) -> None:
+    """Takes over what an earlier sweep left: running trials wait, and decisions hold."""
+    self._ledger.recover(sorted(self._numbers))
+    for entry in self._entries():
+      if entry.attempts:
+        self._report(entry, Measurements(self._ledger.workdir(entry), self._sweep.objective))
+      if entry.state == State.WAITING and self._decided(entry):
+        self._ledger.end(entry.number, State.STOPPED)
+
+  def _entries(self) -> list[Entry]:
+    return [entry for entry in self._ledger.entries() if entry.number in self._numbers]
+
+  def _fill(self) -> bool:
+    """Starts trials while slots are free; returns whether one waits for an earlier process of
+    it.
+    """
+    held = False
+    for entry in self._startable():
+      if len(self._live) >= self._machine.parallel:
+        break
+      if in_use(self._ledger.workdir(entry)):
+        held = True
+        self._check_held(entry)
+      else:
+        self._start(entry)
+    return held
+
+  def _startable(self) -> Iterator[Entry]:
+    """Yields waiting trials by number, then those that the search draws."""
+    for entry in self._entries():
+      if entry.state == State.WAITING and entry.number not in self._live:
+        start = self._start_of(entry)
+        if start is None or start.state == State.FINISHED:
+          yield entry
+        elif start.state in ENDED:
+          self._ledger.fail(
+            entry.number, State.FAILED, exit_code=None, error=f'{start.id}: {start.state}'
+          )
+          self._note(f'{entry.id}: failed, because the run that it starts from has {start.state}')
+    while self._sweep.search == 'tpe' and len(self._live) < self._machine.parallel:
+      point = next_point(self._sweep, self._ledger.entries(), self._ledger.reports())
+      if point is None:
+        return
+      drawn = self._ledger.add(with_seeds(self._sweep, point))
+      self._numbers |= {entry.number for entry in drawn}
+      yield from drawn
+
+  def _start_of(self, entry: Entry) -> Entry | None:
+    """Returns the run that a trial branches from, if any."""
+    if self._sweep.start is None or entry.trial.is_start:
+      return None
+    return next(
+      other
+      for other in self._ledger.entries()
+      if other.trial.is_start and other.trial.seed == entry.trial.seed
+    )
+
+  def _check_held(self, entry: Entry) -> None:
+    if entry.number not in self._held_since:
+      self._note(f'{entry.id}: waits for its earlier process to end')
+    since = self._held_since.setdefault(entry.number, time.monotonic())
+    limit = self._machine.grace_s + _HELD_S
+    if time.monotonic() - since > limit:
+      raise RunError(
+        f'{self._ledger.workdir(entry)}: in use by another process for {limit:g} s; end it, and '
+        'start the same command again'
+      )
+
+  def _start(self, entry: Entry) -> None:
+    number, workdir = entry.number, self._ledger.workdir(entry)
+    self._held_since.pop(number, None)
+    log = self._ledger.sweepdir / LOGS / f'{entry.id}.log'
+    child = Child(f'trial {entry.id}', log=log, grace_s=self._machine.grace_s)
+    used = {live.slot for live in self._live.values()}
+    slot = next(i for i in range(self._machine.parallel) if i not in used)
+    flags = self.arguments(entry)
+    self._ledger.start(number)
+    child.start(
+      [*self._train, *flags],
+      self._machine.environment(slot),
+      first_line=f'sweep: {" ".join(flags)}',
+    )
+    self._live[number] = _Live(
+      entry=entry,
+      child=child,
+      slot=slot,
+      measurements=Measurements(workdir, self._sweep.objective),
+    )
+    again = f', start {entry.attempts + 1}' if entry.attempts else ''
+    self._note(f'{entry.id}: runs{again}')
+
+  def arguments(self, entry: Entry) -> list[str]:
+    """Returns the arguments of `jaxrl train` for a trial."""
+    workdir, sweep = self._ledger.workdir(entry), self._sweep
+    if entry.trial.is_start:
+      overrides = {**sweep.start.overrides, **entry.trial.overrides}
+      return arguments(sweep.start.base, overrides, workdir, None)
+    start = self._start_of(entry)
+    init_from = start and self._ledger.workdir(start)
+    return arguments(sweep.base, {**sweep.overrides, **entry.trial.overrides}, workdir, init_from)
+
+  def _measure(self, live: _Live) -> None:
+    """Reads what a trial has logged since the last look, and stops it if that decides so."""
+    new = self._report(live.entry, live.measurements)
+    if new and not live.told and self._decided(live.entry):
+      self._ledger.stopping(live.entry.number)
+      self._note(f'{live.entry.id}: stopped early')
+      self._tell(live)
+
+  def _report(self, entry: Entry, measurements: Measurements) -> int:
+    step, measured = measurements.read()
+    if not measured and step is None:
+      return 0
+    return self._ledger.report(entry.number, step or 0, measured)
+
+  def _decided(self, entry: Entry) -> bool:
+    if self._sweep.early_stopping is None or entry.trial.is_start:
+      return False
+    return should_stop(self._sweep, self._ledger.entries(), self._ledger.reports(), entry.number)
+
+  def _ended(self, live: _Live, code: int) -> None:
+    """Notes how a trial's process ended."""
+    ledger, entry = self._ledger, live.entry
+    # All rows once more: a resumed run may have cut its log between two looks.
+    live.measurements = Measurements(ledger.workdir(entry), self._sweep.objective)
+    self._report(entry, live.measurements)
+    now = next(other for other in ledger.entries() if other.number == entry.number)
+    if now.state == State.STOPPING:
+      ledger.end(entry.number, State.STOPPED)
+    elif live.told:
+      ledger.end(entry.number, State.WAITING)
+    elif code == 0:
+      ledger.end(entry.number, State.FINISHED, exit_code=0)
+      self._note(f'{entry.id}: finished at step {now.step:,}')
+      self._check_objective(now, live.measurements)
+    else:
+      error = _reason(live.child.lines()) or f'exit code {code}'
+      retried = code != _INVALID and now.failures < self._sweep.retries
+      ledger.fail(
+        entry.number, State.WAITING if retried else State.FAILED, exit_code=code, error=error
+      )
+      then = 'starts again' if retried else f'failed; see {live.child.log}'
+      self._note(f'{entry.id}: exit code {code}: {error}; {then}')
+
+  def _check_objective(self, entry: Entry, measurements: Measurements) -> None:
+    if entry.trial.is_start or any(r.trial == entry.number for r in self._ledger.reports()):
+      return
+    known = nearest(self._sweep.objective, sorted(measurements.keys))
+    self._lacking = (
+      f'objective {self._sweep.objective!r}: not among the metrics of trial {entry.id}, which has '
+      f'finished; {one_line(known)}; correct it in the sweep file, and start the same command again'
+    )
+
+  def _tell(self, live: _Live) -> None:
+    if not live.told:
+      live.told = True
+      live.child.terminate()
+
+  def _on_signal(self, number: int, frame: object) -> None:
+    if self._signal is not None:
+      sys.stderr.write('second signal: leaving; the trials end by themselves\n')
+      script.leave_at_once(128 + number)
+    self._signal = signal.Signals(number)
+    sys.stderr.write(
+      f'{self._signal.name}: the trials commit their finished steps, then the sweep exits (again: '
+      'exits at once)\n'
+    )
+    self._wake.set()
+
+  def _end_all(self) -> None:
+    """After an error: ends every process, within the grace period."""
+    deadline = time.monotonic() + self._machine.grace_s + _HELD_S
+    for live in self._live.values():
+      self._tell(live)
+    for live in self._live.values():
+      while live.child.is_running() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _reason(lines: Sequence[str]) -> str:
+  """Returns the line of a run's output that says why it ended."""
+  said = [line for line in lines if line.startswith(('error: ', 'run stopped: '))]
+  return one_line((said or list(lines) or [''])[-1], 300)

@@ -1,0 +1,164 @@
+"""Which points to try and which trials to stop, by Optuna's samplers and pruners.
+
+The ledger alone holds the state: each decision builds a study in memory and replays the ledger's
+measurements in the order in which they arrived. So a decision depends on nothing but the ledger,
+and a restarted sweep decides as the first one would have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.app.sweeps.ledger import Entry, Report, State, values
+from jaxrl_llm.app.sweeps.sweep import (
+  MAX_TRIALS,
+  MedianRule,
+  Range,
+  SuccessiveHalving,
+  Sweep,
+  json_text,
+)
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+try:
+  import optuna
+except ImportError:
+  optuna = None
+
+_REDRAWS = 20
+"""Number of draws for a new point, per point, before the axes count as exhausted."""
+
+
+def check_installed(sweep: Sweep) -> None:
+  """Raises UserError if the sweep needs Optuna, which is not installed."""
+  if optuna is not None or (sweep.search == 'grid' and sweep.early_stopping is None):
+    return
+  part = f'search={sweep.search!r}' if sweep.search != 'grid' else 'early_stopping'
+  raise UserError(f"{part}: needs Optuna, which is not installed; pip install 'jaxrl_llm[sweep]'")
+
+
+def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
+  """Returns the points of a random search; a larger count begins with the same ones."""
+  check_installed(sweep)
+  study = _study(optuna.samplers.RandomSampler(seed=sweep.search_seed), None, sweep.direction)
+  distributions = _distributions(sweep.axes)
+  drawn: dict[str, dict[str, Json]] = {}
+  for _ in range(_REDRAWS * min(sweep.count, MAX_TRIALS)):
+    if len(drawn) < sweep.count:
+      point = study.ask(distributions).params
+      drawn.setdefault(json_text('point', point), point)
+  if len(drawn) < sweep.count:
+    raise UserError(
+      f'Sweep: count={sweep.count}, and the axes gave {len(drawn)} different points; lower count, '
+      "or use search='grid'"
+    )
+  return [{key: point[key] for key in sweep.axes} for point in drawn.values()]
+
+
+def next_point(
+  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report]
+) -> dict[str, Json] | None:
+  """Returns the next point of a 'tpe' search; None if `count` are in the ledger."""
+  # Trials of a ledger are known by their overrides alone.
+  tried = {json_text('point', entry.trial.point) for entry in entries if not entry.trial.is_start}
+  if len(tried) >= sweep.count:
+    return None
+  # The seed changes with the number of points, or every restart would repeat its first draws.
+  sampler = optuna.samplers.TPESampler(seed=sweep.search_seed + len(tried))
+  study, _ = _replayed(sweep, entries, reports, sampler)
+  for _ in range(_REDRAWS):
+    point = study.ask(_distributions(sweep.axes)).params
+    if json_text('point', point) not in tried:
+      return {key: point[key] for key in sweep.axes}
+  return None
+
+
+def should_stop(
+  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report], number: int
+) -> bool:
+  """Whether early stopping ends the trial `number` after its last measurement."""
+  if sweep.early_stopping is None:
+    return False
+  _, stop = _replayed(sweep, entries, reports, optuna.samplers.RandomSampler(seed=0))
+  return stop.get(number, False)
+
+
+def _replayed(
+  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report], sampler: Any
+) -> tuple[Any, dict[int, bool]]:
+  """Returns a study of what the ledger holds, and whether each trial's measurements stop it."""
+  study = _study(sampler, _pruner(sweep), sweep.direction)
+  distributions = _distributions(sweep.axes) if sweep.search == 'tpe' else {}
+  halving = isinstance(sweep.early_stopping, SuccessiveHalving)
+  trials, stop = {}, {}
+  last = {report.trial: i for i, report in enumerate(reports)}
+  final = values(entries, reports, {'direction': sweep.direction, 'at': sweep.at})
+  for entry in entries:
+    if not entry.trial.is_start:
+      study.enqueue_trial(entry.trial.point if distributions else {})
+      trials[entry.number] = study.ask(distributions)
+  states = {entry.number: entry.state for entry in entries}
+  for i, report in enumerate(reports):
+    trial = trials.get(report.trial)
+    if trial is None:
+      continue
+    trial.report(report.value, report.step)
+    decided = halving and stop.get(report.trial, False)  # A rung decides once.
+    stop[report.trial] = trial.should_prune() or decided
+    if last[report.trial] == i:
+      _tell(study, trial, states[report.trial], final.get(report.trial))
+  for number, trial in trials.items():
+    if number not in last and states[number] == State.FAILED:
+      study.tell(trial, state=optuna.trial.TrialState.FAIL)
+  return study, stop
+
+
+def _tell(study: Any, trial: Any, state: State, value: float | None) -> None:
+  if state == State.FINISHED and value is not None:
+    study.tell(trial, value)
+  elif state in (State.STOPPING, State.STOPPED):
+    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+  elif state == State.FAILED:
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+
+def _study(sampler: Any, pruner: Any, direction: str) -> Any:
+  optuna.logging.set_verbosity(optuna.logging.WARNING)
+  return optuna.create_study(
+    sampler=sampler, pruner=pruner or optuna.pruners.NopPruner(), direction=direction
+  )
+
+
+def _pruner(sweep: Sweep) -> Any:
+  rule = sweep.early_stopping
+  if rule is None:
+    return None
+  if isinstance(rule, MedianRule):
+    return optuna.pruners.MedianPruner(
+      n_startup_trials=rule.after_trials, n_warmup_steps=rule.after_step
+    )
+  return optuna.pruners.SuccessiveHalvingPruner(
+    min_resource=rule.first_step, reduction_factor=rule.factor
+  )
+
+
+def _distributions(axes: Mapping[str, Sequence[Json] | Range]) -> dict[str, Any]:
+  found = {}
+  with warnings.catch_warnings():
+    # Optuna lowers the upper end to the last multiple of the step, and warns.
+    warnings.simplefilter('ignore')
+    for key, axis in axes.items():
+      if not isinstance(axis, Range):
+        found[key] = optuna.distributions.CategoricalDistribution(list(axis))
+      elif axis.is_integer():
+        found[key] = optuna.distributions.IntDistribution(
+          axis.low, axis.high, log=axis.log, step=axis.step or 1
+        )
+      else:
+        found[key] = optuna.distributions.FloatDistribution(
+          axis.low, axis.high, log=axis.log, step=axis.step
+        )
+  return found

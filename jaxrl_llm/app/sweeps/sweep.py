@@ -1,0 +1,333 @@
+"""A sweep as a value: a base configuration, the axes along which trials differ, and an objective.
+
+A sweep file defines `get_sweep() -> Sweep`. Trials are points of the axes times seeds; a trial is
+known by what it overrides, so that a file may be reordered or extended while its sweep goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import (
+  SHIPPED,
+  apply_overrides,
+  call_file,
+  load_file,
+  override_text,
+)
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+SEED = 'seed'
+"""Key of the configuration that `Sweep.seeds` sets."""
+MAX_TRIALS = 10_000
+"""Maximum number of trials; a generator that yields more is an error."""
+Direction = Literal['maximize', 'minimize']
+Search = Literal['grid', 'random', 'tpe']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+  """An interval to draw values from, ends included; of integers if both ends are integers."""
+
+  low: float
+  high: float
+  log: bool = False
+  """Draw uniformly in the logarithm."""
+  step: float | None = None
+  """Distance between the values; None: any value. Excludes `log`."""
+
+  def __post_init__(self):
+    ends = (self.low, self.high)
+    if not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
+      raise UserError(f'Range: low={self.low!r}, high={self.high!r}, wanted finite numbers')
+    if self.low > self.high or (self.log and self.low <= 0):
+      wanted = 'low above 0, at most high' if self.log else 'low at most high'
+      raise UserError(f'Range: low={self.low!r}, high={self.high!r}, wanted {wanted}')
+    if self.step is not None and (self.log or self.step <= 0):
+      raise UserError(f'Range: step={self.step!r}, log={self.log}; wanted a step above 0, no log')
+    if self.is_integer() and self.step is not None and type(self.step) is not int:
+      raise UserError(f'Range: step={self.step!r} between integers, wanted an integer')
+
+  def is_integer(self) -> bool:
+    return type(self.low) is int and type(self.high) is int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedianRule:
+  """Stops a trial whose best objective so far is worse than the median of earlier trials at the
+  same step.
+
+  Vizier's median stopping rule (Golovin et al., 2017), as Optuna's `MedianPruner` computes it.
+  """
+
+  after_trials: int = 2
+  """Number of finished trials before any trial is stopped."""
+  after_step: int = 0
+  """Steps before which no trial is stopped."""
+
+  def __post_init__(self):
+    _check_count('MedianRule', 'after_trials', self.after_trials, 1)
+    _check_count('MedianRule', 'after_step', self.after_step, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuccessiveHalving:
+  """At rungs of the step, the best 1/factor of the trials that reached the rung go on; the others
+  stop.
+
+  Asynchronous successive halving (Li et al., arXiv:1810.05934), as Optuna's
+  `SuccessiveHalvingPruner` computes it. A trial goes on in its own run, so no step is repeated.
+  """
+
+  first_step: int
+  """Step of the first rung; rung k is at first_step * factor**k."""
+  factor: int = 3
+  """Reciprocal of the share of trials that goes on."""
+
+  def __post_init__(self):
+    _check_count('SuccessiveHalving', 'first_step', self.first_step, 1)
+    _check_count('SuccessiveHalving', 'factor', self.factor, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+  """A run that the trials branch from: it runs once for each seed, and the trials of that seed
+  start from its final weights instead of repeating it.
+  """
+
+  base: str
+  """Configuration of the run: a file or a shipped name, with an optional :VARIANT."""
+  overrides: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Values keyed by dotted key of its configuration."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+  """Trials of one configuration, compared by an objective. `get_sweep()` of a sweep file returns
+  it.
+  """
+
+  base: str
+  """Configuration that the trials share: a file or a shipped name, with an optional :VARIANT."""
+  objective: str
+  """Metric to compare by, as metrics.jsonl names it, such as 'val-core/eval/acc/greedy'."""
+  direction: Direction = 'maximize'
+  at: Literal['last', 'best'] = 'last'
+  """Which measurement of the objective is a trial's value."""
+  axes: Mapping[str, Sequence[Json] | Range] = dataclasses.field(default_factory=dict)
+  """Values or Range of each axis, keyed by dotted key of the configuration."""
+  trials: Iterable[Mapping[str, Json]] | None = None
+  """Points one by one instead of `axes`: overrides keyed by dotted key, in a list or from a
+  generator.
+  """
+  search: Search = 'grid'
+  """'grid' runs every combination of `axes`; 'random' draws `count` points; 'tpe' draws each point
+  from what the earlier ones achieved (Optuna's tree-structured Parzen estimator).
+  """
+  count: int | None = None
+  """Number of points that 'random' and 'tpe' draw."""
+  search_seed: int = 0
+  """Seed of the draws of 'random' and 'tpe'."""
+  seeds: tuple[int, ...] = ()
+  """Seeds of the runs of each point; empty: the one of the configuration."""
+  overrides: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Values for all trials, keyed by dotted key."""
+  early_stopping: MedianRule | SuccessiveHalving | None = None
+  """Rule that stops a trial; it commits and stays resumable."""
+  retries: int = 2
+  """Number of times that a failed trial is started again."""
+  start: Start | None = None
+  """Run that all trials branch from; None: each starts as the base says."""
+
+  def __post_init__(self):
+    for name in ('base', 'objective'):
+      if not isinstance(getattr(self, name), str) or not getattr(self, name):
+        raise UserError(f'Sweep: {name}={getattr(self, name)!r}, wanted text')
+    for name, wanted in (('direction', get_args(Direction)), ('search', get_args(Search))):
+      _check_choice(name, getattr(self, name), wanted)
+    _check_choice('at', self.at, ('last', 'best'))
+    _check_count('Sweep', 'retries', self.retries, 0)
+    for name in ('axes', 'overrides'):
+      _check_overrides(f'Sweep: {name}', getattr(self, name))
+    if not isinstance(self.early_stopping, MedianRule | SuccessiveHalving | None):
+      raise UserError(
+        f'Sweep: early_stopping={self.early_stopping!r}, wanted MedianRule(…), '
+        'SuccessiveHalving(…) or None'
+      )
+    if self.start is not None and not isinstance(self.start, Start):
+      raise UserError(f'Sweep: start={self.start!r}, wanted Start(…) or None')
+    self._check_seeds()
+    self._check_points()
+
+  def _check_seeds(self) -> None:
+    seeds = self.seeds
+    if not isinstance(seeds, tuple | list) or any(type(seed) is not int for seed in seeds):
+      raise UserError(f'Sweep: seeds={seeds!r}, wanted integers, such as (1, 2)')
+    if len(set(seeds)) < len(seeds):
+      raise UserError(f'Sweep: seeds={seeds!r} repeats one; a trial of it would be the same run')
+    if seeds and (SEED in self.axes or SEED in self.overrides):
+      raise UserError("Sweep: 'seed' is an axis or override beside seeds; wanted seeds alone")
+
+  def _check_points(self) -> None:
+    if (self.trials is None) == (not self.axes):
+      raise UserError('Sweep: wanted either axes or trials')
+    drawn = self.search != 'grid'
+    if self.trials is not None and drawn:
+      raise UserError(f'Sweep: search={self.search!r} beside trials; wanted axes to draw from')
+    if drawn != (self.count is not None):
+      raise UserError(
+        f"Sweep: search={self.search!r}, count={self.count}; wanted a count for 'random' and 'tpe'"
+      )
+    if self.count is not None:
+      _check_count('Sweep', 'count', self.count, 1)
+    for key, axis in self.axes.items():
+      if isinstance(axis, Range):
+        if not drawn:
+          raise UserError(f"Sweep: axis {key!r} is a Range; wanted values, or search='random'")
+      elif not isinstance(axis, tuple | list) or not axis:
+        raise UserError(f'Sweep: axis {key!r} is {axis!r}, wanted values such as (1e-4, 3e-4)')
+      elif len({json_text(key, value) for value in axis}) < len(axis):
+        raise UserError(f'Sweep: axis {key!r} repeats a value: {list(axis)!r}')
+      elif drawn and any(isinstance(value, list | tuple | dict) for value in axis):
+        raise UserError(
+          f'Sweep: axis {key!r} has lists or mappings, which {self.search!r} cannot draw; use a '
+          'grid or trials'
+        )
+
+  def identity(self) -> dict[str, Json]:
+    """Returns, as JSON, how the sweep compares its trials and what decides which steps run."""
+    rule = self.early_stopping
+    shared: dict[str, Json] = {
+      'objective': self.objective,
+      'direction': self.direction,
+      'at': self.at,
+      'early_stopping': rule and {'rule': type(rule).__name__, **dataclasses.asdict(rule)},
+      'search': None,
+    }
+    if self.search == 'tpe':
+      axes = {
+        key: dataclasses.asdict(axis) if isinstance(axis, Range) else list(axis)
+        for key, axis in self.axes.items()
+      }
+      shared['search'] = {'axes': axes, 'search_seed': self.search_seed, 'seeds': list(self.seeds)}
+    return shared
+
+  def decides_by_objective(self) -> bool:
+    """Whether which steps run depends on the objective, so that it cannot change any more."""
+    return self.early_stopping is not None or self.search == 'tpe'
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+  if value not in choices:
+    raise UserError(f'Sweep: {name}={value!r}, wanted one of {", ".join(choices)}')
+
+
+def _check_count(where: str, name: str, value: Any, least: int) -> None:
+  if type(value) is not int or value < least:
+    raise UserError(f'{where}: {name}={value!r}, wanted an integer of at least {least}')
+
+
+def _check_overrides(where: str, overrides: Any) -> None:
+  if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+    raise UserError(f'{where}: {overrides!r}, wanted a mapping from dotted keys')
+
+
+def json_text(key: str, value: Json) -> str:
+  """Returns a canonical text of a value. Raises UserError for one that is no JSON."""
+  try:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+  except (TypeError, ValueError):
+    raise UserError(
+      f'{key}: {value!r} ({type(value).__name__}), wanted text, a finite number, a list or a '
+      'mapping'
+    ) from None
+
+
+def load_sweep(spec: str) -> tuple[pathlib.Path, Sweep]:
+  """Runs a sweep file, or a shipped one given by its name; returns its path and its sweep."""
+  return call_file(
+    spec, Sweep, function='get_sweep', what='sweep', flag='--sweep', shipped=SHIPPED / 'sweeps'
+  )
+
+
+def points(sweep: Sweep) -> list[dict[str, Json]]:
+  """Returns the overrides of each point, without seeds, in order; empty for 'tpe', which draws
+  them as it goes.
+
+  Raises:
+    UserError: a point repeats another one, or there are too many.
+  """
+  if sweep.search == 'tpe':
+    return []
+  if sweep.search == 'random':
+    from jaxrl_llm.app.sweeps.search import drawn_points  # Needs Optuna.
+
+    return drawn_points(sweep)
+  if sweep.trials is None:
+    combinations = math.prod(len(axis) for axis in sweep.axes.values())
+    _check_total(sweep, combinations)
+    return [dict(zip(sweep.axes, values)) for values in itertools.product(*sweep.axes.values())]
+  listed: list[dict[str, Json]] = []
+  seen: dict[str, int] = {}
+  for i, point in enumerate(itertools.islice(sweep.trials, MAX_TRIALS + 1)):
+    _check_overrides(f'Sweep: trials[{i}]', point)
+    known = seen.setdefault(json_text(f'trials[{i}]', dict(point)), i)
+    if known != i:
+      raise UserError(f'Sweep: trials[{i}] repeats trials[{known}]: {dict(point)!r}')
+    if sweep.seeds and SEED in point:
+      raise UserError(f"Sweep: trials[{i}] sets 'seed' beside seeds; wanted one of them")
+    listed.append(dict(point))
+  if not listed:
+    raise UserError('Sweep: trials is empty, wanted at least one mapping from dotted keys')
+  _check_total(sweep, len(listed))
+  return listed
+
+
+def _check_total(sweep: Sweep, count: int) -> None:
+  total = count * max(1, len(sweep.seeds))
+  if total > MAX_TRIALS:
+    raise UserError(f'Sweep: {total:,} trials or more, wanted at most {MAX_TRIALS:,}')
+
+
+def base_config(path: pathlib.Path, sweep: Sweep) -> Config:
+  """Returns the configuration that the trials share. Raises UserError for invalid overrides."""
+  return _overridden(path, load_file(sweep.base, Config), sweep.overrides)
+
+
+def start_config(path: pathlib.Path, start: Start) -> Config:
+  """Returns the configuration of the run that the trials branch from."""
+  return _overridden(path, load_file(start.base, Config), start.overrides)
+
+
+def trial_config(path: pathlib.Path, base: Config, overrides: Mapping[str, Json]) -> Config:
+  """Returns a trial's configuration. Raises UserError that names the axis for a key that names no
+  field.
+  """
+  return _overridden(path, base, overrides)
+
+
+def _overridden(path: pathlib.Path, base: Config, overrides: Mapping[str, Json]) -> Config:
+  texts = {key: override_text(key, value) for key, value in overrides.items()}
+  try:
+    return apply_overrides(base, texts)
+  except UserError as error:
+    wrong = next((key for key, text in texts.items() if not _fits(base, key, text)), None)
+    where = f'axis or override {wrong!r}' if wrong else f'trial {dict(overrides)!r}'
+    raise UserError(f'{path}: {where}: {str(error).removeprefix("--")}') from error
+
+
+def _fits(base: Config, key: str, text: str) -> bool:
+  try:
+    to_json(apply_overrides(base, {key: text}))
+  except UserError:
+    return False
+  return True

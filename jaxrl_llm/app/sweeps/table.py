@@ -1,0 +1,141 @@
+"""The state of a sweep as a table for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group as Stack
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl_llm.app.sweeps.ledger import Entry, Report, State, values
+from jaxrl_llm.app.sweeps.ranking import Group, measured, ranked
+from jaxrl_llm.app.sweeps.trials import describe
+from jaxrl_llm.core.types import Json
+
+_ROWS = 30
+"""Maximum number of trials in the table on a terminal; running ones come first."""
+_STYLES = {
+  State.RUNNING: 'bold',
+  State.STOPPING: 'bold',
+  State.FINISHED: 'green',
+  State.FAILED: 'red',
+  State.STOPPED: 'yellow',
+}
+
+
+def state_json(
+  entries: Sequence[Entry], reports: Sequence[Report], meta: Mapping[str, Json]
+) -> dict[str, Json]:
+  """Returns the state of a sweep as JSON."""
+  found = values(entries, reports, meta)
+  return {
+    'objective': meta['objective'],
+    'direction': meta['direction'],
+    'trials': [entry_json(entry, found.get(entry.number)) for entry in entries],
+    'points': [
+      {
+        'point': dict(group.point),
+        'trials': [entry.number for entry in group.entries],
+        'mean': group.mean,
+        'stderr': group.stderr,
+      }
+      for group in ranked(entries, found, meta['direction'])
+    ],
+  }
+
+
+def entry_json(entry: Entry, value: float | None) -> dict[str, Json]:
+  """Returns a trial as JSON; times are ISO 8601 in UTC."""
+  return {
+    'number': entry.number,
+    'id': entry.id,
+    'overrides': dict(entry.trial.overrides),
+    'state': str(entry.state),
+    'attempts': entry.attempts,
+    'failures': entry.failures,
+    'step': entry.step,
+    'objective': value,
+    'exit_code': entry.exit_code,
+    'error': entry.error,
+    'started': _time(entry.started),
+    'ended': _time(entry.ended),
+  }
+
+
+def state_table(
+  entries: Sequence[Entry],
+  reports: Sequence[Report],
+  meta: Mapping[str, Json],
+  *,
+  rows: int = _ROWS,
+) -> Stack:
+  """Returns the trials, running ones first, and a line of counts."""
+  found = values(entries, reports, meta)
+  order = {State.RUNNING: 0, State.STOPPING: 0, State.FAILED: 1}
+  shown = sorted(entries, key=lambda entry: (order.get(entry.state, 2), entry.number))[:rows]
+  table = Table(
+    'trial', 'state', *_right('step', str(meta['objective']), 'starts', 'minutes'), expand=False
+  )
+  for entry in sorted(shown, key=lambda entry: entry.number):
+    value = found.get(entry.number)
+    table.add_row(
+      Text(
+        f'{entry.number:03d} {"start, " if entry.trial.is_start else ""}'
+        f'{describe(entry.trial.overrides)}'
+      ),
+      Text(str(entry.state), style=_STYLES.get(entry.state, '')),
+      f'{entry.step:,}',
+      '–' if value is None else f'{value:.4g}',
+      str(entry.attempts),
+      _minutes(entry),
+    )
+  counts = ', '.join(
+    f'{count} {state}' for state in State if (count := sum(e.state == state for e in entries))
+  )
+  more = f'{len(entries) - len(shown)} more trials; ' if len(shown) < len(entries) else ''
+  return Stack(table, Text(f'{more}{counts}'))
+
+
+def ranking_table(groups: Sequence[Group], objective: str) -> Table:
+  """Returns the points, best first."""
+  table = Table('', 'point', *_right(objective, 'seeds'), title='Mean ± standard error over seeds')
+  for place, group in enumerate(groups, 1):
+    table.add_row(
+      str(place),
+      Text(group.label),
+      measured(group.mean, group.stderr),
+      f'{len(group.values)} of {len(group.entries)}',
+    )
+  return table
+
+
+def trials_table(entries: Sequence[Entry]) -> Table:
+  """Returns the trials of a dry run."""
+  table = Table('trial', 'run directory', 'overrides')
+  for entry in entries:
+    overrides = ', '.join(f'{key}={value}' for key, value in entry.trial.overrides.items())
+    table.add_row(f'{entry.number:03d}', Text(entry.id), Text(overrides))
+  return table
+
+
+def _right(*names: str) -> list:
+  from rich.table import Column
+
+  return [Column(name, justify='right') for name in names]
+
+
+def _minutes(entry: Entry) -> str:
+  if entry.started is None:
+    return '–'
+  live = entry.state in (State.RUNNING, State.STOPPING) or (entry.ended or 0) < entry.started
+  end = time.time() if live else entry.ended
+  return f'{(end - entry.started) / 60:.1f}'
+
+
+def _time(seconds: float | None) -> str | None:
+  if seconds is None:
+    return None
+  return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec='seconds')

@@ -1,0 +1,84 @@
+"""Trials of a sweep: what each overrides, its id, and the arguments of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+
+from jaxrl_llm.app.sweeps.sweep import SEED, Sweep, points
+from jaxrl_llm.config.load import override_text
+from jaxrl_llm.core.types import Json
+
+_SLUG_CHARACTERS = 48
+"""Maximum length of the part of an id that says what differs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+  """One run of a sweep, apart from how far it is."""
+
+  overrides: Mapping[str, Json]
+  """What it overrides besides `Sweep.overrides`, its seed included."""
+  is_start: bool = False
+  """Whether it is the run that the trials of its seed branch from."""
+
+  @property
+  def key(self) -> str:
+    """Canonical text that tells trials of a sweep apart."""
+    return json.dumps([self.is_start, dict(self.overrides)], sort_keys=True)
+
+  @property
+  def point(self) -> dict[str, Json]:
+    """Overrides without the seed: trials of equal points differ by chance alone."""
+    return {key: value for key, value in self.overrides.items() if key != SEED}
+
+  @property
+  def seed(self) -> int | None:
+    """Seed that the sweep gives; None: that of the configuration."""
+    return self.overrides.get(SEED)
+
+
+def planned(sweep: Sweep) -> list[Trial]:
+  """Returns the trials that are known before any has run, starts first."""
+  starts = [] if sweep.start is None else with_seeds(sweep, {}, is_start=True)
+  return starts + [trial for point in points(sweep) for trial in with_seeds(sweep, point)]
+
+
+def with_seeds(sweep: Sweep, point: Mapping[str, Json], *, is_start: bool = False) -> list[Trial]:
+  """Returns the trials of a point, one for each seed."""
+  if not sweep.seeds:
+    return [Trial(overrides=dict(point), is_start=is_start)]
+  return [Trial(overrides={**point, SEED: seed}, is_start=is_start) for seed in sweep.seeds]
+
+
+def trial_id(number: int, trial: Trial) -> str:
+  """Returns the name of a trial's run directory: its number and what it overrides."""
+  parts = ['start'] if trial.is_start else []
+  parts += [f'{key.rpartition(".")[2]}-{_shown(value)}' for key, value in trial.overrides.items()]
+  slug = re.sub(r'[^\w.+-]+', '_', '-'.join(parts), flags=re.ASCII)[:_SLUG_CHARACTERS]
+  return f'{number:03d}-{slug}'.rstrip('-._')
+
+
+def _shown(value: Json) -> str:
+  return f'{value:.6g}' if isinstance(value, float) else str(value)
+
+
+def describe(overrides: Mapping[str, Json]) -> str:
+  """Returns overrides in one short line, such as 'peak_lr 0.0005, seed 1'."""
+  short = [key.rpartition('.')[2] for key in overrides]
+  names = [
+    key if short.count(name) > 1 else name for key, name in zip(overrides, short, strict=True)
+  ]
+  return ', '.join(f'{name} {_shown(value)}' for name, value in zip(names, overrides.values()))
+
+
+def arguments(
+  base: str, overrides: Mapping[str, Json], workdir: pathlib.Path, init_from: pathlib.Path | None
+) -> list[str]:
+  """Returns the arguments of `jaxrl train` for a run."""
+  flags = [f'--config={base}', f'--workdir={workdir}']
+  flags += [f'--init_from={init_from}'] if init_from else []
+  return flags + [f'--config.{key}={override_text(key, value)}' for key, value in overrides.items()]

@@ -1,0 +1,412 @@
+"""compare.html: several runs on one page: their curves, what differs, and the same tasks side by
+side.
+
+Like the report, the page is built from the runs' logs alone and needs no network; log contents are
+data (`runtime.report`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import statistics
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.runtime import metrics, report, transcripts, writers
+from jaxrl_llm.runtime.transcripts import is_number, short
+
+SCRIPTS = ('dom.js', 'charts.js', 'side_by_side.js', 'compare.js')
+MAX_POINTS = 1000
+"""Maximum number of steps per curve; a longer run shows every k-th step, the same in all runs."""
+MAX_BESIDE = 8
+"""Maximum number of runs whose answers and rollouts the page embeds: the best of each group."""
+ANSWER_BYTES = 4_000_000
+"""Maximum size of the embedded answers of a suite, in characters."""
+ROLLOUT_BYTES = 12_000_000
+"""Maximum size of the rollouts files read, in bytes, shared by the runs."""
+MAX_TASKS, MAX_ROLLOUTS = 60, 4
+"""Maximum number of tasks with rollouts, and of rollouts of a task for each run."""
+MAX_TEXT = 4000
+"""Maximum length of an embedded answer or rollout in characters; of a longer one, the ends."""
+_ALL_METRICS_RUNS = 8
+"""Number of runs up to which the page holds every metric, not only those of its charts."""
+_CHARTED = (
+  'critic/score/mean',
+  'actor/pg_loss',
+  'actor/sft_loss',
+  'actor/ppo_kl',
+  'actor/kl_loss',
+  'rollout_corr/kl',
+  'response_length/mean',
+  'actor/entropy',
+  'actor/grad_norm',
+  'critic/vf_loss',
+  'rewards/accuracies',
+)
+_ABSENT = '(absent)'
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+  """A run on the page."""
+
+  name: str
+  workdir: pathlib.Path
+  group: str
+  """Label of its group: runs of one group differ by chance (their seeds) alone."""
+  state: str = ''
+  """Such as 'finished'; empty: unknown."""
+  value: float | None = None
+  """Objective; None: not measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+  """What the runs are compared by."""
+
+  key: str
+  """Name of a metric."""
+  direction: str = 'maximize'
+  """'maximize' or 'minimize'."""
+  at: str = 'last'
+  """'last' or 'best' measurement."""
+
+  def value(self, rows: Sequence[Row]) -> float | None:
+    """Returns the value of a run's metrics; None: not measured."""
+    measured = [row[self.key] for row in rows if is_number(row.get(self.key))]
+    if not measured:
+      return None
+    better = max if self.direction == 'maximize' else min
+    return better(measured) if self.at == 'best' else measured[-1]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+  """Returns the mean and its standard error, the sample deviation / sqrt(n).
+
+  Without values both are None; the error is None for fewer than two.
+  """
+  if not values:
+    return None, None
+  error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+  return statistics.fmean(values), error
+
+
+def build(
+  runs: Sequence[Compared], target: pathlib.Path, *, title: str, objective: Objective
+) -> pathlib.Path:
+  """Writes the page of `runs` to `target` and returns it.
+
+  Raises:
+    UserError: a run has no metrics, or `target` cannot be written.
+  """
+  text = report.render(payload(runs, target, title=title, objective=objective), SCRIPTS)
+  try:
+    report.write(target, text)
+  except OSError as error:
+    raise UserError(f'{target}: {error.strerror}; choose a file that can be written') from error
+  return target
+
+
+def payload(
+  runs: Sequence[Compared], target: pathlib.Path, *, title: str, objective: Objective
+) -> Row:
+  """Returns the page's data as JSON."""
+  logs = [_log(run) for run in runs]
+  stages = [report.stages_of(rows) for rows, _ in logs]
+  groups = _groups(runs, objective)
+  keys = _keys([rows for rows, _ in logs], objective.key)
+  beside = _beside(runs, groups, objective)
+  longest = max(stage[-1]['start'] + stage[-1]['steps'] for stage in stages)
+  stride = max(1, math.ceil(longest / MAX_POINTS))
+  configs = [_config(run.workdir) for run in runs]
+  place = {run: group for group, row in enumerate(groups) for run in row['runs']}
+  return {
+    'name': title,
+    'subtitle': _subtitle(runs, groups, objective),
+    'objective': dataclasses.asdict(objective),
+    'stages': stages[0] if all(same == stages[0] for same in stages) else _whole(longest),
+    'groups': groups,
+    'runs': [
+      {
+        'name': run.name,
+        'group': place[i],
+        'state': run.state,
+        'value': short(run.value),
+        'steps': max((report.step_of(row) for row in rows), default=0),
+        'seed': configs[i].get('seed'),
+        'link': _link(run.workdir, target),
+        'series': _series(rows, stages[i], keys, stride),
+        'last': _last(rows),
+      }
+      for i, (run, (rows, _)) in enumerate(zip(runs, logs, strict=True))
+    ],
+    'keys': sorted(keys),
+    'descriptions': {key: text for key in keys if (text := metrics.describe(key))},
+    'differences': _differences(configs),
+    'beside': beside,
+    'answers': _answers([runs[i] for i in beside], [stages[i] for i in beside]),
+    'rollouts': _rollouts([runs[i] for i in beside], [stages[i] for i in beside]),
+    'warnings': _warnings(runs, logs, stages, configs, stride),
+  }
+
+
+def _log(run: Compared) -> tuple[list[Row], int]:
+  file = run.workdir / writers.METRICS_FILE
+  if not file.is_file():
+    raise UserError(
+      f'{run.workdir}: has no {writers.METRICS_FILE}; give the directory of a run that has started'
+    )
+  return writers.read_jsonl(file)
+
+
+def _config(workdir: pathlib.Path) -> Row:
+  try:
+    config = parse_json((workdir / 'config.json').read_text(encoding='utf-8'))
+  except (OSError, ValueError):
+    return {}
+  return config if isinstance(config, dict) else {}
+
+
+def _whole(steps: int) -> list[Row]:
+  """The only stage of a page whose runs have different ones."""
+  return [{'name': 'run', 'start': 0, 'offset': 0, 'steps': steps}]
+
+
+def _link(workdir: pathlib.Path, target: pathlib.Path) -> str | None:
+  """Returns the address of a run's own report, relative to the page; None: it has none."""
+  file = workdir / 'report.html'
+  if not file.is_file():
+    return None
+  path = os.path.relpath(file.absolute(), target.absolute().parent)
+  return './' + urllib.parse.quote(path)  # './': no part of it is a scheme.
+
+
+def _groups(runs: Sequence[Compared], objective: Objective) -> list[Row]:
+  """Groups of runs, best mean first; those without a value come last."""
+  members: dict[str, list[int]] = {}
+  for i, run in enumerate(runs):
+    members.setdefault(run.group, []).append(i)
+  rows = []
+  for label, indices in members.items():
+    values = [runs[i].value for i in indices if runs[i].value is not None]
+    mean, error = mean_and_error(values)
+    rows.append(
+      {
+        'label': label,
+        'runs': indices,
+        'values': [short(value) for value in values],
+        'mean': short(mean),
+        'stderr': short(error),
+      }
+    )
+  sign = -1 if objective.direction == 'maximize' else 1
+  return sorted(rows, key=lambda row: (row['mean'] is None, sign * (row['mean'] or 0)))
+
+
+def _beside(runs: Sequence[Compared], groups: list[Row], objective: Objective) -> list[int]:
+  """Runs whose answers are embedded: all of a few, else the best of each group."""
+  if len(runs) <= MAX_BESIDE:
+    return list(range(len(runs)))
+  sign = -1 if objective.direction == 'maximize' else 1
+
+  def place(i: int) -> tuple[bool, float]:
+    value = runs[i].value
+    return value is None, sign * (value or 0)
+
+  return sorted(min(group['runs'], key=place) for group in groups[:MAX_BESIDE])
+
+
+def _subtitle(runs: Sequence[Compared], groups: list[Row], objective: Objective) -> str:
+  count = f'{len(runs)} runs' if len(runs) != 1 else '1 run'
+  if len(groups) < len(runs):
+    count += f' of {len(groups)} points' if len(groups) > 1 else ' of one point'
+  return f'{count}, compared by the {objective.at} {objective.key} ({objective.direction}d)'
+
+
+def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
+  """Metrics that the page holds."""
+  found = {
+    key
+    for rows in logs
+    for row in rows
+    for key, value in row.items()
+    if key not in (writers.STAGE, writers.STEP) and is_number(value)
+  }
+  if len(logs) <= _ALL_METRICS_RUNS:
+    return found
+  return {
+    key
+    for key in found
+    if key in (*_CHARTED, objective) or (key.startswith('val-core/') and 'stderr' not in key)
+  }
+
+
+def _series(rows: list[Row], stages: list[Row], keys: set[str], stride: int) -> Row:
+  """Curves keyed by metric. Rows of every `stride`-th step, so that the runs of a group align."""
+  points: dict[str, dict[int, tuple[Any, int]]] = {}
+  for row in rows:
+    stage = report.stage_index(row, stages)
+    x = report.step_of(row) + stages[stage]['offset']
+    for key in keys & row.keys():
+      if row[key] is None or is_number(row[key]):
+        points.setdefault(key, {})[x] = (short(row[key]), stage)
+  series = {}
+  for key, at in points.items():
+    last = max(at)
+    sparse = len(at) <= MAX_POINTS
+    kept = [x for x in sorted(at) if sparse or x % stride == 0 or x == last]
+    series[key] = {'x': kept, 'y': [at[x][0] for x in kept], 'stage': [at[x][1] for x in kept]}
+  return series
+
+
+def _last(rows: list[Row]) -> dict[str, Json]:
+  """The last evaluation's numbers, keyed by metric."""
+  found: dict[str, Json] = {}
+  for row in rows:
+    found |= {k: short(v) for k, v in row.items() if k.startswith('val-') and is_number(v)}
+  return found
+
+
+def _differences(configs: Sequence[Row]) -> list[Row]:
+  """Fields of the configurations that are not equal in all runs, each with the runs' values as
+  text.
+  """
+  flat = [_leaves(config) for config in configs]
+  keys = dict.fromkeys(key for leaves in flat for key in leaves)
+  rows = [{'key': key, 'values': [leaves.get(key, _ABSENT) for leaves in flat]} for key in keys]
+  return [row for row in rows if len(set(row['values'])) > 1]
+
+
+def _leaves(value: Json, key: str = '') -> dict[str, str]:
+  """Values of a configuration as JSON text, keyed by dotted key; elements with names go by name."""
+  if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    names = [item.get('name') for item in value]
+    named = len(set(map(str, names))) == len(names) and all(isinstance(n, str) for n in names)
+    value = dict(zip(names if named else map(str, range(len(value))), value))
+  if isinstance(value, dict) and value:
+    return {
+      leaf: text
+      for name, inner in value.items()
+      for leaf, text in _leaves(inner, f'{key}.{name}' if key else str(name)).items()
+    }
+  return {key: json.dumps(value, ensure_ascii=False)}
+
+
+def _cut(text: str) -> str:
+  half = MAX_TEXT // 2
+  return text if len(text) <= MAX_TEXT else f'{text[:half]} … {text[-half:]}'
+
+
+def _answers(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row]:
+  """Last greedy answers of each run to the tasks of each suite."""
+  found = [
+    {suite['suite']: suite for suite in transcripts.answers(run.workdir, of)[0]}
+    for run, of in zip(runs, stages, strict=True)
+  ]
+  result = []
+  for name in dict.fromkeys(name for suites in found for name in suites):
+    rows: dict[str, Row] = {}
+    for i, suites in enumerate(found):
+      for row in suites[name]['rows'] if name in suites else ():
+        entry = rows.setdefault(
+          row['prompt'],
+          {'prompt': _cut(row['prompt']), 'truth': row['truth'], 'answers': [None] * len(runs)},
+        )
+        if row['answers'][-1] is not None:
+          text, correct = row['answers'][-1]
+          entry['answers'][i] = [_cut(text), correct]
+    common = [row for row in rows.values() if sum(a is not None for a in row['answers']) > 1]
+    kept, size = [], 0
+    for row in common:
+      size += len(row['prompt']) + sum(len(answer[0]) for answer in row['answers'] if answer)
+      if size <= ANSWER_BYTES or not kept:
+        kept.append(row)
+    if kept:
+      total = max(suites[name]['total'] for suites in found if name in suites)
+      result.append({'suite': name, 'rows': kept, 'total': total})
+  return result
+
+
+def _rollouts(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row]:
+  """Rollouts of tasks that several runs trained on, the latest of each run."""
+  tasks: dict[tuple[str, str], Row] = {}
+  budget = ROLLOUT_BYTES // max(1, len(runs))
+  for i, (run, of) in enumerate(zip(runs, stages, strict=True)):
+    data, _ = transcripts.rollouts(run.workdir, of, budget)
+    for row in data['rows']:
+      task = data['tasks'][row['k']]
+      entry = tasks.setdefault(
+        (task['id'], task['prompt']),
+        {
+          'prompt': _cut(task['prompt']),
+          'truth': task['truth'],
+          'runs': [[] for _ in runs],
+        },
+      )
+      text = row.get('q') or ''.join(data['tokens'][token][1] for token in row['t'])
+      entry['runs'][i].append(
+        {'x': row['x'], 'r': row['r'], 'n': len(row['t']), 'text': _cut(text)}
+      )
+  shared = [task for task in tasks.values() if sum(map(bool, task['runs'])) > 1]
+  shared.sort(key=lambda task: -sum(map(bool, task['runs'])))
+  for task in shared[:MAX_TASKS]:
+    task['runs'] = [
+      sorted(rollouts, key=lambda rollout: rollout['x'])[-MAX_ROLLOUTS:]
+      for rollouts in task['runs']
+    ]
+  return shared[:MAX_TASKS]
+
+
+def _warnings(
+  runs: Sequence[Compared],
+  logs: Sequence[tuple[list[Row], int]],
+  stages: Sequence[list[Row]],
+  configs: Sequence[Row],
+  stride: int,
+) -> list[str]:
+  notes = []
+  for run, (rows, corrupt), config in zip(runs, logs, configs, strict=True):
+    if corrupt:
+      notes.append(f'{run.name}: {corrupt:,} unreadable lines in {writers.METRICS_FILE} left out.')
+    if not rows:
+      notes.append(f'{run.name}: has written no metrics yet.')
+    if not config:
+      notes.append(f'{run.name}: config.json cannot be read, so that all of it differs.')
+  if len({tuple(stage['name'] for stage in of) for of in stages}) > 1:
+    notes.append('The runs have different stages; curves are over the steps of the whole run.')
+  if stride > 1:
+    notes.append(f'Curves show every {stride:,}th step.')
+  return notes
+
+
+def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
+  """Returns the group of each run, keyed by the run's name: runs with equal configurations up to
+  the seed form one, named by what differs.
+  """
+  leaves = {name: _leaves(_config(path)) for name, path in workdirs.items()}
+  for found in leaves.values():
+    found.pop('seed', None)
+  texts = {name: json.dumps(found, sort_keys=True) for name, found in leaves.items()}
+  differing = [
+    key
+    for key in dict.fromkeys(key for found in leaves.values() for key in found)
+    if len({found.get(key, _ABSENT) for found in leaves.values()}) > 1
+  ]
+  groups: dict[str, list[str]] = {}
+  for name, text in texts.items():
+    groups.setdefault(text, []).append(name)
+  labels = {}
+  for names in groups.values():
+    values = [f'{k.rpartition(".")[2]} {leaves[names[0]].get(k, _ABSENT)}' for k in differing]
+    label = ', '.join(values) if 0 < len(values) <= 3 else names[0]
+    labels |= dict.fromkeys(names, label if label not in labels.values() else names[0])
+  return labels
