@@ -14,7 +14,7 @@ import os
 import pathlib
 import statistics
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
@@ -52,6 +52,10 @@ _CHARTED = (
   'rewards/accuracies',
 )
 _ABSENT = '(absent)'
+_MAX_VALUE, _MAX_LABEL = 160, 80
+"""Maximum lengths of a configuration's value in the table, and of a group's label, in
+characters.
+"""
 Row = dict[str, Any]
 
 
@@ -131,6 +135,7 @@ def payload(
   place = {run: group for group, row in enumerate(groups) for run in row['runs']}
   return {
     'name': title,
+    'kind': 'comparison',
     'subtitle': _subtitle(runs, groups, objective),
     'objective': dataclasses.asdict(objective),
     'stages': stages[0] if all(same == stages[0] for same in stages) else _whole(longest),
@@ -280,25 +285,42 @@ def _differences(configs: Sequence[Row]) -> list[Row]:
   """Fields of the configurations that are not equal in all runs, each with the runs' values as
   text.
   """
-  flat = [_leaves(config) for config in configs]
-  keys = dict.fromkeys(key for leaves in flat for key in leaves)
-  rows = [{'key': key, 'values': [leaves.get(key, _ABSENT) for leaves in flat]} for key in keys]
-  return [row for row in rows if len(set(row['values'])) > 1]
+  return [
+    {'key': key, 'values': [_shown(value) for value in values]}
+    for key, values in _differing('', list(configs))
+  ]
 
 
-def _leaves(value: Json, key: str = '') -> dict[str, str]:
-  """Values of a configuration as JSON text, keyed by dotted key; elements with names go by name."""
+def _differing(key: str, values: list[Json]) -> Iterator[tuple[str, list[Json]]]:
+  """Yields the dotted keys below which the values differ, with the values there; a part that a
+  value lacks is `_ABSENT`. Elements with names go by name.
+  """
+  texts = {json.dumps(value, sort_keys=True) for value in values}
+  if len(texts) == 1:
+    return
+  parts = [_parts(value) for value in values]
+  if any(part is None for part in parts):
+    yield key or 'config.json', values
+    return
+  for name in dict.fromkeys(name for part in parts for name in part):
+    inner = f'{key}.{name}' if key else str(name)
+    yield from _differing(inner, [part.get(name, _ABSENT) for part in parts])
+
+
+def _parts(value: Json) -> dict[str, Json] | None:
+  """Returns the parts of a value by name; None if it has none."""
   if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
     names = [item.get('name') for item in value]
-    named = len(set(map(str, names))) == len(names) and all(isinstance(n, str) for n in names)
-    value = dict(zip(names if named else map(str, range(len(value))), value))
-  if isinstance(value, dict) and value:
-    return {
-      leaf: text
-      for name, inner in value.items()
-      for leaf, text in _leaves(inner, f'{key}.{name}' if key else str(name)).items()
-    }
-  return {key: json.dumps(value, ensure_ascii=False)}
+    if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
+      return dict(zip(names, value))
+  return value if isinstance(value, dict) else None
+
+
+def _shown(value: Json) -> str:
+  if value == _ABSENT:
+    return _ABSENT
+  text = json.dumps(value, ensure_ascii=False)
+  return text if len(text) <= _MAX_VALUE else f'{text[: _MAX_VALUE - 1]}…'
 
 
 def _cut(text: str) -> str:
@@ -392,21 +414,21 @@ def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
   """Returns the group of each run, keyed by the run's name: runs with equal configurations up to
   the seed form one, named by what differs.
   """
-  leaves = {name: _leaves(_config(path)) for name, path in workdirs.items()}
-  for found in leaves.values():
-    found.pop('seed', None)
-  texts = {name: json.dumps(found, sort_keys=True) for name, found in leaves.items()}
-  differing = [
-    key
-    for key in dict.fromkeys(key for found in leaves.values() for key in found)
-    if len({found.get(key, _ABSENT) for found in leaves.values()}) > 1
-  ]
+  configs = {name: _config(path) for name, path in workdirs.items()}
+  for config in configs.values():
+    config.pop('seed', None)
+  differing = dict(_differing('', list(configs.values())))
+  rows = dict(zip(configs, zip(*differing.values()))) if differing else {}
   groups: dict[str, list[str]] = {}
-  for name, text in texts.items():
-    groups.setdefault(text, []).append(name)
-  labels = {}
+  for name, config in configs.items():
+    groups.setdefault(json.dumps(config, sort_keys=True), []).append(name)
+  labels: dict[str, str] = {}
   for names in groups.values():
-    values = [f'{k.rpartition(".")[2]} {leaves[names[0]].get(k, _ABSENT)}' for k in differing]
-    label = ', '.join(values) if 0 < len(values) <= 3 else names[0]
-    labels |= dict.fromkeys(names, label if label not in labels.values() else names[0])
+    values = rows.get(names[0], ())
+    label = ', '.join(
+      f'{key.rpartition(".")[2]} {_shown(value)}' for key, value in zip(differing, values)
+    )
+    if len(values) not in (1, 2, 3) or len(label) > _MAX_LABEL or label in labels.values():
+      label = names[0]
+    labels |= dict.fromkeys(names, label)
   return labels

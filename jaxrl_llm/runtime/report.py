@@ -56,7 +56,7 @@ def render(data: Mapping[str, Any], scripts: Sequence[str] = SCRIPTS) -> str:
     + '})();'
   )
   parts = {
-    'title': html.escape(f'{data["name"]} · report'),
+    'title': html.escape(f'{data["name"]} · {data.get("kind", "report")}'),
     'style': style,
     'script': script,
     'style_hash': _digest(style),

@@ -8,6 +8,7 @@ Runs whose configurations are equal up to the seed form a group with a mean and 
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> p
     raise UserError(f'--workdirs={",".join(FLAGS.workdirs)}: wanted two runs or more, each once')
   names = [path.name for path in resolved]
   if len(set(names)) < len(names):
-    names = [str(path) for path in workdirs]
+    shared = os.path.commonpath(resolved)
+    names = [os.path.relpath(path, shared) for path in resolved]
   runs = dict(zip(names, workdirs, strict=True))
   logs = {}
   for name, path in runs.items():

@@ -4,6 +4,7 @@ jaxrl sweep --sweep=quickstart_lr                                  # a shipped s
 jaxrl sweep --sweep=configs/sweeps/quickstart_lr.py --parallel=2 --config.stages.sft.steps=100
 jaxrl sweep --sweep=quickstart_lr --dry_run                        # lists the trials, runs none
 jaxrl sweep --sweep=quickstart_lr --status [--json]                # how far they are
+jaxrl sweep --sweep=quickstart_lr --launcher=slurm [--submit]      # prints or submits a job array
 
 --config.KEY=VALUE overrides a field of every trial. The same command goes on after any end: each
 trial is a run in <sweepdir>/trials/<id>, which resumes from its newest commit. Exit code 0: all
@@ -22,6 +23,8 @@ from absl import flags
 from rich.console import Console
 from rich.live import Live
 
+from jaxrl_llm.app.cluster.job import Resources
+from jaxrl_llm.app.sweeps.array import Array, array_text, submit_array, task_arguments
 from jaxrl_llm.app.sweeps.ledger import Entry, Ledger, locked, values
 from jaxrl_llm.app.sweeps.page import build_page
 from jaxrl_llm.app.sweeps.plan import Plan, load_plan, open_ledger, preview
@@ -56,6 +59,23 @@ flags.DEFINE_bool('dry_run', False, 'List the trials; run none.', flag_values=FL
 flags.DEFINE_bool('status', False, 'Print how far the trials are.', flag_values=FLAGS)
 flags.DEFINE_bool('json', False, 'With --dry_run or --status: print JSON.', flag_values=FLAGS)
 flags.DEFINE_bool('retry_failed', False, 'Start failed trials again.', flag_values=FLAGS)
+flags.DEFINE_enum(
+  'launcher', None, ['slurm'], 'Run the trials as one job array of this system.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'launcher_options',
+  '{}',
+  'JSON of the launcher\'s own options, such as {"partition": "gpu"}.',
+  flag_values=FLAGS,
+)
+flags.DEFINE_integer('cpus', None, 'With --launcher: cores of a trial.', flag_values=FLAGS)
+flags.DEFINE_integer(
+  'memory_gib', None, 'With --launcher: memory of a trial in GiB.', flag_values=FLAGS
+)
+flags.DEFINE_integer(
+  'time_limit_s', None, 'With --launcher: maximum duration in seconds.', flag_values=FLAGS
+)
+flags.DEFINE_bool('submit', False, 'With --launcher: submit the job array.', flag_values=FLAGS)
 flags.DEFINE_integer(
   'trial', None, 'Run this trial alone, as a task of a job array does.', flag_values=FLAGS
 )
@@ -85,8 +105,11 @@ def _main(argv: Sequence[str]) -> int:
     return _print_status(sweepdir)
   if FLAGS.dry_run:
     return _print_trials(plan, sweepdir)
-  if FLAGS.trial is not None and plan.sweep.search == 'tpe':
-    raise UserError("--trial: a 'tpe' search draws its trials as it goes; run the sweep itself")
+  alone = FLAGS.trial is not None or FLAGS.launcher is not None
+  if alone and plan.sweep.search == 'tpe':
+    raise UserError("search='tpe' draws its trials as it goes; wanted no --trial and no --launcher")
+  if FLAGS.launcher is not None:
+    return _launch(plan, sweepdir, argv)
   with locked(sweepdir, shared=FLAGS.trial is not None):
     ledger = open_ledger(plan, sweepdir)
     try:
@@ -98,6 +121,8 @@ def _main(argv: Sequence[str]) -> int:
 def _check_flags() -> None:
   if sum([FLAGS.dry_run, FLAGS.status, FLAGS.trial is not None]) > 1:
     raise UserError('--dry_run, --status, --trial: wanted one of them')
+  if FLAGS.submit and FLAGS.launcher is None:
+    raise UserError('--submit: wanted with --launcher=slurm')
   if FLAGS.json and not (FLAGS.dry_run or FLAGS.status):
     raise UserError('--json: wanted with --dry_run or --status')
   for name, least in (('parallel', 1), ('gpus_per_trial', 0), ('grace_s', 1)):
@@ -141,6 +166,29 @@ def _run(plan: Plan, ledger: Ledger) -> int:
   return code
 
 
+def _launch(plan: Plan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int:
+  """Prints or submits the job array of a sweep."""
+  command = (*TRAIN[:-1], 'sweep', *task_arguments(argv[1:]), f'--sweepdir={sweepdir.absolute()}')
+  array = Array(
+    command=command,
+    sweepdir=sweepdir.absolute(),
+    resources=Resources(cpus=FLAGS.cpus, memory_gib=FLAGS.memory_gib, gpus=FLAGS.gpus_per_trial),
+    grace_s=FLAGS.grace_s,
+    time_limit_s=FLAGS.time_limit_s,
+    at_once=FLAGS.parallel if FLAGS['parallel'].present else None,
+    options=FLAGS.launcher_options,
+  )
+  if not FLAGS.submit:
+    print(array_text(array, len(preview(plan, sweepdir))), end='')
+    return 0
+  with locked(sweepdir, shared=False):
+    ledger = open_ledger(plan, sweepdir)
+    count = len(ledger.entries())
+    ledger.close()
+    print(f'submitted {submit_array(array, count)}: {count} trials in {sweepdir}')
+  return 0
+
+
 def _nothing() -> None:
   """Shows nothing: output that is no terminal gets a line for each change alone."""
 
@@ -160,26 +208,26 @@ def _numbers(entries: Sequence[Entry]) -> Collection[int]:
 
 
 def _print_end(ledger: Ledger) -> None:
-  entries, reports, meta = ledger.entries(), ledger.reports(), ledger.meta()
   console = Console(highlight=False, markup=False)
-  console.print(state_table(entries, reports, meta, rows=len(entries)))
-  groups = ranked(entries, values(entries, reports, meta), meta['direction'])
-  console.print(ranking_table(groups, meta['objective']))
+  _print_tables(console, ledger)
   if page := build_page(ledger):
     console.print(f'comparison: {page}', soft_wrap=True)
 
 
-def _print_status(sweepdir: pathlib.Path) -> int:
-  ledger = Ledger(sweepdir)
+def _print_tables(console: Console, ledger: Ledger) -> None:
   entries, reports, meta = ledger.entries(), ledger.reports(), ledger.meta()
-  ledger.close()
-  if FLAGS.json:
-    print(json.dumps(state_json(entries, reports, meta), indent=1))
-    return 0
-  console = Console(highlight=False, markup=False)
   console.print(state_table(entries, reports, meta, rows=len(entries)))
   groups = ranked(entries, values(entries, reports, meta), meta['direction'])
-  console.print(ranking_table(groups, meta['objective']))
+  console.print(ranking_table(groups))
+
+
+def _print_status(sweepdir: pathlib.Path) -> int:
+  ledger = Ledger(sweepdir)
+  if FLAGS.json:
+    print(json.dumps(state_json(ledger.entries(), ledger.reports(), ledger.meta()), indent=1))
+  else:
+    _print_tables(Console(highlight=False, markup=False), ledger)
+  ledger.close()
   return 0
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.app.sweeps.sweep import Sweep
 from jaxrl_llm.app.sweeps.trials import arguments, with_seeds
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core import script
-from jaxrl_llm.core.errors import RunError, one_line
+from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.process.child import Child
 
 _POLL_S = 0.2
@@ -182,6 +182,10 @@ class Runner:
         start = self._start_of(entry)
         if start is None or start.state == State.FINISHED:
           yield entry
+        elif start.number not in self._numbers:
+          raise UserError(
+            f'--trial={entry.number}: starts from {start.id}, which has not finished; run it first'
+          )
         elif start.state in ENDED:
           self._ledger.fail(
             entry.number, State.FAILED, exit_code=None, error=f'{start.id}: {start.state}'

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group as Stack
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxrl_llm.app.sweeps.ledger import Entry, Report, State, values
@@ -76,9 +76,7 @@ def state_table(
   found = values(entries, reports, meta)
   order = {State.RUNNING: 0, State.STOPPING: 0, State.FAILED: 1}
   shown = sorted(entries, key=lambda entry: (order.get(entry.state, 2), entry.number))[:rows]
-  table = Table(
-    'trial', 'state', *_right('step', str(meta['objective']), 'starts', 'minutes'), expand=False
-  )
+  table = Table('trial', 'state', *_right('step', 'objective', 'starts', 'minutes'), expand=False)
   for entry in sorted(shown, key=lambda entry: entry.number):
     value = found.get(entry.number)
     table.add_row(
@@ -96,12 +94,12 @@ def state_table(
     f'{count} {state}' for state in State if (count := sum(e.state == state for e in entries))
   )
   more = f'{len(entries) - len(shown)} more trials; ' if len(shown) < len(entries) else ''
-  return Stack(table, Text(f'{more}{counts}'))
+  return Stack(table, Text(f'{more}{counts}; objective: {meta["objective"]}'))
 
 
-def ranking_table(groups: Sequence[Group], objective: str) -> Table:
+def ranking_table(groups: Sequence[Group]) -> Table:
   """Returns the points, best first."""
-  table = Table('', 'point', *_right(objective, 'seeds'), title='Mean ± standard error over seeds')
+  table = Table('', 'point', *_right('mean ± standard error', 'seeds'))
   for place, group in enumerate(groups, 1):
     table.add_row(
       str(place),
@@ -121,9 +119,7 @@ def trials_table(entries: Sequence[Entry]) -> Table:
   return table
 
 
-def _right(*names: str) -> list:
-  from rich.table import Column
-
+def _right(*names: str) -> list[Column]:
   return [Column(name, justify='right') for name in names]
 
 

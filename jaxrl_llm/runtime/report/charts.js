@@ -65,9 +65,20 @@ function yRange(values, spec) {
   return { low: low === 0 ? 0 : low - margin, high: spec.range ? high : high + 0.06 * (high - low), outside };
 }
 
+// The class of a line's dashes, for lines that share a colour.
+function dash(line) {
+  return line.dash ? ` d${line.dash}` : '';
+}
+
+function spread(line, i) {
+  const error = line.high ? (line.high[i] - line.low[i]) / 2 : 0;
+  return error ? ` ± ${Number(error.toPrecision(2))}` : '';
+}
+
 class Chart {
   // spec: {title, caption, series: [{key, name, x, y, stage, colour}], stages, band: {low, high}?, stacked?, zero?, range?,
-  // joined?}; `joined` draws one line through all stages; stacked series have the same x and no gaps.
+  // joined?}; `joined` draws one line through all stages; stacked series have the same x and no gaps. A series may
+  // have a band of its own, low and high at its x, a dash (1 or 2), and a title for the legend.
   constructor(spec, smoothing) {
     this.spec = spec;
     this.smoothing = smoothing;
@@ -88,20 +99,21 @@ class Chart {
     const { series } = this.spec;
     if (series.length < 2) return null;
     return element('div', { class: 'legend' }, ...series.map((line) => element('button', {
-      type: 'button', 'aria-pressed': 'true', title: DATA.descriptions[line.key] || line.key,
+      type: 'button', 'aria-pressed': 'true', title: line.title ?? (DATA.descriptions[line.key] || line.key),
       onclick: (event) => {
         if (this.hidden.has(line.key)) this.hidden.delete(line.key);
         else if (this.hidden.size < series.length - 1) this.hidden.add(line.key);
         event.currentTarget.setAttribute('aria-pressed', String(!this.hidden.has(line.key)));
         this.draw();
       },
-    }, element('span', { class: `swatch b${line.colour}` }), element('span', {}, line.name))));
+    }, element('span', { class: `swatch b${line.colour}${dash(line)}` }), element('span', {}, line.name))));
   }
 
   // What is drawn: per visible series the points, smoothed where asked, and for stacked charts the lower edge too.
   layers() {
     const lines = this.spec.series.filter((line) => !this.hidden.has(line.key));
     const band = this.spec.band && !this.hidden.size ? [...this.spec.band.low.y, ...this.spec.band.high.y] : [];
+    for (const line of lines) band.push(...(line.low ?? []), ...(line.high ?? []));
     const totals = this.spec.stacked ? lines[0].x.map((_, i) => lines.reduce((a, line) => a + line.y[i], 0)) : null;
     this.range = yRange(totals ?? lines.flatMap((line) => line.y).concat(band), this.spec);
     const far = totals?.map((total) => total > this.range.high);
@@ -191,11 +203,27 @@ class Chart {
       const front = line.x.map((x, i) => `${i ? 'L' : 'M'}${this.px(x).toFixed(1)},${this.py(y[i]).toFixed(1)}`).join('');
       return [drawn('path', { ...named, class: `area f${line.colour}`, d: `${front}${back}Z` })];
     }
-    const raw = drawn('path', { ...named, class: `raw k${line.colour}${soft ? ' faint' : ''}`, d: this.trace(line, line.y) });
-    if (soft) return [raw, drawn('path', { class: `smooth k${line.colour}`, d: this.trace(line, y) })];
+    const raw = drawn('path', { ...named, class: `raw k${line.colour}${dash(line)}${soft ? ' faint' : ''}`, d: this.trace(line, line.y) });
+    const own = line.low ? [this.bandOf(line, soft)] : [];
+    if (soft) return [...own, ...(line.low ? [] : [raw]), drawn('path', { ...(line.low ? named : {}), class: `smooth k${line.colour}${dash(line)}`, d: this.trace(line, y) })];
     const dots = line.x.length > MARKER_LIMIT ? [] : line.x.flatMap((x, i) => (line.y[i] === null ? [] : [drawn('circle',
       { class: `f${line.colour}`, cx: this.px(x), cy: this.py(line.y[i]), r: 3 })]));
-    return [raw, ...dots];
+    return [...own, raw, ...dots];
+  }
+
+  // The band of a series, with gaps where the series has them.
+  bandOf(line, soft) {
+    const edge = (y) => (soft ? smoothed({ ...line, y }, this.smoothing.weight, y.map(() => -Infinity), y.map(() => Infinity)) : y);
+    const [low, high] = [edge(line.low), edge(line.high)];
+    const runs = [];
+    line.x.forEach((_, i) => {
+      if (low[i] === null) return;
+      if (!i || low[i - 1] === null || (!this.spec.joined && line.stage[i] !== line.stage[i - 1])) runs.push([]);
+      runs.at(-1).push(i);
+    });
+    const at = (values) => (i) => `${this.px(line.x[i]).toFixed(1)},${this.py(values[i]).toFixed(1)}`;
+    const d = runs.map((of) => `M${of.map(at(high)).join('L')}L${[...of].reverse().map(at(low)).join('L')}Z`).join('');
+    return drawn('path', { class: `band f${line.colour}`, d });
   }
 
   band() {
@@ -229,8 +257,8 @@ class Chart {
     this.cursor.replaceChildren(
       drawn('line', { class: 'cross', x1: this.px(x), x2: this.px(x), y1: TOP, y2: HEIGHT - BOTTOM }), ...(this.spec.stacked ? [] : dots));
     const shown = this.spec.stacked ? [...found].reverse() : found;
-    const rows = shown.filter((f) => !this.spec.stacked || f.line.y[f.i] > 0).map((f) => element('div', { class: 'row' }, element('span', { class: `swatch b${f.line.colour}` }),
-      element('span', {}, f.line.name), element('b', {}, number(f.line.y[f.i]))));
+    const rows = shown.filter((f) => !this.spec.stacked || f.line.y[f.i] > 0).map((f) => element('div', { class: 'row' }, element('span', { class: `swatch b${f.line.colour}${dash(f.line)}` }),
+      element('span', {}, f.line.name), element('b', {}, number(f.line.y[f.i]) + spread(f.line, f.i))));
     if (this.spec.band) rows.push(this.bandRow(x));
     const step = element('div', { class: 'head' }, `${stage.name} · step ${whole(x - stage.offset)}`);
     showTip(box.left + this.px(x) + 16, clientY ?? box.top + HEIGHT / 2, false, step, ...rows);

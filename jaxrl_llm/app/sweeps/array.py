@@ -1,0 +1,114 @@
+"""The trials of a sweep as one job array on Slurm: each task runs `jaxrl sweep --trial=N`.
+
+The tasks keep the one ledger together, which therefore lies on a file system with locks that all
+nodes see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Resources
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+
+_ARRAY_FLAGS = (
+  *('launcher', 'launcher_options', 'cpus', 'memory_gib', 'time_limit_s', 'sweepdir'),
+  *('parallel', 'gpus_per_trial', 'trial'),
+)
+"""Flags of `jaxrl sweep` that its tasks do not get."""
+_TASK = 'exec "$@" --trial="$SLURM_ARRAY_TASK_ID"'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Array:
+  """What a job array needs besides the number of its tasks."""
+
+  command: tuple[str, ...]
+  """Command of a task, without --trial."""
+  sweepdir: pathlib.Path
+  """Absolute."""
+  resources: Resources
+  """Of one trial."""
+  grace_s: float
+  """Seconds in which a trial commits when it is stopped."""
+  time_limit_s: int | None
+  at_once: int | None
+  """Maximum number of trials at a time; None: as many as Slurm finds room for."""
+  options: str
+  """JSON of the launcher's options."""
+
+
+def task_arguments(arguments: Sequence[str]) -> list[str]:
+  """Returns the arguments of `jaxrl sweep` for a task: those given, without the flags of the
+  array.
+  """
+  kept, value_follows = [], False
+  for argument in arguments:
+    name, equals, _ = argument.lstrip('-').partition('=')
+    if value_follows:
+      value_follows = False
+    elif argument.startswith('-') and name.removeprefix('no') == 'submit':
+      continue
+    elif argument.startswith('-') and name in _ARRAY_FLAGS:
+      value_follows = not equals
+    else:
+      kept.append(argument)
+  return kept
+
+
+def array_text(array: Array, count: int) -> str:
+  """Returns the batch script of `count` trials. Raises UserError for invalid options."""
+  # Imported here: only a job array needs the launcher.
+  from jaxrl_llm.app.cluster import slurm
+
+  return slurm.array_text(_job(array), count, _options(array), at_once=array.at_once)
+
+
+def submit_array(array: Array, count: int) -> str:
+  """Submits the job array and returns its id.
+
+  Raises:
+    UserError: there is no Slurm, or it refuses.
+  """
+  from jaxrl_llm.app.cluster import slurm
+
+  return slurm.submit(array_text(array, count), _job(array), _options(array))
+
+
+def _options(array: Array) -> Any:
+  from jaxrl_llm.app.cluster import slurm
+
+  try:
+    value = parse_json(array.options)
+  except ValueError as error:
+    raise UserError(
+      f'--launcher_options={array.options}: not JSON ({error}); wanted such as '
+      '{"partition": "gpu"}'
+    ) from None
+  # Trials share nodes unless the options say otherwise.
+  shared = {'exclusive': False}
+  value = {**shared, **value} if isinstance(value, dict) else value
+  return from_json(value, slurm.SlurmOptions, '--launcher_options')
+
+
+def _job(array: Array) -> Job:
+  group = Group(
+    name=TRAINER,
+    command=('bash', '-c', _TASK, 'trial', *array.command),
+    resources=array.resources,
+  )
+  return Job(
+    name='sweep',
+    groups=(group,),
+    workdir=str(array.sweepdir),
+    directory=os.getcwd(),
+    env={name: os.environ[name] for name in ('PYTHONPATH',) if name in os.environ},
+    grace_s=max(1, round(array.grace_s)),
+    time_limit_s=array.time_limit_s,
+  )
