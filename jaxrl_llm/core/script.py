@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
 
 from jaxrl_llm.core.errors import UserError, first_cause
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import WaitExpired
 
 T = TypeVar('T')
@@ -25,9 +28,32 @@ def parse(argv: Sequence[str]) -> list[str]:
     raise UserError(' '.join(str(error).split())) from error
 
 
-def exit_code(main: Callable[[], int]) -> int:
+def asks_json(argv: Sequence[str]) -> bool:
+  """Whether a command line has --json; works before its flags are parsed, and if they are
+  invalid.
+  """
+  return bool({'--json', '-json', '--json=true', '-json=true'} & {arg.lower() for arg in argv})
+
+
+def print_json(value: Json) -> None:
+  """Prints one JSON document on standard output; numbers that are not finite become null."""
+  print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Json:
+  if isinstance(value, Mapping):
+    return {str(key): _finite(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(item) for item in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def exit_code(main: Callable[[], int], *, as_json: bool = False) -> int:
   """Returns the result of `main`; if a UserError is raised, even in a group, prints it and returns
   its exit code.
+
+  Args:
+    as_json: whether the error is also printed on standard output, as `{"error": MESSAGE}`.
   """
   try:
     return main()
@@ -36,6 +62,8 @@ def exit_code(main: Callable[[], int]) -> int:
     if not isinstance(cause, UserError):
       raise
     sys.stderr.write(f'error: {cause}\n')
+    if as_json:
+      print_json({'error': str(cause)})
     return cause.exit_code
 
 

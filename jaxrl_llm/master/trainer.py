@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -336,6 +336,31 @@ class StageTrainer:
       fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
     self._check(fetched, role)
     return state, fetched._replace(outputs=report.outputs)
+
+  def programs(
+    self, learned: Learned, batch: Batch
+  ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
+    """Yields the name of each role's update, and a function that lowers it for arrays like these,
+    which may have been donated.
+    """
+
+    def like(tree: Any) -> Any:
+      return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+      )
+
+    chunks, used = like(batch.steps[0].chunks), batch.steps[0].used
+    constants = _scalars(batch.annotation.constants)
+    base = like(learned.base)
+    yield (
+      'update',
+      lambda: self._policy.update.lower(like(learned.policy), chunks, used, constants, base),
+    )
+    if learned.critic is not None:
+      yield (
+        'critic update',
+        lambda: self._critic.update.lower(like(learned.critic), chunks, used, constants, None),
+      )
 
   async def _measured(
     self, learned: Learned, plan: StepPlan, constants: Constants

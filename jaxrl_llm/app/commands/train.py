@@ -4,6 +4,10 @@
 The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by
 Ctrl-C and SIGTERM after a commit; 1: the run failed; 2: the input is invalid (both with a one-line
 error).
+
+--check validates in seconds, --dry_run also compiles, --doctor also tries a few batches; none of
+them writes to the run directory. --doctor prints a line for each check (ok, warning or failure,
+with the remedy); its exit code is 1 if there is a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from collections.abc import Sequence
 import jax
 from absl import flags, logging
 
-from jaxrl_llm.app.dry_run.preflight import print_list, print_plan
+from jaxrl_llm.app.doctor.command import diagnose
+from jaxrl_llm.app.dry_run.preflight import print_check, print_list, print_plan
 from jaxrl_llm.app.run import run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
@@ -45,6 +50,17 @@ flags.DEFINE_bool(
   'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
   flag_values=FLAGS,
 )  # fmt: skip
+flags.DEFINE_bool(
+  'check', False, 'Validate configuration, data and mesh, and print them; compile nothing.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool(
+  'doctor', False, 'Try the run: environment, data, scorers, and a few batches of each stage.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool(
+  'json', False, 'With --check, --dry_run or --doctor: print one JSON document.', flag_values=FLAGS
+)
 flags.DEFINE_string(
   'topology', None,
   'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
@@ -82,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
   except Exception as error:
     cause = first_cause(error)
     if isinstance(cause, UserError):
-      return _fail(cause)
+      return _fail(cause, as_json=script.asks_json(argv))
     if jax.distributed.is_initialized():
       traceback.print_exc()
       script.leave_at_once(1)
@@ -97,6 +113,11 @@ def _main(argv: Sequence[str]) -> int:
     return 0
   if FLAGS.topology:
     _compile_elsewhere(FLAGS.topology, dry_run=FLAGS.dry_run)
+  modes = [name for name in ('check', 'dry_run', 'doctor') if FLAGS[name].value]
+  if len(modes) > 1:
+    raise UserError(f'--{modes[1]}: cannot be combined with --{modes[0]}; give one of them')
+  if FLAGS.json and not modes:
+    raise UserError('--json: needs --check, --dry_run or --doctor; a run writes metrics.jsonl')
   if config_spec is None:
     raise UserError('--config=FILE.py[:VARIANT]: missing; try --config=configs/quickstart.py')
   if FLAGS.init_from:
@@ -110,9 +131,14 @@ def _main(argv: Sequence[str]) -> int:
   # Programs for absent devices cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
-  if FLAGS.dry_run:
-    print_plan(config, workdir, FLAGS.topology)
+  if FLAGS.check:
+    print_check(config, workdir, as_json=FLAGS.json)
     return 0
+  if FLAGS.dry_run:
+    print_plan(config, workdir, FLAGS.topology, as_json=FLAGS.json)
+    return 0
+  if FLAGS.doctor:
+    return diagnose(config, workdir, as_json=FLAGS.json)
   code = script.run_async(run(config, workdir))
   if membership is not None:
     membership.leave(workdir)
@@ -162,9 +188,11 @@ def _join(config: Config) -> Membership | None:
   return None
 
 
-def _fail(error: UserError) -> int:
+def _fail(error: UserError, *, as_json: bool = False) -> int:
   kind = 'run stopped' if isinstance(error, RunError) else 'error'
   sys.stderr.write(f'{kind}: {error}\n')
+  if as_json:
+    script.print_json({'error': str(error)})
   if jax.distributed.is_initialized():
     script.leave_at_once(error.exit_code)
   return error.exit_code

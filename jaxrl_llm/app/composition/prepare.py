@@ -117,19 +117,17 @@ def prepare(
   for name in sorted(scored_tasksets(config)):
     check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
-  preferences = {
-    source.name: _preferences(source, config, tasksets) for source in config.preferences
-  }
+  preferences = load_all_preferences(config, tasksets)
   _check_pairs(config, preferences, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
       # Reports a missing model now, not when its stage begins.
       model_directory(stage.critic.init_from)
   checkpoint = checkpoint_directory(config)
+  tokenizer = load_tokenizer(config, tasksets, preferences, workdir)
   if checkpoint is not None:
-    tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
+    spec = read_spec(checkpoint)
   else:
-    tokenizer = _tokenizer(config, tasksets, preferences, workdir)
     longest = config.rollout.max_length
     overrides = {
       'vocab_size': tokenizer.vocab_size,
@@ -159,7 +157,7 @@ def prepare(
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
   tasksets = _processed(config, tasksets, length)
   for stage in config.stages:
-    for name in _trained(stage):
+    for name in trained_tasksets(stage):
       for suite in config.evaluation:
         check_disjoint(tasksets[name], tasksets[suite.taskset])
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
@@ -199,6 +197,26 @@ def prepare(
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
 
+def load_all_preferences(config: Config, tasksets: Mapping[str, Taskset]) -> dict[str, Preferences]:
+  """Loads the configured preferences, keyed by name."""
+  return {source.name: _preferences(source, config, tasksets) for source in config.preferences}
+
+
+def load_tokenizer(
+  config: Config,
+  tasksets: Mapping[str, Taskset],
+  preferences: Mapping[str, Preferences],
+  workdir: pathlib.Path,
+) -> Tokenizer:
+  """Loads the checkpoint's tokenizer; without a checkpoint, that in the run directory, which is
+  made if missing.
+  """
+  checkpoint = checkpoint_directory(config)
+  if checkpoint is not None:
+    return Tokenizer.from_directory(checkpoint)
+  return _tokenizer(config, tasksets, preferences, workdir)
+
+
 def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
   """Raises UserError for tasks that no scorer judges, or that `correct_by` does not judge."""
   for domain in sorted({task.domain for task in taskset.tasks}):
@@ -226,7 +244,7 @@ def _processed(
   return {name: processed[name] for name in tasksets}
 
 
-def _trained(stage: StageConfig) -> tuple[str, ...]:
+def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
   """Returns the names of the tasksets that a stage trains on, including those of its experts."""
   experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
   return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))
@@ -242,7 +260,7 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
         raise UserError(
           f'stages.{stage.name}.source: no preferences {name!r}; configured are {sorted(known)}'
         )
-    for name in _trained(stage):
+    for name in trained_tasksets(stage):
       if name not in tasksets:
         raise UserError(
           f'stages.{stage.name}.source.tasksets: no taskset {name!r}; configured are '

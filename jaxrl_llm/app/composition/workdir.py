@@ -82,38 +82,9 @@ class Workdir:
     first command does not make the directory useless.
     """
     file = self.path / 'config.json'
-    if not file.exists() and has_commits(self.path):
-      raise UserError(
-        f'{file}: missing, so that no start can check its configuration against that of the '
-        f'commits in {self.path / "checkpoints"}; restore it, or choose another --workdir'
-      )
+    if check_configuration(self.path, config):
+      return
     if file.exists():
-      try:
-        old = read_saved(file)
-        if not isinstance(old, dict):
-          raise ValueError('not a JSON object')
-      except ValueError as error:  # not JSON, or not even text
-        raise UserError(
-          f'{file}: not the configuration of a run ({error}); choose another --workdir'
-        ) from error
-      # Of an earlier version: fields that it lacked have their defaults.
-      with contextlib.suppress(UserError):
-        old = to_json(from_json(old, Config))
-      may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
-      changes = [
-        change for change in difference(old, config) if not is_below(change[0], may_change)
-      ]
-      if not changes:
-        return
-      if has_commits(self.path):
-        listed = '; '.join(
-          f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5]
-        )
-        more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
-        raise UserError(
-          f'{self.path}: holds a run with another configuration ({listed}{more}); resume with the '
-          f'same command, or branch from it with --init_from={self.path} and another --workdir'
-        )
       for made in (TOKENIZER, DATA):
         shutil.rmtree(self.path / made, ignore_errors=True)
     write_durably(file, json.dumps(to_json(config), indent=1))
@@ -167,6 +138,50 @@ class Workdir:
       attempt = last + 1
     write_durably(file, str(attempt))
     return attempt
+
+
+def check_configuration(path: pathlib.Path, config: Config) -> bool:
+  """Returns whether the run directory `path` already holds this configuration. Writes nothing.
+
+  Raises:
+    UserError: the directory has commits of another configuration, or its configuration is missing
+      or unreadable.
+  """
+  file = path / 'config.json'
+  if not file.exists():
+    if has_commits(path):
+      raise UserError(
+        f'{file}: missing, so that no start can check its configuration against that of the '
+        'commits in '
+        f'{path / "checkpoints"}; restore it, or choose another --workdir'
+      )
+    return False
+  try:
+    old = read_saved(file)
+    if not isinstance(old, dict):
+      raise ValueError('not a JSON object')
+  except ValueError as error:  # not JSON, or not even text
+    raise UserError(
+      f'{file}: not the configuration of a run ({error}); choose another --workdir'
+    ) from error
+  # Of an earlier version: fields that it lacked have their defaults.
+  with contextlib.suppress(UserError):
+    old = to_json(from_json(old, Config))
+  may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
+  changes = [change for change in difference(old, config) if not is_below(change[0], may_change)]
+  if not changes:
+    return True
+  if has_commits(path):
+    listed = '; '.join(
+      f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5]
+    )
+    more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
+    raise UserError(
+      f'{path}: holds a run with another configuration ({listed}{more}); resume with the '
+      'same command, '
+      f'or branch from it with --init_from={path} and another --workdir'
+    )
+  return False
 
 
 def has_commits(path: pathlib.Path) -> bool:

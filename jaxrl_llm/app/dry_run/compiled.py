@@ -4,6 +4,7 @@ and memory by role.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxrl_llm.app.dry_run.programs import Held, Program
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
@@ -44,46 +46,91 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
   return Group(f'{mesh.devices.size} × {device.device_kind}: {axes}', table)
 
 
-def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
-  """Compiles a program; returns its statistics, and whether it fits `chip` (True if None)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+  """Statistics of a compiled program on each device; sizes in bytes."""
+
+  refusal: str = ''
+  """Why the program does not fit the chip; empty if it does."""
+  needed: int = 0
+  """Arguments, results and temporaries; 0 if the compiler refused the program."""
+  arguments: int = 0
+  temporaries: int = 0
+  in_host_memory: int = 0
+  limit: int | None = None
+  """Memory of the target chip; None: the program was compiled for this process's devices."""
+  collectives: str = ''
+  """Collectives of a micro-batch; empty without a target chip."""
+  flops: int = 0
+  """Model FLOPs of a full micro-batch over all devices; 0: unknown."""
+  expected_s: float | None = None
+  """Seconds of a full micro-batch at `UTILISATION` of the chip's peak; None: unknown."""
+  compile_s: float = 0.0
+
+  @property
+  def fits(self) -> bool:
+    return not self.refusal
+
+  @property
+  def line(self) -> str:
+    """The statistics as a line of text."""
+    if not self.needed:
+      return f'does not fit: {self.refusal}'
+    line = f'{self.needed / 1e6:,.1f} MB a device (arguments {self.arguments / 1e6:,.1f}, '
+    line += f'temporaries {self.temporaries / 1e6:,.1f}'
+    line += f', in host memory {self.in_host_memory / 1e6:,.1f})' if self.in_host_memory else ')'
+    if self.limit is None:
+      return line
+    line += f' of {self.limit / 1e6:,.0f}'
+    line += f'; collectives of a micro-batch: {self.collectives}'
+    if self.expected_s is not None:
+      line += f'; {self.flops / 1e12:,.2f} TFLOP a full micro-batch, '
+      line += f'{self.expected_s:,.3f} s at {UTILISATION:.0%} of peak'
+    line += f'; compiled in {self.compile_s:.0f} s'
+    return f'does not fit, {self.refusal}: {line}' if self.refusal else line
+
+  def to_json(self) -> dict[str, Json]:
+    return {'fits': self.fits, **dataclasses.asdict(self)}
+
+
+def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilation:
+  """Compiles a program for `chip`, or for this process's devices if that is None."""
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
+  limit = CHIPS[chip].memory_bytes if chip else None
   try:
     compiled = lowered.compile(options)
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    return f'does not fit: {_excess(str(error))}', False
+    return Compilation(refusal=_excess(str(error)), limit=limit)
   took = time.perf_counter() - began
   memory = compiled.memory_analysis()
   needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
   needed -= memory.alias_size_in_bytes
-  line = (
-    f'{needed / 1e6:,.1f} MB a device (arguments {memory.argument_size_in_bytes / 1e6:,.1f}, '
-    f'temporaries {memory.temp_size_in_bytes / 1e6:,.1f}'
+  sent, expected = '', None
+  if chip:
+    kinds = [
+      f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB, largest {t.largest})'
+      for kind, t in traffic(compiled.as_text()).items()
+    ]
+    sent = ', '.join(kinds) or 'none'
+    if program.flops:
+      peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION
+      expected = program.flops / peak
+  excess = needed - limit if limit is not None else 0
+  return Compilation(
+    refusal=f'by {excess / 1e6:,.1f} MB' if excess > 0 else '',
+    needed=needed,
+    arguments=memory.argument_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    in_host_memory=memory.host_argument_size_in_bytes,
+    limit=limit,
+    collectives=sent,
+    flops=program.flops,
+    expected_s=expected,
+    compile_s=took,
   )
-  line += (
-    f', in host memory {memory.host_argument_size_in_bytes / 1e6:,.1f})'
-    if memory.host_argument_size_in_bytes
-    else ')'
-  )
-  if not chip:
-    return line, True
-  limit = CHIPS[chip].memory_bytes
-  line += f' of {limit / 1e6:,.0f}'
-  sent = [
-    f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB, largest {t.largest})'
-    for kind, t in traffic(compiled.as_text()).items()
-  ]
-  line += f'; collectives of a micro-batch: {", ".join(sent) or "none"}'
-  if program.flops:
-    peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION
-    line += f'; {program.flops / 1e12:,.2f} TFLOP a full micro-batch, '
-    line += f'{program.flops / peak:,.3f} s at {UTILISATION:.0%} of peak'
-  line += f'; compiled in {took:.0f} s'
-  if needed > limit:
-    return f'does not fit, by {(needed - limit) / 1e6:,.1f} MB: {line}', False
-  return line, True
 
 
 def _excess(message: str) -> str:

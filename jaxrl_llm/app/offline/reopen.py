@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -37,6 +37,7 @@ from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.workflow import Workflow
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.tasks.taskset import Taskset
 
 
 def config_of_run(run: pathlib.Path) -> Config:
@@ -125,10 +126,18 @@ class Reopened(Setup):
 
 
 @contextlib.asynccontextmanager
-async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run`; `config` may differ from its own as far as compatible."""
+async def reopen(
+  config: Config, run: pathlib.Path, load: Callable[[str], Taskset] | None = None
+) -> AsyncIterator[Reopened]:
+  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are
+  compatible.
+
+  Args:
+    run: directory of the run, which need not exist: then tokenizer and static rows are made anew.
+    load: returns the taskset with a given name; None: each is loaded once.
+  """
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
-    prepared = await asyncio.to_thread(_prepared, config, run, scratch)
+    prepared = await asyncio.to_thread(_prepared, config, run, scratch, load)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
     opened.callback(device.close)
     yield Reopened(
@@ -146,14 +155,21 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
     )
 
 
-def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepared:
-  """Prepares `config` in the writable `scratch`, with the run's tokenizer and static rows."""
+def _prepared(
+  config: Config,
+  run: pathlib.Path,
+  scratch: pathlib.Path,
+  load: Callable[[str], Taskset] | None,
+) -> Prepared:
+  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static
+  rows.
+  """
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()
   for rows in (run / DATA).glob('*.arrayrecord'):
     (scratch / DATA / rows.name).symlink_to(rows.absolute())
-  return prepare(config, scratch)
+  return prepare(config, scratch, load)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

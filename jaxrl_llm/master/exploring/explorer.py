@@ -40,6 +40,10 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 
+class NothingToLearn(RunError):
+  """Raised when too many groups were dropped while one batch was collected."""
+
+
 class Drawn(NamedTuple):
   """A closed batch."""
 
@@ -165,7 +169,7 @@ class Explorer:
 
     Raises:
       WaitExpired: after `collect_deadline_s`.
-      RunError: more than `max_dropped_groups` groups were dropped.
+      NothingToLearn: more than `max_dropped_groups` groups were dropped.
       Exception: the error of the engine or a scorer that ended exploration.
     """
     ready = asyncio.ensure_future(
@@ -389,7 +393,7 @@ class Explorer:
     self._events.message(Edge.DROP, group=self._name(group.task, group.visit), reason=reason)
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
-      raise RunError(
+      raise NothingToLearn(
         f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn '
         'from while one batch was collected, max_dropped_groups is '
         f'{self._config.max_dropped_groups}; the last: {why}'

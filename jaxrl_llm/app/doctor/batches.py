@@ -1,0 +1,447 @@
+"""A few batches of each stage through the run's own components, and what they show.
+
+The stages follow each other as in the run, each for a few steps, so that a later one starts from a
+policy that has begun to learn. Everything is written to a temporary directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import psutil
+
+from jaxrl_llm.app.composition.resources import Resources, build_publisher, stage_entrance
+from jaxrl_llm.app.composition.setup import Setup
+from jaxrl_llm.app.doctor.divergence import kl_gradient
+from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
+from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program
+from jaxrl_llm.app.dry_run.programs import Program
+from jaxrl_llm.app.schema import Rollouts, StageConfig
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.learner.algorithm import Constants
+from jaxrl_llm.master.batches import Planner
+from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.loop import LoopState, pass_over, publish, take_step
+from jaxrl_llm.master.records import step_metrics
+from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
+from jaxrl_llm.rollout.publisher import Publisher
+
+_MEASURED = (2, 10, 5.0)
+"""Least and most measured steps of a stage, and the seconds after which the least are enough."""
+_PREPARING = (2, 120, 12.0)
+"""The same for a stage of static data before another stage: its steps are cheap, and what they
+teach makes the next stage's samples those of the run.
+"""
+_TASKS = 128
+"""Tasks of each suite that are evaluated."""
+_SLOW_H = 24.0 * 7
+"""Hours of a run from which its duration is a warning."""
+_SCARCE = 0.9
+"""Share of groups without signal from which there is little to learn."""
+_TRUNCATED = 0.5
+"""Share of truncated samples from which the length limit decides."""
+_FULL = 0.9
+"""Share of a device's memory from which the next longer batch may not fit."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trial:
+  """What the batches of one stage showed."""
+
+  stage: Stage
+  first: bool
+  """Whether the stage's first policy is that of the run: no stage before it was cut short."""
+  seconds: list[float] = dataclasses.field(default_factory=list)
+  """Duration of each step after the programs had been compiled."""
+  rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+  """Metrics of each step, as the run writes them."""
+  exceeded: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Message by mismatch budget that a step exceeded."""
+  samples: list[Scored] = dataclasses.field(default_factory=list)
+  """Rollouts of all steps."""
+  dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  programs: dict[str, Compilation] = dataclasses.field(default_factory=dict)
+  """Compiled updates, keyed by name."""
+  constants: Constants = dataclasses.field(default_factory=dict)
+  """Constants of the loss in the last batch."""
+
+  @property
+  def step_s(self) -> float:
+    """Median duration of a step in seconds; NaN if none was measured."""
+    return statistics.median(self.seconds) if self.seconds else math.nan
+
+
+class Memory(NamedTuple):
+  """Memory in bytes while the batches ran."""
+
+  process: int
+  """Most resident memory of this process after a step."""
+  devices: int | None
+  """Peak of the fullest device; None: the devices do not report it."""
+  limit: int | None
+
+
+class Trials:
+  """Runs batches of all stages; `findings` yields what each stage showed, as soon as it ends."""
+
+  def __init__(self, setup: Setup, resources: Resources):
+    self._setup, self._resources = setup, resources
+    self._publisher: Publisher = build_publisher(setup, resources.engine)
+    self._planner = Planner(
+      seed=setup.config.seed,
+      every_steps=1 << 62,
+      every_minutes=math.inf,
+      stop=asyncio.get_running_loop().create_future(),
+    )
+    self._process_bytes = 0
+    self._state: LoopState | None = None
+    """Newest state; earlier ones have been donated."""
+    self.trials: list[Trial] = []
+    self.suites_s: dict[str, float] = {}
+    """Estimated seconds of each suite in full."""
+
+  async def findings(self, state: LoopState) -> AsyncIterator[Finding]:
+    enter = stage_entrance(self._setup)
+    configs = self._setup.config.stages
+    complete, self._state = True, state
+    for stage, config in zip(self._setup.stages, configs, strict=True):
+      trial = Trial(stage=stage, first=complete)
+      last = stage is self._setup.stages[-1]
+      budget = _MEASURED if last or stage.explores else _PREPARING
+      error = None
+      try:
+        begun = dataclasses.replace(self._state, step=stage.start)
+        trainer, self._state = await enter(stage, begun)
+        await self._run(trial, trainer, budget)
+      except NothingToLearn as caught:
+        error = caught
+      self.trials.append(trial)
+      for finding in _of_trial(trial, config, error):
+        yield finding
+      complete = complete and self._state.step >= stage.end
+    for finding in await self._evaluation(self._state):
+      yield finding
+
+  async def _run(self, trial: Trial, trainer: StageTrainer, budget: tuple[int, int, float]) -> None:
+    """Runs steps of one stage: first those that compile, then measured ones within the budget."""
+    stage, process = trial.stage, self._setup.process
+    batches = self._resources.logs.batches[stage.name]
+    least, most, enough_s = budget
+    # After the critic's warm-up, where the policy is updated too.
+    warm_up = stage.algorithm.critic_warmup if stage.trains else 0
+    compiling, served, done = 2 if warm_up else 1, 0, 0
+    state = self._state
+    async with batches.running():
+      while state.step < stage.end:
+        measured = trial.seconds
+        if len(measured) >= most or (len(measured) >= least and sum(measured) >= enough_s):
+          break
+        if warm_up and done == 1:
+          state = dataclasses.replace(state, step=stage.start + warm_up)
+        began = time.monotonic()
+        if stage.explores and (done % stage.publish_every == 0):
+          # Always sent: an update without signal moves nothing here, and would in the run.
+          await publish(self._publisher, dataclasses.replace(state, moved=state.step), 0)
+          served = done
+        batches.advance(state.step, served if stage.explores else done)
+        plan = await self._planner.close(stage, state.step, batches)
+        # No evaluation is due here, whatever the number of the step.
+        plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
+        if stage.trains:
+          state, batch, updated = await take_step(process, trainer, state, plan)
+        else:
+          state, batch, updated = pass_over(state, plan)
+        took, self._state = time.monotonic() - began, state
+        self._record(trial, batch, updated, batches.taken())
+        batches.trained(plan)
+        if done >= compiling:
+          measured.append(took)
+        elif stage.trains:
+          await process.device.run(self._measure_programs, trial, trainer, state, batch)
+        done += 1
+        if not all(
+          math.isfinite(trial.rows[-1].get(k, 0.0)) for k in ('actor/loss', 'actor/grad_norm')
+        ):
+          break
+
+  def _record(self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Scored]) -> None:
+    budgets = self._setup.config.rollout.mismatch
+    row, exceeded = step_metrics(batch, updated, taken, budgets)
+    trial.rows.append(row)
+    trial.exceeded |= exceeded
+    trial.samples += taken.values()
+    trial.dropped.update({k: n for k, n in batch.plan.counts.items() if k.startswith('dropped/')})
+    trial.constants = batch.annotation.constants
+    self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
+
+  def _measure_programs(
+    self, trial: Trial, trainer: StageTrainer, state: LoopState, batch: Batch
+  ) -> None:
+    for name, lower in trainer.programs(state.learned, batch):
+      trial.programs[name] = compile_program(
+        Program(name, lower, 0), self._setup.process.mesh, None
+      )
+
+  async def _evaluation(self, state: LoopState) -> list[Finding]:
+    """Evaluates a part of each suite, and estimates the time of the whole."""
+    findings, logs = [], self._resources.logs
+    if not logs.suites:
+      return []
+    await publish(self._publisher, state, 0)
+    for suite, tasks in logs.suites:
+      tried, began = tasks[:_TASKS], time.monotonic()
+      metrics, _ = await logs.evaluator.run(suite, tried)
+      seconds = (time.monotonic() - began) * len(tasks) / len(tried)
+      self.suites_s[suite.name] = seconds
+      unscorable = metrics[f'val-aux/{suite.taskset}/unscorable']
+      attempts = len(tried) * (1 + suite.samples)
+      check = f'evaluation {suite.name}'
+      detail = dict(
+        suite=suite.name, tasks=len(tasks), seconds=seconds, unscorable=unscorable / attempts
+      )
+      if unscorable:
+        findings.append(
+          (failure if unscorable == attempts else warning)(
+            check,
+            f'{unscorable / attempts:.0%} of the completions cannot be scored',
+            'look at the scorers and at the truths of its tasks (jaxrl score)',
+            **detail,
+          )
+        )
+      else:
+        found = f'{len(tried)} of {len(tasks)} tasks tried; the suite takes about {seconds:,.1f} s'
+        findings.append(ok(check, found, **detail))
+    return findings
+
+  @property
+  def memory(self) -> Memory:
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stat.get('peak_bytes_in_use') for stat in stats]
+    limits = [stat.get('bytes_limit') for stat in stats]
+    return Memory(
+      self._process_bytes,
+      None if None in peaks else max(peaks),
+      None if None in limits else min(limits),
+    )
+
+
+def _of_trial(trial: Trial, config: StageConfig, error: UserError | None) -> Iterator[Finding]:
+  stage = trial.stage
+  if error is not None:
+    found, _, remedy = one_line(error, 1000).rpartition('; ')
+    yield (failure if trial.first else warning)(
+      f'signal {stage.name}', found, remedy, stage=stage.name
+    )
+  if not trial.rows:
+    return
+  if trial.samples and error is None:
+    yield from _signal(trial, config)
+  if trial.samples:
+    yield from _samples(trial)
+  yield from _mismatch(trial)
+  if stage.trains:
+    yield from _gradients(trial)
+    if config.source.unit == 1:
+      yield from kl_gradient(stage.name, stage.algorithm, trial.constants)
+  if trial.seconds:
+    yield ok(
+      f'step_time {stage.name}',
+      f'{trial.step_s:,.3g} s a step, the median of {len(trial.seconds)}',
+      stage=stage.name,
+      seconds=trial.step_s,
+      steps=len(trial.seconds),
+    )
+
+
+def _signal(trial: Trial, config: StageConfig) -> Iterator[Finding]:
+  """Counts the groups whose rewards do not differ, so that they teach nothing."""
+  stage, source = trial.stage, config.source
+  groups: dict[str, list[float]] = {}
+  single = isinstance(source, Rollouts) and source.group_size == 1
+  for member in trial.samples:
+    if member.reward.worth is not None:
+      key = '' if single else member.sample.group_id
+      groups.setdefault(key, []).append(member.reward.worth)
+  flat = sum(max(rewards) == min(rewards) for rewards in groups.values())
+  kept, dropped = len(groups), trial.dropped['dropped/groups']
+  if not kept:
+    return
+  share = (flat + dropped) / (kept + dropped)
+  rewards = [reward for of in groups.values() for reward in of]
+  detail = dict(
+    stage=stage.name,
+    groups=kept + dropped,
+    without_signal=share,
+    mean_reward=float(np.mean(rewards)),
+  )
+  check, what = f'signal {stage.name}', 'batch' if single else 'groups'
+  found = (
+    f'{share:.0%} of {kept + dropped} {what} have rewards that do not differ (mean reward '
+    f'{np.mean(rewards):.3g})'
+  )
+  remedy = (
+    'train on demonstrations first, take easier or harder tasks (jaxrl curate), a larger '
+    'group_size, or a reward with partial credit'
+  )
+  if share == 1.0 and trial.first and not (isinstance(source, Rollouts) and source.experts):
+    yield failure(check, found, remedy, **detail)
+  elif share > _SCARCE and not trial.first:
+    yield ok(check, f'{found}; not judged, since the stages before it were cut short', **detail)
+  elif share > _SCARCE:
+    yield warning(check, found, remedy, **detail)
+  else:
+    yield ok(check, found, **detail)
+
+
+def _samples(trial: Trial) -> Iterator[Finding]:
+  """Counts truncated and unscorable samples."""
+  stage = trial.stage.name
+  samples = [member.sample for member in trial.samples]
+  truncated = sum(sample.finish_reason == Finish.LENGTH for sample in samples) / len(samples)
+  lengths = [sample.response_len for sample in samples]
+  detail = dict(
+    stage=stage,
+    samples=len(samples),
+    truncated=truncated,
+    mean_response_tokens=float(np.mean(lengths)),
+  )
+  found = f'{truncated:.0%} of {len(samples)} samples reach the length limit'
+  if truncated > _TRUNCATED:
+    yield warning(
+      f'truncated {stage}',
+      found,
+      'raise rollout.max_response_length, or check that the policy ends its answers (eos)',
+      **detail,
+    )
+  else:
+    yield ok(f'truncated {stage}', found, **detail)
+  lost = trial.dropped['dropped/unscorable'] + trial.dropped['dropped/scorer_failed']
+  inside = sum(member.reward.value is None for member in trial.samples)
+  share = (lost + inside) / (len(samples) + lost)
+  found = f'{share:.0%} of {len(samples) + lost} samples cannot be scored'
+  detail = dict(stage=stage, unscorable=share)
+  if share:
+    yield (failure if share > 0.5 else warning)(
+      f'unscorable {stage}',
+      found,
+      'look at the warnings of the scorers in the log, and try jaxrl score',
+      **detail,
+    )
+  else:
+    yield ok(f'unscorable {stage}', found, **detail)
+
+
+def _mismatch(trial: Trial) -> Iterator[Finding]:
+  stage, key = trial.stage.name, 'rollout_corr/k3_kl'
+  worst = [row for row in trial.rows if key in row]
+  if not worst:
+    return
+  k3 = max((row[key] for row in worst), key=lambda value: (math.isnan(value), value))
+  most = max(row['sampling/sampling_logp_difference/max'] for row in worst)
+  detail = dict(stage=stage, k3_kl=k3, max_difference=most)
+  if trial.exceeded:
+    found, _, remedy = '; '.join(trial.exceeded.values()).partition('; ')
+    yield failure(f'mismatch {stage}', found, remedy, **detail)
+  else:
+    found = f'trainer and sampler differ by {k3:.2g} nats a token (k3), at most by {most:.2g}'
+    yield ok(f'mismatch {stage}', found, **detail)
+
+
+def _gradients(trial: Trial) -> Iterator[Finding]:
+  stage, check = trial.stage.name, f'gradients {trial.stage.name}'
+  norms = [row['actor/grad_norm'] for row in trial.rows if 'actor/grad_norm' in row]
+  losses = [row['actor/loss'] for row in trial.rows if 'actor/loss' in row]
+  skipped = sum(row.get('run/skipped_updates', 0.0) for row in trial.rows)
+  detail = dict(stage=stage, skipped_updates=skipped, max_grad_norm=max(norms, default=math.nan))
+  if skipped or not all(map(math.isfinite, [*norms, *losses])):
+    yield failure(
+      check,
+      f'{skipped:.0f} updates were skipped, their gradients or losses are not finite or too large '
+      f'(largest norm {max(norms, default=math.nan):.3g})',
+      'lower the learning rate, raise skip_grad_norm, or use float32 (policy.dtype)',
+      **detail,
+    )
+  elif norms and not any(norms) and trial.first:
+    remedy = 'give the rewards more variance, see signal'
+    yield warning(check, 'every gradient is exactly zero', remedy, **detail)
+  elif norms:
+    yield ok(check, f'finite, norm {statistics.median(norms):.3g}', **detail)
+
+
+def duration(
+  setup: Setup, trials: Sequence[Trial], suites_s: dict[str, float]
+) -> Iterator[Finding]:
+  """Estimates the hours of the whole run from the measured steps and suites."""
+  total, unknown, evaluations = 0.0, [], 0
+  for trial in trials:
+    stage = trial.stage
+    steps = stage.end - stage.start
+    if trial.seconds:
+      total += steps * trial.step_s
+    else:
+      unknown.append(stage.name)
+    evaluations += sum(stage.evaluation_due(done) for done in range(stage.start + 1, stage.end + 1))
+  evaluations += bool(suites_s)
+  evaluating = evaluations * sum(suites_s.values())
+  hours = (total + evaluating) / 3600
+  detail = dict(hours=hours, training_hours=total / 3600, evaluation_hours=evaluating / 3600)
+  found = (
+    f'about {_time(total + evaluating)} for the whole run, of which evaluations {_time(evaluating)}'
+  )
+  if unknown:
+    yield warning(
+      'duration',
+      f'{found}, without {", ".join(unknown)}, whose steps could not be measured',
+      'correct what is said about them above',
+      **detail,
+    )
+  elif hours > _SLOW_H:
+    yield warning('duration', found, 'use more devices, or fewer steps', **detail)
+  else:
+    yield ok('duration', found, **detail)
+
+
+def memory(used: Memory, trials: Sequence[Trial]) -> Iterator[Finding]:
+  """Compares the peak memory with what the devices and the machine have."""
+  programs = {
+    f'{name} of {trial.stage.name}': compiled.needed
+    for trial in trials
+    for name, compiled in trial.programs.items()
+  }
+  largest = max(programs, key=programs.get, default=None)
+  detail = dict(
+    process_bytes=used.process,
+    device_peak_bytes=used.devices,
+    device_limit_bytes=used.limit,
+    program_bytes=programs,
+  )
+  told = f', the largest program {largest} {programs[largest] / 1e6:,.1f} MB' if largest else ''
+  remedy = 'use policy.remat, fewer learner.chunks_per_rank, or more devices'
+  if used.devices is not None:
+    found = f'{used.devices / 1e9:,.2f} GB at the peak of a device{told}'
+    limit = used.limit
+  else:
+    found = f'{used.process / 1e9:,.2f} GB in this process{told}'
+    limit = psutil.virtual_memory().total
+  most = used.process if used.devices is None else used.devices
+  if limit is not None and most > _FULL * limit:
+    yield warning('memory', f'{found} of {limit / 1e9:,.1f} GB', remedy, **detail)
+  else:
+    yield ok('memory', found, **detail)
+
+
+def _time(seconds: float) -> str:
+  if seconds < 120:
+    return f'{seconds:,.0f} s'
+  return f'{seconds / 60:,.0f} min' if seconds < 7200 else f'{seconds / 3600:,.1f} h'

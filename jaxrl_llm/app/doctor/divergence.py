@@ -1,0 +1,199 @@
+"""Check of the sign of the KL gradient, on a policy whose KL to its reference is known exactly.
+
+The policy is one distribution over a few symbols, and so is the reference. The algorithm's own loss
+sees the logprobs of sampled symbols, with advantages of zero, once with that reference and once
+with the policy as its own reference; the difference of the two gradients is what the reference
+contributes. A small step against it must lower the exact KL. A KL penalty in the reward is checked
+on the advantages that the algorithm's annotation makes of it. Both work for any algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
+from jaxrl_llm.batching.chunks import Chunks, shapes
+from jaxrl_llm.batching.plan import Row
+from jaxrl_llm.learner.algorithm import Algorithm, Closed, Constants
+from jaxrl_llm.ops.logprobs import TokenLogprobs
+
+_SYMBOLS = 8
+_CHUNKS, _TIME = 32, 256
+_LENGTH = 4
+"""Tokens of a sequence, of which the first is the prompt."""
+_SIZE = 0.2
+"""Standard deviation of the difference of the two distributions' logits: near, so that all
+estimators of the KL agree in direction.
+"""
+_STEP = 1e-2
+"""Length of the step against the gradient, in logits."""
+_CLEAR = 0.2
+"""Absolute cosine between two directions from which their relation is no sampling noise."""
+
+
+class _World(NamedTuple):
+  """Samples of a policy over symbols, as the arrays that a loss reads."""
+
+  logits: Float[Array, 'symbols']
+  reference: Float[Array, 'symbols']
+  symbols: Int[Array, 'chunks time']
+  chunks: Chunks
+
+  def logprobs(self, logits: Float[Array, 'symbols']) -> Float[Array, 'chunks time']:
+    return jnp.where(self.chunks.loss_mask, jax.nn.log_softmax(logits)[self.symbols], 0.0)
+
+  def kl(self, logits: Float[Array, 'symbols']) -> Float[Array, '']:
+    """Exact KL of a policy to the reference, in nats per symbol."""
+    own, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(self.reference)
+    return (jnp.exp(own) * (own - other)).sum()
+
+
+def _world() -> _World:
+  rng = np.random.Generator(np.random.Philox(key=17))
+  logits = rng.normal(size=_SYMBOLS).astype(np.float32)
+  reference = (logits + _SIZE * rng.normal(size=_SYMBOLS)).astype(np.float32)
+  chances = np.exp(logits.astype(np.float64))
+  symbols = rng.choice(_SYMBOLS, (_CHUNKS, _TIME), p=chances / chances.sum())
+  per_chunk = _TIME // _LENGTH
+  fields = {
+    name: np.zeros(like.shape, like.dtype)
+    for name, like in shapes(_CHUNKS, time=_TIME, segments=per_chunk).items()
+  }
+  places = np.arange(_TIME)
+  fields['tokens'] = symbols.astype(np.int32)
+  fields['positions'] += (places % _LENGTH).astype(np.int32)
+  fields['segment_ids'] += (places // _LENGTH + 1).astype(np.int32)
+  fields['loss_mask'] |= places % _LENGTH > 0
+  fields['reported'] = fields['loss_mask']
+  fields['temperature'] += 1
+  world = _World(jnp.asarray(logits), jnp.asarray(reference), symbols, Chunks(**fields))
+  own = np.asarray(world.logprobs(world.logits))
+  chunks = world.chunks.replace(behaviour_logprobs=own, proximal_logprobs=own)
+  return world._replace(chunks=chunks)
+
+
+def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Iterator[Finding]:
+  """Checks that what the reference contributes to loss and advantages lowers the KL to it.
+
+  Args:
+    stage: name of the stage whose algorithm it is.
+    constants: constants of the loss, from the annotation of a batch.
+  """
+  if 'reference' not in algorithm.reads or algorithm.head != 'lm':
+    return
+  world, check = _world(), f'kl_gradient {stage}'
+  through_loss, effect = _of_loss(world, algorithm, constants)
+  through_reward = (
+    _of_reward(world, algorithm) if 'reference_logprobs' in algorithm.on_host else None
+  )
+  detail = dict(
+    stage=stage, cosine=through_loss, kl_change=effect, reward_correlation=through_reward
+  )
+  known = [value for value in (through_loss, through_reward) if value is not None]
+  if not all(map(np.isfinite, known)):
+    yield failure(
+      check, 'the gradient is not finite', 'look for logs and ratios of zero in the loss', **detail
+    )
+  elif any(value < -_CLEAR for value in known):
+    where = 'loss' if through_loss is not None and through_loss < -_CLEAR else 'reward'
+    yield failure(
+      check,
+      f'a step against the gradient drives the policy away from its reference: the KL of '
+      f'the {where} has the wrong sign',
+      'the penalty is + coef · KL(policy ‖ reference) in the loss, and − coef · '
+      'log(policy/reference) in the reward',
+      **detail,
+    )
+  elif any(value > _CLEAR for value in known):
+    told = (
+      [] if effect is None else [f'a step against the gradient lowers it by {-effect:.2g} nats']
+    )
+    told += [] if through_reward is None else ['the penalty in the reward discourages it']
+    yield ok(check, f'KL to the reference: {", ".join(told)}', **detail)
+  else:
+    yield warning(
+      check,
+      'the reference has no effect on the gradient',
+      'kl_loss_type k1 has none on average; use k2 or k3, or a coefficient above 0',
+      **detail,
+    )
+
+
+def _of_loss(
+  world: _World, algorithm: Algorithm, constants: Constants
+) -> tuple[float | None, float | None]:
+  """Returns the cosine of the reference's part of the gradient with that of the exact KL, and the
+  change of the KL by a step against it; None for a loss that does not read the reference.
+  """
+  values = {name: jnp.float32(constants.get(name, 0.0)) for name in algorithm.constants}
+
+  def loss(logits, reference_logits):
+    logprobs = world.logprobs(logits)
+    reference = world.logprobs(reference_logits)
+    chunks = world.chunks.replace(reference_logprobs=jax.lax.stop_gradient(reference))
+    terms, _ = algorithm.loss(TokenLogprobs(logprobs, jnp.zeros_like(logprobs)), chunks, values)
+    return sum(t.weight * t.numerator / jnp.maximum(t.denominator, 1.0) for t in terms.values())
+
+  gradient = jax.jit(jax.grad(loss))
+  with_it, without = gradient(world.logits, world.reference), gradient(world.logits, world.logits)
+  part = np.asarray(with_it - without, np.float64)
+  size = np.linalg.norm(part)
+  if size == 0.0:
+    return None, None
+  exact = np.asarray(jax.grad(world.kl)(world.logits), np.float64)
+  cosine = float(part @ exact / size / np.linalg.norm(exact))
+  moved = world.logits - _STEP * jnp.asarray(part / size, jnp.float32)
+  return cosine, float(world.kl(moved) - world.kl(world.logits))
+
+
+def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
+  """Returns minus the correlation of the advantages that the reference causes with the log ratio of
+  policy and reference; None if it causes none.
+  """
+  mask = world.chunks.loss_mask.reshape(-1, _LENGTH)
+  own = np.asarray(world.logprobs(world.logits)).reshape(-1, _LENGTH)
+  other = np.asarray(world.logprobs(world.reference)).reshape(-1, _LENGTH)
+  rows = [
+    Row(
+      uid=f'doctor/{i}',
+      source='',
+      index=i,
+      length=_LENGTH,
+      prompt_len=1,
+      group=f'doctor/{i // 4}',
+      reward=0.0,
+      is_expert=False,
+      truncated=False,
+      version_step=0,
+      correct=False,
+    )
+    for i in range(len(own))
+  ]
+  zeros = np.zeros_like(own)
+  columns = dict(
+    loss_mask=mask,
+    behaviour_logprobs=own,
+    proximal_logprobs=own,
+    values=zeros,
+    next_values=zeros,
+  )
+
+  def advantages(reference):
+    given = {
+      name: [*column] for name, column in (columns | {'reference_logprobs': reference}).items()
+    }
+    known = {name: given[name] for name in algorithm.on_host}
+    annotation = algorithm.annotate(Closed(rows, 0, known, None))
+    return np.stack([np.broadcast_to(a, _LENGTH) * m for a, m in zip(annotation.advantages, mask)])
+
+  caused = (advantages(other) - advantages(own))[mask]
+  ratio = (own - other)[mask].astype(np.float64)
+  caused, ratio = caused - caused.mean(), ratio - ratio.mean()
+  size = np.linalg.norm(caused) * np.linalg.norm(ratio)
+  return float(-(caused @ ratio) / size) if size else None

@@ -1,0 +1,228 @@
+"""Checks of the machine: accelerators, vLLM's environment, shared memory, descriptors, cores and
+disk.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
+from jaxrl_llm.app.dry_run.programs import Held
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.vllm.server import check_transfer
+from jaxrl_llm.rollout.vllm.spec import SHARED_MEMORY
+from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.tables import entries
+
+_GPUS = pathlib.Path('/proc/driver/nvidia/gpus')
+_SLOW_ON_CPUS = 300_000_000
+"""Parameters from which training on CPUs takes minutes a step."""
+_IMPORT_S = 300.0
+"""Seconds that vLLM may take to import."""
+_VERSIONS = 2
+"""Published versions that exist at a time: the newest, and the one before it."""
+_DESCRIPTORS = 256
+"""Descriptors that a run needs besides those of its workers, servers and requests."""
+_EACH = 8
+"""Descriptors for each worker and server."""
+_SPARE = 1.1
+"""Memory or disk that must be free, relative to what is needed."""
+
+
+def accelerators(config: Config, parameters: int) -> Iterator[Finding]:
+  """Compares the devices that JAX finds with those that the machine has, and with the model."""
+  devices = jax.devices()
+  kind, platform = devices[0].device_kind, devices[0].platform
+  found = f'{len(devices)} × {kind}'
+  gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+  detail = dict(devices=len(devices), device_kind=kind, platform=platform)
+  if platform == 'cpu' and gpus:
+    yield warning(
+      'accelerators',
+      f'{found}, and the machine has {gpus} GPUs, which JAX does not use',
+      "install JAX's plugin (pip install 'jax[cuda12]'), and do not set JAX_PLATFORMS=cpu",
+      **detail,
+    )
+  elif platform == 'cpu' and parameters > _SLOW_ON_CPUS:
+    yield warning(
+      'accelerators',
+      f'{found} for {parameters:,} parameters',
+      'start it on a machine with GPUs or TPUs; a CPU takes minutes for each step',
+      **detail,
+    )
+  else:
+    yield ok('accelerators', found, **detail)
+
+
+def servers(config: Config) -> Iterator[Finding]:
+  """Checks that vLLM can be imported where servers are to be started."""
+  if config.rollout.engine != 'vllm':
+    return
+  vllm = config.rollout.vllm
+  if vllm.addresses:
+    yield ok('vllm', f'attached servers at {", ".join(vllm.addresses)}; their owner starts them')
+    return
+  try:
+    python = check_transfer(vllm)
+  except UserError as error:
+    found, _, remedy = str(error).rpartition('; ')
+    yield failure('vllm', found, remedy)
+    return
+  try:
+    imported = subprocess.run(
+      [str(python), '-c', 'import vllm; print(vllm.__version__)'],
+      capture_output=True,
+      text=True,
+      timeout=_IMPORT_S,
+      stdin=subprocess.DEVNULL,
+    )
+  except subprocess.TimeoutExpired:
+    remedy = 'look whether its disk is slow, or create it again with jaxrl install'
+    yield failure('vllm', f'{python} does not import vLLM within {_IMPORT_S:g} s', remedy)
+    return
+  except OSError as error:
+    yield failure('vllm', f'{python}: {error.strerror}', 'create the environment again')
+    return
+  if imported.returncode:
+    lines = imported.stderr.strip().splitlines() or [f'exit code {imported.returncode}']
+    yield failure(
+      'vllm',
+      f'{python} cannot import vLLM: {one_line(lines[-1])}',
+      'create the environment again with `jaxrl install --environment=vllm`',
+    )
+  else:
+    version = imported.stdout.strip().splitlines()[-1]
+    yield ok('vllm', f'{version} in {vllm.environment}', version=version)
+
+
+def publication_bytes(config: Config, spec: ModelSpec) -> int:
+  """Returns the size in bytes of one published version of the whole policy."""
+  dtype = config.rollout.vllm.dtype
+  size = dtype_of(config.policy.dtype if dtype == 'policy' else dtype).itemsize
+  return sum(size * _product(entry.shape) for entry in entries(spec))
+
+
+def shared_memory(
+  config: Config, spec: ModelSpec, root: pathlib.Path | None = None
+) -> Iterator[Finding]:
+  """Compares the space for published weights with their size.
+
+  Args:
+    root: directory of publications; None: the configured one, or shared memory.
+  """
+  if config.rollout.engine != 'vllm':
+    return
+  configured = config.rollout.vllm.publish_dir
+  root = root or pathlib.Path(configured or SHARED_MEMORY)
+  needed = _VERSIONS * publication_bytes(config, spec)
+  if not root.is_dir():
+    yield failure(
+      'shared_memory', f'{root} is missing', 'name a directory in rollout.vllm.publish_dir'
+    )
+    return
+  free = shutil.disk_usage(root).free
+  found = f'{free / 1e9:,.2f} GB free in {root}, two publications take {needed / 1e9:,.2f} GB'
+  detail = dict(free_bytes=free, needed_bytes=needed)
+  if free < needed:
+    yield failure(
+      'shared_memory',
+      found,
+      'enlarge it (mount -o remount,size=…; docker run --shm-size=…), or name a directory in '
+      'rollout.vllm.publish_dir',
+      **detail,
+    )
+  elif free < needed * _SPARE:
+    yield warning('shared_memory', found, 'free some of it before the run', **detail)
+  else:
+    yield ok('shared_memory', found, **detail)
+
+
+def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
+  """Compares the limit of open files with those of the run's workers, servers and requests.
+
+  Args:
+    limit: maximum number of open files; None: the soft limit of this process.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  limit = limit if limit is not None else soft if soft != resource.RLIM_INFINITY else 1 << 30
+  needed = _DESCRIPTORS + _EACH * config.rewards.workers
+  if config.rollout.engine == 'vllm':
+    vllm = config.rollout.vllm
+    needed += (len(vllm.addresses) or vllm.servers) * (vllm.max_in_flight + _EACH)
+  found = f'at most {limit:,} open files, the run may open {needed:,}'
+  detail = dict(limit=limit, needed=needed)
+  if limit < needed:
+    yield failure(
+      'descriptors', found, f'ulimit -n {max(needed, 4096)} (hard limit {hard:,})', **detail
+    )
+  else:
+    yield ok('descriptors', found, **detail)
+
+
+def cores(config: Config) -> Iterator[Finding]:
+  """Compares this process's cores with the processes that compute beside the trainer."""
+  count = len(os.sched_getaffinity(0))
+  explorers = config.rollout.explorers.processes if config.rollout.explorers is not None else 0
+  workers = config.rewards.workers if config.rewards.scorers else 0
+  found = f'{count} for {workers} scorer workers' + (
+    f', {explorers} explorers' if explorers else ''
+  )
+  detail = dict(cores=count, scorer_workers=workers, explorers=explorers)
+  if workers + explorers > count:
+    yield warning(
+      'cores',
+      f'{found}: more processes than cores',
+      'lower rewards.workers or rollout.explorers.processes, or give the job more cores',
+      **detail,
+    )
+  else:
+    yield ok('cores', found, **detail)
+
+
+def disk(
+  config: Config, workdir: pathlib.Path, roles: Sequence[Held], free: int | None = None
+) -> Iterator[Finding]:
+  """Compares the disk space of the run directory with the commits and exports of the run.
+
+  Args:
+    roles: memory of each role; gradients and base weights are not committed.
+    free: free bytes; None: those of the run directory's file system.
+  """
+  place = workdir.absolute()
+  while not place.exists():
+    place = place.parent
+  committed = sum(role.whole for role in roles if role.role not in ('gradients', 'base'))
+  exported = sum(role.whole for role in roles if role.role in ('policy', 'base', 'critic'))
+  # The kept ones, the best one, and the one that is being written.
+  needed = committed * (config.checkpoint.keep + 2) + exported
+  free = shutil.disk_usage(place).free if free is None else free
+  found = (
+    f'{free / 1e9:,.1f} GB free at {place}; {config.checkpoint.keep + 2} commits and the export '
+    f'take {needed / 1e9:,.1f} GB'
+  )
+  detail = dict(free_bytes=free, needed_bytes=needed, commit_bytes=committed)
+  remedy = 'free space, lower checkpoint.keep, or choose another --workdir'
+  if not os.access(place, os.W_OK):
+    yield failure('disk', f'{place} cannot be written', 'choose another --workdir', **detail)
+  elif free < needed:
+    yield failure('disk', found, remedy, **detail)
+  elif free < needed * _SPARE:
+    yield warning('disk', found, remedy, **detail)
+  else:
+    yield ok('disk', found, **detail)
+
+
+def _product(shape: Sequence[int]) -> int:
+  size = 1
+  for axis in shape:
+    size *= axis
+  return size

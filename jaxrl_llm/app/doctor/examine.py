@@ -1,0 +1,260 @@
+"""The doctor: examines environment, data, scorers and a few batches of a run before the run begins.
+
+Invariant: the run directory is only read; what the run's components write goes to a temporary
+directory, which is removed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+from collections.abc import Callable, Mapping
+
+import jax
+import psutil
+from absl import logging
+
+from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.prepare import load_all_preferences, load_tokenizer
+from jaxrl_llm.app.composition.resources import Resources, open_resources
+from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.state import committed_state, critic_model
+from jaxrl_llm.app.composition.workdir import check_configuration, has_commits
+from jaxrl_llm.app.doctor import data as texts
+from jaxrl_llm.app.doctor import environment
+from jaxrl_llm.app.doctor.batches import Trials, duration, memory
+from jaxrl_llm.app.doctor.data import Data
+from jaxrl_llm.app.doctor.findings import Findings, failure, ok, warning
+from jaxrl_llm.app.doctor.scorers import truths
+from jaxrl_llm.app.dry_run.programs import held
+from jaxrl_llm.app.offline.reopen import Reopened, reopen
+from jaxrl_llm.app.schema import Config, scored_tasksets
+from jaxrl_llm.core import disk
+from jaxrl_llm.core.errors import RunError, UserError, first_cause, one_line
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.runtime.machine import use_compilation_cache
+from jaxrl_llm.tasks.taskset import Taskset, taskset_loader
+
+_SPARE = 0.95
+"""Share of the memory that parameters, gradients and optimizers may take."""
+
+
+async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
+  """Examines the run of `config` in `workdir`; adds what it finds, check by check, to `findings`.
+
+  Errors of the run's own code, which the run would raise too, become failures.
+  """
+  load = taskset_loader(config.tasksets)
+  with disk.scratch('jaxrl_llm-doctor-') as scratch:
+    if not config.compilation_cache:
+      # Programs are compiled twice, to measure them and to run them; the second time reads this.
+      use_compilation_cache(str(scratch / 'programs'))
+    config = await asyncio.to_thread(_settled, config, workdir, load, findings)
+    if config is None:
+      return
+    data = await asyncio.to_thread(_data, config, load, scratch, findings)
+    if data is not None:
+      await asyncio.to_thread(_texts, data, findings)
+    with findings.guarding('run_directory'):
+      same = await asyncio.to_thread(check_configuration, workdir, config)
+      # The run's own tokenizer, if it is that of this configuration.
+      await _opened(config, workdir if same else scratch / 'none', load, data, workdir, findings)
+
+
+def _settled(
+  config: Config,
+  workdir: pathlib.Path,
+  load: Callable[[str], Taskset],
+  findings: Findings,
+) -> Config | None:
+  """Loads the tasks and fills in open options; None if that fails."""
+  try:
+    for taskset in config.tasksets:
+      load(taskset.name)
+    config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
+    build_scorers(config.rewards)
+  except UserError as error:
+    found, _, remedy = str(error).rpartition('; ')
+    findings.add(failure('configuration', found or remedy, remedy if found else 'correct it'))
+    return None
+  return config
+
+
+def _data(
+  config: Config, load: Callable[[str], Taskset], scratch: pathlib.Path, findings: Findings
+) -> Data | None:
+  tasksets = {taskset.name: load(taskset.name) for taskset in config.tasksets}
+  with findings.guarding('preferences'):
+    preferences = load_all_preferences(config, tasksets)
+    with findings.guarding('tokenizer'):
+      tokenizer = load_tokenizer(config, tasksets, preferences, scratch)
+      found = f'{tokenizer.vocab_size:,} tokens'
+      findings.add(ok('tokenizer', found, vocab_size=tokenizer.vocab_size))
+      return Data(config=config, tasksets=tasksets, preferences=preferences, tokenizer=tokenizer)
+  return None
+
+
+def _texts(data: Data, findings: Findings) -> None:
+  for check in (texts.ends, texts.template, texts.lengths, texts.duplicates):
+    with findings.guarding(check.__name__):
+      findings.add(*check(data))
+
+
+async def _opened(
+  config: Config,
+  run: pathlib.Path,
+  load: Callable[[str], Taskset],
+  data: Data | None,
+  workdir: pathlib.Path,
+  findings: Findings,
+) -> None:
+  """Opens the run as a start would, then checks the machine for it and tries it."""
+  async with contextlib.AsyncExitStack() as opened:
+    try:
+      past = await opened.enter_async_context(reopen(config, run, load))
+    except UserError as error:
+      if data is not None:
+        findings.add(*texts.leakage(data))
+      if not findings.failed():
+        found, _, remedy = str(error).rpartition('; ')
+        findings.add(failure('configuration', found or remedy, remedy if found else 'correct it'))
+      _cut_short(findings)
+      return
+    tasksets = past.prepared.tasksets
+    kept = Data(
+      config=config, tasksets=tasksets, preferences=data.preferences, tokenizer=data.tokenizer
+    )
+    findings.add(*await asyncio.to_thread(lambda: [*texts.leakage(kept)]))
+    await asyncio.to_thread(_machine, past, workdir, findings)
+    if findings.failed('vllm', 'shared_memory', 'memory', 'disk'):
+      _cut_short(findings)
+      return
+    state = await _weights(past, findings)
+    if state is not None:
+      await _tried(past, kept, state, findings)
+
+
+def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
+  config, model = past.config, past.model
+  parameters = sum(
+    leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+  )
+  roles = held(past.stages, model, critic_model(model), past.process.mesh)
+  findings.add(
+    *environment.accelerators(config, parameters),
+    *environment.servers(config),
+    *environment.shared_memory(config, past.prepared.spec),
+    *environment.descriptors(config),
+    *environment.cores(config),
+    *environment.disk(config, workdir, roles),
+  )
+  stats = jax.local_devices()[0].memory_stats() or {}
+  limit = stats.get('bytes_limit')
+  needed = sum(role.per_device for role in roles)
+  where = 'a device'
+  if limit is None:
+    # On CPUs all devices share the machine's memory.
+    limit, where = psutil.virtual_memory().available, 'the machine'
+    needed *= len(jax.local_devices())
+  if needed > _SPARE * limit:
+    findings.add(
+      failure(
+        'memory',
+        f'parameters, gradients and optimizers take {needed / 1e9:,.1f} GB, {where} has '
+        f'{limit / 1e9:,.1f} GB',
+        'use more devices (learner.mesh.fsdp), optimizer.offload, or a smaller model',
+        needed_bytes=needed,
+        limit_bytes=limit,
+      )
+    )
+
+
+async def _weights(past: Reopened, findings: Findings) -> LoopState | None:
+  """Loads the initial weights; None, with a failure, if they cannot be used."""
+  with findings.guarding('weights'):
+    state, _ = await past.process.device.run(committed_state, past, 0)
+    learned = state.learned
+    bad = await past.process.device.run(_not_finite, learned.whole(learned.policy.params))
+    if not bad:
+      findings.add(ok('weights', past.config.policy.init_from or 'random'))
+      return state
+    findings.add(
+      failure(
+        'weights',
+        f'{len(bad)} parameters have values that are not finite, such as {next(iter(bad))}',
+        'fetch the checkpoint again, or use policy.param_dtype=float32',
+        parameters=bad,
+      )
+    )
+  _cut_short(findings)
+  return None
+
+
+def _not_finite(params: Params) -> Mapping[str, int]:
+  """Returns the number of values that are not finite, keyed by the parameter that has them."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  counts = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): int((~jax.numpy.isfinite(leaf)).sum())
+    for path, leaf in leaves
+  }
+  return {name: count for name, count in counts.items() if count}
+
+
+async def _tried(past: Reopened, data: Data, state: LoopState, findings: Findings) -> None:
+  """Starts the run's scorers, workflow and engine, and runs a few batches of each stage."""
+  resources = open_resources(past, past.prepared, None)
+  try:
+    async with resources.heartbeat.running(), asyncio.TaskGroup() as starts:
+      starts.create_task(_scorers(past, data, resources, findings))
+      starts.create_task(_engine(resources, findings))
+    if findings.failed('engine', 'scorers_start'):
+      _cut_short(findings)
+      return
+    trials = Trials(past, resources)
+    try:
+      async with contextlib.aclosing(trials.findings(state)) as shown:
+        async for finding in shown:
+          findings.add(finding)
+    except Exception as error:  # Whatever ends these batches would end the run.
+      cause = first_cause(error)
+      if not isinstance(cause, UserError):
+        logging.exception('doctor: a batch failed')
+      found, _, remedy = one_line(cause, 1000).rpartition('; ')
+      name = '' if isinstance(cause, RunError) else f'{type(cause).__name__}: '
+      findings.add(
+        failure('batch', f'{name}{found or remedy}', remedy if found else 'see the log above')
+      )
+    if trials.trials:
+      findings.add(*memory(trials.memory, trials.trials))
+      findings.add(*duration(past, trials.trials, trials.suites_s))
+  finally:
+    await resources.close()
+
+
+async def _scorers(past: Reopened, data: Data, resources: Resources, findings: Findings) -> None:
+  with findings.guarding('scorers_start'):
+    await resources.scorers.start()
+    if scored_tasksets(past.config):
+      tasks = {name: taskset.tasks for name, taskset in data.tasksets.items()}
+      async with contextlib.aclosing(truths(data, tasks, resources.scorers)) as shown:
+        async for finding in shown:
+          findings.add(finding)
+
+
+async def _engine(resources: Resources, findings: Findings) -> None:
+  if resources.engine is None:
+    return
+  with findings.guarding('engine'):
+    await resources.rollouts.start()
+    await resources.engine.start()
+    findings.add(ok('engine', f'{resources.engine.name} has started'))
+
+
+def _cut_short(findings: Findings) -> None:
+  findings.add(
+    warning(
+      'batches', 'no batch was tried', 'correct the failures above, and start the doctor again'
+    )
+  )

@@ -1,0 +1,92 @@
+"""Findings of the doctor: one line each, with its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError, first_cause, one_line
+from jaxrl_llm.core.types import Json
+
+
+class Status(enum.StrEnum):
+  OK = 'ok'
+  WARNING = 'warning'
+  FAILURE = 'failure'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+  """Result of one check."""
+
+  check: str
+  """Name of the check; of a part of the run as `<check> <part>`."""
+  status: Status
+  found: str
+  """What was found, in words."""
+  remedy: str = ''
+  """What to do about it; empty if nothing is to be done."""
+  detail: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Numbers behind `found`; units are in the names."""
+
+  @property
+  def line(self) -> str:
+    then = f'; {self.remedy}' if self.remedy else ''
+    return f'{self.status:8} {one_line(f"{self.check}: {self.found}{then}", 2000)}'
+
+  def to_json(self) -> dict[str, Json]:
+    """`check`, `status`, `remedy`, `found`, then the details."""
+    order = ('check', 'status', 'remedy', 'found')
+    return {**{name: str(getattr(self, name)) for name in order}, **self.detail}
+
+
+def ok(check: str, found: str, **detail: Any) -> Finding:
+  return Finding(check=check, status=Status.OK, found=found, detail=detail)
+
+
+def warning(check: str, found: str, remedy: str, **detail: Any) -> Finding:
+  return Finding(check=check, status=Status.WARNING, found=found, remedy=remedy, detail=detail)
+
+
+def failure(check: str, found: str, remedy: str, **detail: Any) -> Finding:
+  return Finding(check=check, status=Status.FAILURE, found=found, remedy=remedy, detail=detail)
+
+
+class Findings:
+  """All findings of an examination, told one by one as they come."""
+
+  def __init__(self, tell: Callable[[Finding], None]):
+    self._all: list[Finding] = []
+    self._tell = tell
+
+  def __iter__(self) -> Iterator[Finding]:
+    return iter(self._all)
+
+  def add(self, *findings: Finding) -> None:
+    for finding in findings:
+      self._all.append(finding)
+      self._tell(finding)
+
+  def failed(self, *checks: str) -> bool:
+    """Whether one of the named checks failed, or any check if none is named."""
+    return any(
+      finding.status == Status.FAILURE and (not checks or finding.check.partition(' ')[0] in checks)
+      for finding in self._all
+    )
+
+  @contextlib.contextmanager
+  def guarding(
+    self, check: str, errors: Iterable[type[Exception]] = (UserError,)
+  ) -> Iterator[None]:
+    """Turns an error of the run's own code, within the block, into a failure of `check`."""
+    try:
+      yield
+    except Exception as error:
+      cause = first_cause(error)
+      if not isinstance(cause, tuple(errors)):
+        raise
+      found, _, remedy = str(cause).rpartition('; ')
+      self.add(failure(check, found or remedy, remedy if found else 'see the message'))

@@ -1,0 +1,225 @@
+"""The plan of a run: everything that follows from its configuration and data before anything is
+compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.engines import engine_setting
+from jaxrl_llm.app.composition.prepare import Prepared, prepare
+from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.composition.state import critic_model
+from jaxrl_llm.app.composition.workdir import has_commits
+from jaxrl_llm.app.dry_run.programs import Held, held
+from jaxrl_llm.app.schema import Config, Rollouts
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.attention import chosen
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
+from jaxrl_llm.rollout.engine import EngineSetting
+from jaxrl_llm.tasks.taskset import taskset_loader
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """A validated configuration with its derived numbers."""
+
+  config: Config
+  """The configuration with every open option filled in."""
+  workdir: pathlib.Path
+  chip: str | None
+  """Kind of the absent target devices (`CHIPS`); None: the devices of this process."""
+  mesh: Mesh
+  prepared: Prepared
+  stages: tuple[Stage, ...]
+  model: Model
+  critic: Model
+  setting: EngineSetting
+
+  @property
+  def held(self) -> list[Held]:
+    """Memory of each role between steps."""
+    return held(self.stages, self.model, self.critic, self.mesh)
+
+  @property
+  def commands(self) -> Mapping[str, str]:
+    """Shell commands of the servers that the run starts, keyed by server name."""
+    return self.config.rollout.engine_spec().commands(self.setting) if self.chip is None else {}
+
+  @property
+  def parameters(self) -> tuple[int, int]:
+    """Numbers of all parameters of the policy, and of those that are trained."""
+    shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+    trained, _ = lora.split(shapes, self.model.spec, self.model.options)
+    return _count(shapes), _count(trained)
+
+  @property
+  def attention(self) -> tuple[str, str]:
+    """Implementation of attention in training, and the reason for it."""
+    time = self.stages[0].shape.chunk_len
+    choice = chosen(self.model.options, self.mesh, time=time, keys=time, same_tokens=True)
+    return choice.implementation, choice.reason
+
+  def lines(self) -> list[str]:
+    """The derived numbers as lines of text."""
+    spec, (count, trained) = self.prepared.spec, self.parameters
+    adapters = f', of which {trained:,} are trained' if self.config.policy.lora is not None else ''
+    implementation, reason = self.attention
+    lines = [
+      f'run directory: {self.workdir}',
+      f'policy: {spec.family}, {count:,} parameters{adapters}, vocabulary {spec.vocab_size}',
+      f'attention in training: {implementation} ({reason})',
+    ]
+    for taskset in self.prepared.tasksets.values():
+      lines.append(f'taskset {taskset.name}: {dict(taskset.counts)}')
+    for stage in self.stages:
+      lines.append(
+        f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
+        f'{_sequences(self.config, stage)} sequences a batch, arrays {_arrays(stage)} planned on '
+        f'{_known(self.prepared.lengths.get(stage.name))}, logits for {stage.token_chunk} of '
+        f'{stage.shape.chunk_len} tokens at a time'
+      )
+    return [*lines, *(f'engine {name}: {line}' for name, line in self.commands.items())]
+
+  def to_json(self) -> dict[str, Json]:
+    """The configuration and the derived numbers; memory in bytes, lengths in tokens."""
+    spec, (count, trained) = self.prepared.spec, self.parameters
+    implementation, reason = self.attention
+    return {
+      'config': to_json(self.config),
+      'run_directory': str(self.workdir),
+      'policy': {
+        'family': spec.family,
+        'parameters': count,
+        'trained_parameters': trained,
+        'vocabulary': spec.vocab_size,
+      },
+      'attention': {'implementation': implementation, 'reason': reason},
+      'tasksets': {name: dict(taskset.counts) for name, taskset in self.prepared.tasksets.items()},
+      'stages': [self._stage_json(stage) for stage in self.stages],
+      'servers': dict(self.commands),
+      'mesh': {
+        'device_kind': self.mesh.devices.flat[0].device_kind,
+        'devices': self.mesh.devices.size,
+        'axes': dict(self.mesh.shape),
+      },
+      'memory': [
+        {'role': role.role, 'bytes': role.whole, 'bytes_per_device': role.per_device}
+        for role in self.held
+      ],
+    }
+
+  def _stage_json(self, stage: Stage) -> dict[str, Json]:
+    source = next(s for s in self.config.stages if s.name == stage.name).source
+    return {
+      'name': stage.name,
+      'first_step': stage.start,
+      'end_step': stage.end,
+      'updates': stage.updates,
+      'sequences_per_batch': source.sequences,
+      'token_chunk': stage.token_chunk,
+      **dataclasses.asdict(stage.shape),
+    }
+
+
+def plan(
+  config: Config, workdir: pathlib.Path, tell: Callable[[str], None], topology: str | None = None
+) -> Plan:
+  """Validates a configuration, its data, tokenizer, lengths, stages and mesh; compiles nothing and
+  writes nothing to the run directory.
+
+  Args:
+    tell: called with one line for each scorer whose options were chosen.
+    topology: target devices ('v5e:4x4'), which may be absent; None: the devices of this process.
+
+  Raises:
+    UserError: the configuration or its data cannot be used.
+  """
+  devices = jax.devices() if topology is None else topology_devices(topology)
+  mesh = build_mesh(config.learner.mesh, devices)
+  load = taskset_loader(config.tasksets)
+  config = settle(config, workdir if has_commits(workdir) else None, tell, load)
+  build_scorers(config.rewards)
+  with tempfile.TemporaryDirectory() as scratch:
+    prepared = prepare(config, pathlib.Path(scratch), load)
+  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+  chip = None if topology is None else parse_topology(topology)[0]
+  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
+  return Plan(
+    config=config,
+    workdir=workdir,
+    chip=chip,
+    mesh=mesh,
+    prepared=prepared,
+    stages=stages,
+    model=model,
+    critic=critic_model(model),
+    setting=engine_setting(config, workdir, prepared),
+  )
+
+
+def resolved(config: Config) -> str:
+  """Returns the configuration as JSON text."""
+  return json.dumps(to_json(config))
+
+
+def _count(tree: Any) -> int:
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _options(config: Config, chip: str | None) -> ModelOptions:
+  """Returns the training options, without fused GPU attention, which compiles only on a machine
+  with a GPU.
+  """
+  options = policy_options(config)
+  absent = chip is not None and CHIPS[chip].platform == 'cuda'
+  return (
+    dataclasses.replace(options, attention='blockwise')
+    if absent and options.attention == 'auto'
+    else options
+  )
+
+
+def _sequences(config: Config, stage: Stage) -> str:
+  source = next(s for s in config.stages if s.name == stage.name).source
+  if not isinstance(source, Rollouts):
+    return str(source.sequences)
+  usual = source.groups_per_batch * source.selection.most(source.group_size)
+  experts = f' + {source.expert_rows} of experts' if source.experts is not None else ''
+  most = '' if source.selection.kind == 'all' else f', of which at most {usual} are learned from,'
+  samples = source.groups_per_batch * source.group_size
+  return f'{source.groups_per_batch} tasks × {source.group_size} = {samples}{most}{experts}'
+
+
+def _known(lengths: Sequence[int] | None) -> str:
+  if not lengths:
+    return 'the longest'
+  return (
+    f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
+  )
+
+
+def _arrays(stage: Stage) -> str:
+  shape = stage.shape
+  return (
+    f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, '
+    f'{shape.chunk_len} tokens]'
+  )
