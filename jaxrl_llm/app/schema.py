@@ -24,7 +24,6 @@ from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_process
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.models.spec import LoraConfig
-from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import DISCOVERING, RewardsConfig

@@ -12,7 +12,7 @@ GRACE = 'JAXRL_GRACE_S'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinationConfig:
-  """Deadlines among the processes of a job, and for its end after a signal; none affects results."""
+  """Deadlines among the processes of a job, and for its end after a signal."""
 
   join_s: float = 300.0
   """Maximum wait in seconds, at the start, for all processes to reach process 0."""

@@ -73,9 +73,8 @@ def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
   if math.prod(sizes) != count or min(sizes) < 1:
     wanted = ' '.join(f'{axis}={getattr(config, axis)}' for axis in AXES)
     raise UserError(
-      f'mesh: {wanted} does not match the number of devices, {count}; change the mesh, or '
-      'start with another '
-      'number of devices'
+      f'mesh: {wanted} does not match the number of devices, {count}; change the mesh, or start '
+      'with another number of devices'
     )
   return tuple(sizes)
 

@@ -74,9 +74,8 @@ class PeerWatch:
   def _warn(self) -> None:
     if not self._stopped.is_set():
       sys.stderr.write(
-        f'process {jax.process_index()}: no answer from process 0 for '
-        f'{0.9 * self._heartbeat_s:g} s; if JAX ends this process now, process 0 or its host is '
-        'lost\n'
+        f'process {jax.process_index()}: no answer from process 0 for {0.9 * self._heartbeat_s:g} '
+        's; if JAX ends this process now, process 0 or its host is lost\n'
       )
       sys.stderr.flush()
 
@@ -84,7 +83,7 @@ class PeerWatch:
     names = ', '.join(str(index) for index in sorted(lost))
     sys.stderr.write(
       f'run stopped: process {jax.process_index()}: no sign of life from process {names} for '
-      f'{self._heartbeat_s:g} s (coordination.heartbeat_s): killed, stopped, or its host or network '
-      'is gone; start the job again with the same command\n'
+      f'{self._heartbeat_s:g} s (coordination.heartbeat_s): killed, stopped, or its host or '
+      'network is gone; start the job again with the same command\n'
     )
     script.leave_at_once(PeerFailed.exit_code)

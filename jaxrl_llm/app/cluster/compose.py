@@ -27,8 +27,6 @@ KEY = 'key'
 """File in the registry that holds the job's key."""
 _CODE = 'code'
 """Scorer whose programs sandbox hosts run."""
-_CLI = 'jaxrl_llm.app.commands.cli'
-"""Module of the console command, which need not be on the nodes' PATH."""
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'
 """Folder in the run directory through which weights reach servers on other nodes."""
@@ -298,7 +296,7 @@ def _vllm(
 
 def _jaxrl(*arguments: str) -> tuple[str, ...]:
   """Command of this Python: it need not be on the nodes' PATH, and works in a checkout too."""
-  return (sys.executable, '-P', '-m', _CLI, *arguments)
+  return (sys.executable, '-P', '-m', 'jaxrl_llm', *arguments)
 
 
 def _absolute(config_spec: str) -> str:

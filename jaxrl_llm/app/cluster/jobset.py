@@ -33,9 +33,9 @@ from jaxrl_llm.core.errors import UserError, one_line
 _FILES = '/run/jaxrl/files'
 """Where the init container sees the Secret."""
 _COPY = (
-  'umask 077; while [ $# -gt 0 ]; do if [ ! -e "$2" ]; then '
-  'mkdir -p -- "${2%/*}" && copy=$(mktemp -- "$2.XXXXXX") || exit 1; '
-  'cat -- "$1" >"$copy" && mv -f -- "$copy" "$2" || exit 1; fi; shift 2; done'
+  'umask 077; while [ $# -gt 0 ]; do if [ ! -e "$2" ]; then mkdir -p -- "${2%/*}" && copy=$(mktemp '
+  '-- "$2.XXXXXX") || exit 1; cat -- "$1" >"$copy" && mv -f -- "$copy" "$2" || exit 1; fi; shift '
+  '2; done'
 )
 """Copies each odd argument to the next one, unless that exists, with mode 0600 and in one step: all
 pods do it. A key outlives the job that is started again.

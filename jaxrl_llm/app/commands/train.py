@@ -70,7 +70,8 @@ flags.DEFINE_bool(
   'list', False, 'Print all names that a configuration can use, and exit.', flag_values=FLAGS
 )
 flags.DEFINE_string(
-  'coordinator', None, 'HOST:PORT of process 0 of a job; goes before JAX_COORDINATOR_ADDRESS and detection.',
+  'coordinator', None,
+  'HOST:PORT of process 0 of a job; goes before JAX_COORDINATOR_ADDRESS and detection.',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(

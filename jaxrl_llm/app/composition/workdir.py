@@ -152,8 +152,7 @@ def check_configuration(path: pathlib.Path, config: Config) -> bool:
     if has_commits(path):
       raise UserError(
         f'{file}: missing, so that no start can check its configuration against that of the '
-        'commits in '
-        f'{path / "checkpoints"}; restore it, or choose another --workdir'
+        f'commits in {path / "checkpoints"}; restore it, or choose another --workdir'
       )
     return False
   try:
@@ -177,9 +176,8 @@ def check_configuration(path: pathlib.Path, config: Config) -> bool:
     )
     more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
     raise UserError(
-      f'{path}: holds a run with another configuration ({listed}{more}); resume with the '
-      'same command, '
-      f'or branch from it with --init_from={path} and another --workdir'
+      f'{path}: holds a run with another configuration ({listed}{more}); resume with the same '
+      f'command, or branch from it with --init_from={path} and another --workdir'
     )
   return False
 

@@ -31,7 +31,7 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.learner.algorithm import Constants
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
-from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.loop import LoopState, pass_over, publish, take_step
 from jaxrl_llm.master.records import step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
@@ -68,7 +68,7 @@ class Trial:
   """Metrics of each step, as the run writes them."""
   exceeded: dict[str, str] = dataclasses.field(default_factory=dict)
   """Message by mismatch budget that a step exceeded."""
-  samples: list[Scored] = dataclasses.field(default_factory=list)
+  samples: list[Experience] = dataclasses.field(default_factory=list)
   """Rollouts of all steps."""
   dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   programs: dict[str, Compilation] = dataclasses.field(default_factory=dict)
@@ -175,7 +175,7 @@ class Trials:
         ):
           break
 
-  def _record(self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Scored]) -> None:
+  def _record(self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Experience]) -> None:
     budgets = self._setup.config.rollout.mismatch
     row, exceeded = step_metrics(batch, updated, taken, budgets)
     trial.rows.append(row)

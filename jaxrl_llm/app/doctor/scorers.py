@@ -127,8 +127,8 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
     unscorable=unscorable,
   )
   found = (
-    f'{shares[best]:.0%} of the truths get full marks, as {best("…")!r}, and {accepted:.0%} of those '
-    'of other tasks'
+    f'{shares[best]:.0%} of the truths get full marks, as {best("…")!r}, and {accepted:.0%} of '
+    'those of other tasks'
   )
   look = 'look at tasksets.truth, and at the mode and the extraction of the scorer (jaxrl score)'
   if unscorable > 1 - _FULL and shares[best] < _FULL:

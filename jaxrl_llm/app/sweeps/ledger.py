@@ -233,8 +233,8 @@ class Ledger:
         if trial.key not in known:
           known.add(trial.key)
           self._db.execute(
-            'INSERT INTO trials (number, id, key, is_start, overrides, state) '
-            'VALUES (?, ?, ?, ?, ?, ?)',
+            'INSERT INTO trials (number, id, key, is_start, overrides, state) VALUES (?, ?, ?, ?, '
+            '?, ?)',
             (
               *(count, trial_id(count, trial), trial.key, trial.is_start),
               *(json.dumps(dict(trial.overrides)), State.WAITING),

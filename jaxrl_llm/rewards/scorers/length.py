@@ -76,7 +76,7 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
       f"scorer 'length': no scorer {by!r} judged {scores[0].uid if scores else 'the sample'}; "
       f'wanted one of {[score.scorer for score in scores]}'
     )
-  return said[0] >= 1.0 if said and said[0] is not None else None
+  return values[0] >= 1.0 if values and values[0] is not None else None
 
 
 def length_scorer(**options: Any) -> PerGroup:

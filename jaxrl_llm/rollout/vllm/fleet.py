@@ -217,6 +217,7 @@ class Fleet:
 
   async def _follow(self, discovery: Discovery) -> None:
     """Lets servers join and leave while the fleet runs."""
+    # wait registry: none, it looks for servers as long as the fleet runs
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
