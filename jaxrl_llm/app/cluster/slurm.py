@@ -142,7 +142,7 @@ look_at_services() {
 
 while runs "$$trainer"; do
   look_at_services
-  sleep 1 &
+  sleep 0.5 &
   wait $$!
 done
 wait "$$trainer"
@@ -151,8 +151,8 @@ asked=$${asked:-end}
 for group in $services; do
   stop "$$group"
 done
-for ((second = 0; second < $grace_s && $${#services[@]} > 0; second++)); do
-  sleep 1
+for ((half = 0; half < 2 * $grace_s && $${#services[@]} > 0; half++)); do
+  sleep 0.5
   look_at_services
 done
 
