@@ -547,7 +547,8 @@ def _status_line(jobset: dict) -> str:
       if group.get(kind)
     ]
     parts.append(f'{group["name"]}: {", ".join(counts) or "nothing yet"}')
-  return one_line('; '.join(parts))
+  line = one_line('; '.join(parts))
+  return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def _groups(state: dict) -> list[dict]:

@@ -36,7 +36,13 @@ _SCRIPTS = pathlib.Path(__file__).parent
 _HOST = re.compile(
   r'([A-Za-z0-9_][A-Za-z0-9._-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?'
 )
-_FIFO = re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news')
+_STATE = {
+  'job': re.compile('[a-z0-9-]+'),
+  'state': re.compile('starting|running|ended'),
+  'host': re.compile('[A-Za-z0-9._-]+'),
+  'fifo': re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news'),
+}
+"""Texts in the state, beside the numbers `restarts`, `at` and `code` (or null)."""
 _STATE_BYTES = 1 << 16
 _SILENCE_S = 30
 """Seconds without a sign of life after which a process ends by itself; the launcher gives up a
@@ -292,11 +298,12 @@ def _state_if_any(workdir: str) -> dict | None:
   try:
     with path.open('rb') as file:
       state = json.loads(file.read(_STATE_BYTES))
-    wanted = {'job': str, 'state': str, 'restarts': int, 'host': str, 'fifo': str, 'at': int}
-    if any(not isinstance(state[key], kind) for key, kind in wanted.items()):
-      raise TypeError('a value of another type')
-    if not isinstance(state['code'], int | None) or not 0 <= state['at'] < 1 << 40:
-      raise ValueError('a value out of range')
+    for key, pattern in _STATE.items():
+      if not pattern.fullmatch(state[key]):
+        raise ValueError(f'{key} is {state[key]!r}')
+    for key, most in (('restarts', 1 << 31), ('at', 1 << 40), ('code', 1 << 8)):
+      if not (key == 'code' and state[key] is None) and not 0 <= state[key] < most:
+        raise ValueError(f'{key} is {state[key]!r}')
   except (FileNotFoundError, NotADirectoryError):
     return None
   except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -320,7 +327,7 @@ def _opened(fifo: str) -> Iterator[int]:
 def _fifo(state: Mapping) -> str | None:
   """The FIFO by which the launcher of this state hears; None if it has ended or is elsewhere."""
   path = state['fifo']
-  if state['state'] == 'ended' or state['host'] != _this_host() or not _FIFO.fullmatch(path):
+  if state['state'] == 'ended' or state['host'] != _this_host():
     return None
   try:
     with _opened(path) as descriptor:

@@ -380,8 +380,8 @@ CONDITION = {'status': 'True', 'lastTransitionTime': '2026-11-24T00:00:00Z', 're
       'RUNNING; restarts 2; trainer: 1 active, 1 ready',
     ),
     (
-      {'conditions': [{**CONDITION, 'type': 'Failed', 'message': 'two\nlines'}]},
-      'FAILED since 2026-11-24T00:00:00Z: two lines; restarts 0',
+      {'conditions': [{**CONDITION, 'type': 'Failed', 'message': 'two\nlines\x1b'}]},
+      'FAILED since 2026-11-24T00:00:00Z: two lines\\x1b; restarts 0',
     ),
     (
       {
