@@ -7,7 +7,8 @@
 #   bash tests/support/slurm.sh stop DIR
 #
 # Everything is in DIR (configuration, state, logs, sockets, keys), and all daemons run as the current user; files in
-# /etc are neither read nor written. Each node is a slurmd with a port of its own on loopback. DIR must be an absolute
+# /etc are neither read nor written. Each node is a slurmd with a port of its own on loopback; it is
+# called 127.0.0.1, 127.0.0.2, ..., so that its name can be resolved. DIR must be an absolute
 # path of at most 80 characters (it holds a unix socket) that other users cannot write to. Jobs run as the current user.
 # Partition `main` is the default; jobs of partition `urgent` preempt its jobs, which are requeued.
 set -euo pipefail
@@ -55,7 +56,6 @@ start() {
   user=$(id -un)
   host=$(hostname -s)
   port=$(free_ports $((nodes + 1)))
-  last=$((nodes - 1))
   head -c 1024 /dev/urandom >"$dir/munge.key"
   chmod 400 "$dir/munge.key"
   munged --key-file="$dir/munge.key" --socket="$dir/run/munge" --pid-file="$dir/run/munged.pid" \
@@ -88,15 +88,15 @@ ReturnToService=2
 KillWait=${KILL_WAIT:-30}
 SlurmctldParameters=idle_on_node_suspend
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000
-NodeName=n[0-$last] NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1))-$((port + nodes)) CPUs=$cpus State=UNKNOWN
+NodeName=127.0.0.[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1))-$((port + nodes)) CPUs=$cpus State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE
 PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=INFINITE
 END
   export SLURM_CONF=$dir/slurm.conf
   slurmctld
-  for ((i = 0; i < nodes; i++)); do
-    mkdir -p "$dir/spool/n$i"
-    slurmd -N "n$i"
+  for ((i = 1; i <= nodes; i++)); do
+    mkdir -p "$dir/spool/127.0.0.$i"
+    slurmd -N "127.0.0.$i"
   done
   for ((i = 0; i < 150; i++)); do
     [ "$(sinfo --noheader --Node --partition=main --states=idle --format=%N 2>/dev/null | wc -l)" -lt "$nodes" ] || return 0
@@ -114,7 +114,7 @@ stop() {
     SLURM_CONF=$dir/slurm.conf timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
     SLURM_CONF=$dir/slurm.conf timeout 10 scancel --signal=KILL --full --user="$(id -un)" 2>/dev/null || true
   fi
-  for file in "$dir"/run/{n*,slurmctld,munged}.pid; do
+  for file in "$dir"/run/{127*,slurmctld,munged}.pid; do
     [ -s "$file" ] || continue
     pid=$(cat "$file")
     kill "$pid" 2>/dev/null || continue
