@@ -279,3 +279,51 @@ for step in range(1_000_000):
 """
   code, _, err = finish(start(tmp_path, child))
   assert (code, err[-1]) == (137, f'local: culprit: process {victim}, ended by signal SIGKILL'), err
+
+
+def test_services_see_no_job_and_end_with_it(tmp_path):
+  service = (
+    f'{sys.executable} -c \'import os, time; print(os.environ.get("JAX_PROCESS_ID"), flush=True); '
+    'open("served", "w").close(); time.sleep(600)\''
+  )
+  child = 'while not os.path.exists("served"): time.sleep(0.01)'
+  code, out, err = finish(start(tmp_path, child, f'--service={service}'))
+  assert (code, out, err) == (0, ['[s0] None'], [])
+
+
+def test_a_service_that_ends_ends_the_job(tmp_path):
+  service = f"{sys.executable} -c 'import sys; sys.exit(2)'"
+  code, _, err = finish(start(tmp_path, 'time.sleep(60)', f'--service={service}', '--restarts=3'))
+  assert code == 2
+  assert err[0] == (
+    'local: service 0 ended first, with exit code 2; stopping the other 2 within 10 s'
+  )
+  assert err[-1] == 'local: culprit: service 0, ended with exit code 2'
+
+
+@pytest.mark.parametrize(
+  ('end', 'starts', 'code'),
+  [('os._exit(75)', 3, 75), ('os.kill(os.getpid(), 9)', 3, 137), ('sys.exit(2)', 1, 2)],
+)
+def test_what_may_pass_is_tried_again_as_often_as_asked(tmp_path, end, starts, code):
+  child = f"""
+with open(f'starts.{{me}}', 'a') as file: file.write(os.environ['JAX_COORDINATOR_ADDRESS'] + ' ')
+if me == 1: {end}
+time.sleep(60)
+"""
+  found, _, err = finish(start(tmp_path, child, '--restarts=2', '--grace_s=1'))
+  assert found == code, err
+  assert len((tmp_path / 'starts.1').read_text().split()) == starts
+
+
+def test_a_job_that_does_better_the_second_time_is_well(tmp_path):
+  child = """
+first = not os.path.exists('once')
+if me == 0 and first:
+  open('once', 'w').close()
+  os.abort()
+if me == 1 and first: time.sleep(60)
+"""
+  code, _, err = finish(start(tmp_path, child, '--restarts=1', '--grace_s=1'))
+  assert code == 0, err
+  assert err[-1] == 'local: starting the job again (1 of 1)'

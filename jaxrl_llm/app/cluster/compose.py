@@ -119,11 +119,10 @@ def compose(
   config = apply_overrides(load_file(config_spec, Config), overrides)
   run = pathlib.Path(workdir or f'runs/{config.name}').absolute()
   registry = run / 'registry'
-  needed = _needed(config, layout, run, registry, one_machine)
-  # The trainer's own check comes hours later otherwise.
-  config = apply_overrides(config, needed)
   _check_mesh(config, layout)
   _check_services(config, layout, one_machine)
+  needed = _needed(config, layout, run, registry, one_machine)
+  config = apply_overrides(config, needed)
   given = {**overrides, **needed}
   train = _jaxrl(
     'train',

@@ -79,7 +79,7 @@ def test_an_id_that_is_none_and_a_machine_without_slurm_are_one_line(call, monke
   with pytest.raises(UserError, match='no id of a Slurm job'):
     call('1; rm -rf /', SMALL)
   monkeypatch.setenv('PATH', str(tmp_path))
-  with pytest.raises(UserError, match='no such command; wanted a host|knows no such job'):
+  with pytest.raises(UserError, match=r'no such command; wanted a host|knows no such job'):
     call('1', SMALL)
 
 
@@ -184,7 +184,18 @@ def job_of(trainer: str, *arguments: str, service: str | None = None, **fields) 
   return Job(name='job', workdir='/', groups=tuple(groups), grace_s=5, restarts=2, **fields)
 
 
-HOSTILE = ['$(touch pwned) `id` "', "it's", 'a\nb', '', '--x=*', '\\', '$task', '${task}', '%j', '&']
+HOSTILE = [
+  '$(touch pwned) `id` "',
+  "it's",
+  'a\nb',
+  '',
+  '--x=*',
+  '\\',
+  '$task',
+  '${task}',
+  '%j',
+  '&',
+]
 
 
 @pytest.mark.full
