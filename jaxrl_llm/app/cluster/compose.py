@@ -279,6 +279,7 @@ def _vllm(
   vllm = config.rollout.vllm
   flags = [
     f'--model={run / "vllm"}',
+    f'--model_deadline_s={vllm.start_deadline_s:g}',
     f'--environment={vllm.environment}',
     f'--dtype={config.policy.dtype if vllm.dtype == "policy" else vllm.dtype}',
     f'--max_model_len={config.rollout.max_length}',

@@ -9,7 +9,8 @@ import hashlib
 import json
 import pathlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 
 from absl import flags, logging
 
@@ -41,6 +42,13 @@ from jaxrl_llm.weights.hf import read_spec
 FLAGS = flags.FlagValues()
 _MODEL = flags.DEFINE_string(
   'model', None, "Directory with the policy's config.json.", flag_values=FLAGS
+)
+_MODEL_DEADLINE = flags.DEFINE_float(
+  'model_deadline_s',
+  0.0,
+  'Seconds to wait for the config.json of --model, which a trainer may yet write.',
+  lower_bound=0,
+  flag_values=FLAGS,
 )
 _SERVERS = flags.DEFINE_integer(
   'servers',
@@ -222,6 +230,9 @@ def _run(options: Sequence[str]) -> int:
   if not _MODEL.value:
     raise UserError("--model is missing: wanted a directory with the policy's config.json")
   model = pathlib.Path(_MODEL.value).absolute()
+  deadline = time.monotonic() + _MODEL_DEADLINE.value
+  while not (model / 'config.json').exists() and time.monotonic() < deadline:
+    time.sleep(0.2)
   if not (model / 'config.json').exists():
     raise UserError(f'--model={_MODEL.value}: has no config.json; wanted a model directory')
   if _ROLE.value == 'judge' and _LOAD.value == 'dummy':

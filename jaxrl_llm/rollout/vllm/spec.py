@@ -82,6 +82,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     ]
   else:
     replicas = _owned(config, setting, published)
+  _write_model(config, setting)
   # Servers of other users may read a configured directory; shared memory is for this user's servers
   # only.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
@@ -183,6 +184,22 @@ def _model(setting: EngineSetting) -> pathlib.Path:
   return setting.workdir.absolute() / 'vllm'
 
 
+def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
+  """Writes config.json for servers: owned ones, and those of the job that wait for the file."""
+  directory, unfinished = _model(setting), _model(setting) / 'unfinished'
+  unfinished.mkdir(parents=True, exist_ok=True)
+  write_config(
+    unfinished,
+    setting.spec,
+    dtype=_dtype(config, setting),
+    eos_ids=setting.tokenizer.stop_ids,
+    pad_id=setting.tokenizer.pad_id,
+  )
+  for file in unfinished.iterdir():
+    file.replace(directory / file.name)
+  unfinished.rmdir()
+
+
 def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
   """Data type of the servers and of the weights published to them."""
   return setting.dtype if config.dtype == 'policy' else config.dtype
@@ -190,14 +207,6 @@ def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
 
 def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) -> list[Replica]:
   commands, logs = _commands(config, setting), setting.workdir.absolute() / 'logs'
-  _model(setting).mkdir(parents=True, exist_ok=True)
-  write_config(
-    _model(setting),
-    setting.spec,
-    dtype=_dtype(config, setting),
-    eos_ids=setting.tokenizer.stop_ids,
-    pad_id=setting.tokenizer.pad_id,
-  )
   servers = [
     OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log', remove=(published,))
     for i, command in enumerate(commands)
