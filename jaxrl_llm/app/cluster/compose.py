@@ -285,7 +285,7 @@ def _vllm(
     f'--max_model_len={config.rollout.max_length}',
     f'--transfer={vllm.transfer}',
     f'--cpu_cache_gib={vllm.cpu_cache_gib}',
-    f'--logs={run / "logs"}',
+    f'--logs={run / "logs" / "{host}-{pid}"}',
     *listen,
   ]
   if not one_machine:

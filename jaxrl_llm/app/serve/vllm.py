@@ -7,7 +7,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import pathlib
+import platform
 import signal
 import time
 from collections.abc import Sequence
@@ -95,7 +97,12 @@ _CACHE = flags.DEFINE_integer(
   'KV cache of each server in GiB, on CPUs.',
   flag_values=FLAGS,
 )
-_LOGS = flags.DEFINE_string('logs', 'logs', "Directory for the servers' logs.", flag_values=FLAGS)
+_LOGS = flags.DEFINE_string(
+  'logs',
+  'logs',
+  "Directory for the servers' logs; {host} and {pid} stand for this host and process.",
+  flag_values=FLAGS,
+)
 _HOST = flags.DEFINE_string(
   'host',
   None,
@@ -259,12 +266,9 @@ def _run(options: Sequence[str]) -> int:
     worker_files={module: worker},
     worker_class=f'{module}.Worker',
   )
-  logs = pathlib.Path(_LOGS.value).absolute()
-  if _HOST.value and not FLAGS.registry:
-    token_of(_TOKEN.value, None)
-  digests = _digests(model) if FLAGS.registry else {}
-  registry = open_registry(FLAGS.registry, FLAGS.name)
-  fronts = [front_config(i, registry) for i in range(len(commands))]
+  place = _LOGS.value.replace('{host}', platform.node()).replace('{pid}', str(os.getpid()))
+  logs = pathlib.Path(place).absolute()
+  fronts = [front_config(i) for i in range(len(commands))]
   try:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:
