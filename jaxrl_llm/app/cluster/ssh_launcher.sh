@@ -83,10 +83,10 @@ prepare() {
   done
 }
 
-# One process; the news say how it ended.
+# One process; the news say how it ended. Without its last word the connection was lost.
 run() {
-  process "$1" <"$tmp/to.$attempt.$1"
-  echo "end $attempt $1 $?" >&7
+  word=$(process "$1" <"$tmp/to.$attempt.$1" | sed -n 's/^exit \([0-9][0-9]*\)$/\1/p' | tail -n 1)
+  echo "end $attempt $1 ${word:-255}" >&7
 }
 
 start() {

@@ -2,9 +2,10 @@
 #
 # Orders come in through stdin, one word on a line: INT, TERM, KILL, or any other as a sign of life.
 # When stdin ends, or nothing came for $silence seconds, the launcher or the connection is gone: the
-# process gets SIGTERM, as after an order, and SIGKILL $grace seconds later. The exit code is that of
-# the process (128 + the number for a signal).
+# process gets SIGTERM, as after an order, and SIGKILL $grace seconds later. The last line of stdout
+# has the exit code of the process (128 + the number for a signal).
 
+trap 'echo "exit $?"' EXIT
 exec 3<&0 </dev/null
 mkdir -p -- "${log%/*}" && : >>"$log" || exit 2
 start >>"$log" 2>&1 3<&- &
