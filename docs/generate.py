@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm import api
-from jaxrl_llm.app.commands import cli, serve
+from jaxrl_llm.app.commands import cli, launch, serve
 from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.annotations import describe, field_types, is_record
@@ -342,6 +342,8 @@ def command_line() -> str:
   lines = ['# Command line', '', NOTE, '', '```text', cli.__doc__.strip(), '```', '']
   for name in cli.COMMANDS:
     lines += command_help(name)
+  for launcher in launch.LAUNCHERS:
+    lines += command_help('launch', launcher, without=launch.__doc__.strip())
   for role in list(serve.ROLES)[1:]:
     lines += command_help('serve', f'--role={role}', without=serve.__doc__.strip())
   return '\n'.join(lines)
