@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from absl import logging
 from rich.console import Console
 
@@ -27,8 +26,9 @@ from jaxrl_llm.app.dry_run.compiled import held_table
 from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
+from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
-from jaxrl_llm.core.net.registry import Registry
+from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
@@ -37,8 +37,9 @@ from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
+from jaxrl_llm.parallel.coordination import grace_of
 from jaxrl_llm.parallel.coordinator import Coordinator
-from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime.checkpoint import Checkpoints
@@ -83,10 +84,11 @@ class _Launch(NamedTuple):
   coordinator: Coordinator
   workdir: Workdir | None
   """The run directory; None except on process 0."""
+  checkpoints: Checkpoints
   stop: asyncio.Future[int]
   """Resolves to the number of the signal that ends the run with a commit."""
-  begun: asyncio.Event
-  """Set once the loop has begun, so that a stop has something to commit."""
+  begin: Callable[[], None]
+  """Called once the loop begins, so that a stop has something to commit."""
 
 
 async def run(
@@ -109,23 +111,32 @@ async def run(
   coordinator = Coordinator(
     device, on_signal=request_stop, beat_s=times.beat_s, silence_s=times.silence_s
   )
-  begun = asyncio.Event()
+  checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
+  stopping = Stopping(
+    coordinator,
+    request_stop,
+    grace_s=grace_of(times, os.environ),
+    newest=lambda: max(checkpoints.steps(), default=0),
+  )
   if on_start is None:
-    _handle_signals(coordinator, request_stop, begun)
+    stopping.install()
   else:
     on_start(request_stop)
-  if not coordinator.leads:
-    return await _run(config, path, _Launch(device, coordinator, None, stop, begun))
-  workdir = Workdir(path)
+  workdir = Workdir(path) if coordinator.leads else None
   try:
-    return await _run(config, path, _Launch(device, coordinator, workdir, stop, begun))
+    launch = _Launch(device, coordinator, workdir, checkpoints, stop, stopping.begin)
+    return await _run(config, path, launch)
+  except Exception as error:
+    if isinstance(cause := first_cause(error), PeerFailed):
+      raise stopping.explain(cause) from error
+    raise
   finally:
-    workdir.close()
+    if workdir is not None:
+      workdir.close()
 
 
 async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
-  device, coordinator, workdir, stop, begun = launch
-  checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
+  device, coordinator, workdir, checkpoints, stop, begin = launch
   prepared: Prepared | None = None
   registry: Registry | None = None
 
@@ -177,8 +188,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), resources
   )
   left = state.step < stages[-1].end or not state.evaluated
-  async with _opened(resources, start=left):
-    begun.set()
+  async with _opened(resources, coordinator, start=left):
+    begin()
     if resources and facts.step and left:
       resources.logs.progress.note(
         f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}'
@@ -209,42 +220,6 @@ def _not_exact(machine: dict[str, Any]) -> str:
   )
 
 
-def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
-  """Installs handlers: the first Ctrl-C or SIGTERM requests a commit and a clean exit, the second
-  exits at once.
-
-  Before the loop has begun, there is nothing to commit: even the first signal then exits at once,
-  unless other processes would be left waiting.
-  """
-  seen: list[int] = []
-
-  def on_signal(signum: int) -> None:
-    if seen:
-      sys.stderr.write('second signal: exiting without a commit\n')
-      sys.stderr.flush()
-      # Not sys.exit: threads may be in the middle of device work.
-      signal.signal(signum, signal.SIG_DFL)
-      signal.raise_signal(signum)
-    if not begun.is_set() and not jax.distributed.is_initialized():
-      sys.stderr.write(
-        f'stopped by {signal.Signals(signum).name} during set-up; start the same command again\n'
-      )
-      sys.stderr.flush()
-      # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
-      os._exit(128 + signum)
-    seen.append(signum)
-    sys.stderr.write(
-      f'{signal.Signals(signum).name}: committing the finished steps, then exiting (again: exits '
-      'at once)\n'
-    )
-    coordinator.report_signal(signum)
-    if coordinator.leads:
-      request_stop(signum)
-
-  for signum in (signal.SIGINT, signal.SIGTERM):
-    asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum)
-
-
 def _facts(value: Any) -> _Facts:
   scaling = value['spec'].pop('rope_scaling')
   spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
@@ -252,16 +227,24 @@ def _facts(value: Any) -> _Facts:
 
 
 @contextlib.asynccontextmanager
-async def _opened(resources: Resources | None, *, start: bool):
-  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left."""
+async def _opened(resources: Resources | None, coordinator: Coordinator, *, start: bool):
+  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to
+  do. All processes enter the block together, so that a signal finds all of them in it, or none.
+  """
   if resources is None:
+    await coordinator.broadcast(None)
     yield
     return
+
+  async def started() -> None:
+    if start:
+      await resources.start()
+
   try:
+    await coordinator.broadcast(started())
     if not start:
       yield
       return
-    await resources.start()
     with resources.logs.progress:
       async with resources.heartbeat.running():
         yield

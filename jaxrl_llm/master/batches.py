@@ -213,6 +213,10 @@ class Planner:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
     return self._plan(stage, step, *batch, batches.held_out)
 
+  async def stop_signal(self) -> int:
+    """Returns the signal that ends the run, or 0."""
+    return self._stop.result() if self._stop.done() else 0
+
   def _plan(
     self,
     stage: Stage,

@@ -157,11 +157,20 @@ class RunKeeper:
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
     with self._stopwatch.timed('testing'):
+      # Not before a stop: publishing may take a large part of the grace period.
+      coordinator = self._process.coordinator
+      if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
+        return dataclasses.replace(state, stop=stop)
       await publish(self._publisher, state, self._start.attempt)
-      stop = await self._process.coordinator.broadcast(
+      stop = await coordinator.broadcast(
         self._run_suites(logs, state, stage) if logs is not None else None
       )
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
+
+  async def _stop_signal(self) -> int:
+    """Returns the signal that ends the run, or 0."""
+    stop = self._start.stop
+    return stop.result() if stop.done() else 0
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
     """Returns 0, or the signal that interrupted it: then nothing is written, all suites repeat."""

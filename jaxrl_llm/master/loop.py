@@ -94,6 +94,10 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
       with process.stopwatch.timed('step'):
         with process.stopwatch.timed('gen'):
           if stage.explores and _publication_due(parts, stage, state.step):
+            # Not before a stop: publishing may take a large part of the grace period.
+            if stop := await _stop_of(parts):
+              state = dataclasses.replace(state, stop=stop)
+              break
             with process.stopwatch.timed('update_weights'):
               await publish(parts.publisher, state, parts.attempt)
           plan = await _close(parts, stage, state.step, batches)
@@ -149,6 +153,12 @@ async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
   await publisher.publish(
     learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved
   )
+
+
+async def _stop_of(parts: Parts) -> int:
+  """Returns the signal that ends the run, the same in every process, or 0."""
+  coordinator = parts.process.coordinator
+  return await coordinator.broadcast(parts.planner.stop_signal() if coordinator.leads else None)
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:

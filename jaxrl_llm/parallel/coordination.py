@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxrl_llm.core.errors import UserError
 
@@ -52,6 +53,19 @@ class CoordinationConfig:
           f'coordination.{name}: {getattr(self, name):g} s, wanted less than {longer}='
           f'{getattr(self, longer):g} s; lower it, or raise {longer}'
         )
+
+
+def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> float | None:
+  """Returns the grace period in seconds, from the configuration or else the variable; None: no
+  limit. Raises UserError for a variable that is no number of seconds.
+  """
+  text = environment.get(GRACE)
+  if config.grace_s is not None or not text:
+    return config.grace_s
+  try:
+    return CoordinationConfig(grace_s=float(text)).grace_s
+  except (ValueError, UserError):
+    raise UserError(f'{GRACE}={text!r:.60}: wanted seconds above 0, below {_MOST_S:g}') from None
 
 
 _MOST_S = 1e6

@@ -82,6 +82,8 @@ class Coordinator:
         await self._headers(_BEAT, 0)
     finally:
       task.cancel()  # no effect on a finished task
+      # wait decision: its own waits
+      await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
     payload = task.result()
@@ -120,8 +122,8 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  # wait decision: its own waits; the others get beats meanwhile
-  return json.dumps(await decision).encode()
+  value = await decision  # wait decision: its own waits; the others get beats meanwhile
+  return json.dumps(value).encode()
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:

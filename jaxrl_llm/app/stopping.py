@@ -1,0 +1,121 @@
+"""Signals that end a run: the first asks for a commit; the second, or the end of the grace period,
+ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+from absl import logging
+
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import PeerFailed
+
+_FIRST_S = 1.0
+"""Seconds for which process 0 lets the other processes leave first, since it ends them."""
+_SHARE = 0.9
+"""Share of the grace period after which a process exits, before its system kills it."""
+
+
+class Interrupted(RunError):
+  """A run that was asked to stop lost another process before it could commit."""
+
+  def __init__(self, signum: int, message: str):
+    super().__init__(message)
+    self.exit_code = 128 + signum
+
+
+class Stopping:
+  """Handles the signals of this process; `begin` must be called once there is something to commit."""
+
+  def __init__(
+    self,
+    coordinator: Coordinator,
+    request: Callable[[int], object],
+    *,
+    grace_s: float | None,
+    newest: Callable[[], int],
+  ):
+    """
+    Args:
+      request: called in process 0 with the number of the first signal.
+      grace_s: seconds between SIGTERM and SIGKILL; None: no limit.
+      newest: returns the step of the newest commit, 0 for none; called from another thread.
+    """
+    self._coordinator, self._request = coordinator, request
+    self._grace_s, self._newest = grace_s, newest
+    self._begun = False
+    self.signum = 0
+    """Number of the signal that this process has received, else 0."""
+
+  def install(self) -> None:
+    """Handles SIGINT and SIGTERM; only the main thread can."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+      asyncio.get_running_loop().add_signal_handler(signum, self._receive, signum)
+
+  def begin(self) -> None:
+    """From now on, a signal lets the loop commit; before, it ends the process at once."""
+    self._begun = True
+
+  def explain(self, error: PeerFailed) -> Exception:
+    """Returns the error to raise for a lost peer: in a process that is being stopped, the stop."""
+    if not self.signum:
+      return error
+    name = signal.Signals(self.signum).name
+    return Interrupted(
+      self.signum,
+      f'stopped by {name}, without a further commit, because another process has left: '
+      f'{self._committed()} ({error})',
+    )
+
+  def _receive(self, signum: int) -> None:
+    name = signal.Signals(signum).name
+    if self.signum:
+      _say('second signal: exiting without a commit')
+      # Not sys.exit: threads may be in the middle of device work.
+      signal.signal(signum, signal.SIG_DFL)
+      signal.raise_signal(signum)
+    if not self._begun:
+      _say(f'stopped by {name} during set-up; start the same command again')
+      if jax.distributed.is_initialized() and self._coordinator.leads:
+        time.sleep(_FIRST_S)
+      # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
+      script.leave_at_once(128 + signum)
+    self.signum = signum
+    _say(f'{name}: committing the finished steps, then exiting (again: exits at once)')
+    if signum == signal.SIGTERM and self._grace_s is not None:
+      timer = threading.Timer(_SHARE * self._grace_s, self._expire)
+      timer.daemon = True
+      timer.start()
+    self._coordinator.report_signal(signum)
+    if self._coordinator.leads:
+      self._request(signum)
+
+  def _expire(self) -> None:
+    _say(
+      f'SIGTERM: still stopping after {_SHARE * self._grace_s:g} s of {self._grace_s:g} s '
+      f'(coordination.grace_s), exiting without a further commit; {self._committed()}'
+    )
+    script.leave_at_once(128 + signal.SIGTERM)
+
+  def _committed(self) -> str:
+    try:
+      step = self._newest()
+    except OSError as error:
+      logging.warning('The newest commit is not known: %s', error)
+      return 'start the same command again to resume'
+    there = f'the newest commit is step {step}' if step else 'there is no commit'
+    return f'{there}; start the same command again to resume'
+
+
+def _say(line: str) -> None:
+  sys.stderr.write(f'{line}\n')
+  sys.stderr.flush()
