@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.parallel.slices import arrange
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
 """Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in
@@ -41,6 +42,15 @@ class MeshConfig:
   """
   tensor: int | None = 1
   """Tensor parallelism: heads, MLP and vocabulary are sharded."""
+  slices: int | None = None
+  """Number of slices with a fast network within and a slow one between them, which only `data`
+  crosses. None: TPU devices know theirs, all others are one; a number makes groups of consecutive
+  processes the slices.
+  """
+
+  def __post_init__(self):
+    if self.slices is not None and self.slices < 1:
+      raise UserError(f'mesh.slices: {self.slices}, wanted at least 1')
 
 
 def available_devices() -> list[jax.Device]:
@@ -76,14 +86,8 @@ def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
       f'mesh: {wanted} does not match the number of devices, {count}; change the mesh, or start '
       'with another number of devices'
     )
-  return tuple(sizes)
-
-
-def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-  """Builds a mesh with the four axes over all devices of all processes."""
-  devices = available_devices() if devices is None else devices
-  sizes = mesh_sizes(config, len(devices))
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  arranged = arrange(devices, sizes, config.slices)
+  return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def data_parallel_ranks(mesh: Mesh) -> int:

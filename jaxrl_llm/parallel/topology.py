@@ -57,15 +57,25 @@ _GPUS = {
 }
 
 
-def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-  """Parses 'v5e:4x4' to chip and shape; GPUs: 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
-  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
-  chip = match and match[1]
-  shape = tuple(map(int, match[2].split('x'))) if match else ()
+class Topology(NamedTuple):
+  chip: str
+  """Key of `CHIPS`."""
+  shape: tuple[int, ...]
+  """Shape of a TPU slice; of GPUs, hosts × GPUs, or GPUs alone."""
+  slices: int
+  """Number of equal TPU slices; 1 for GPUs."""
+
+
+def parse_topology(name: str) -> Topology:
+  """Parses 'v5e:4x4', or '2*v5e:4x4' for two slices; GPUs: 'h100:8' (a host) or 'h100:2x8' (two)."""
+  match = re.fullmatch(r'(?:(\d{1,4})\*)?(\w+):(\d{1,6}(?:x\d{1,6})*)', name, re.ASCII)
+  chip = match and match[2]
+  shape = tuple(map(int, match[3].split('x'))) if match else ()
+  slices = int(match[1] or 1) if match else 1
   if chip not in CHIPS:
     raise UserError(
-      f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4 or '
-      'h100:8'
+      f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4, '
+      '2*v5e:4x4 (two slices) or h100:8'
     )
   wanted = _TPU_SHAPES.get(chip)
   if (
@@ -75,7 +85,11 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
   ):
     example = {2: '4x4', 3: '2x2x4', None: '8, or 2x8 for two hosts'}[wanted]
     raise UserError(f'topology {name!r}: {chip} needs a shape such as {example}')
-  return chip, shape
+  if slices < 1 or (slices > 1 and wanted is None):
+    raise UserError(
+      f'topology {name!r}: {slices} slices; wanted at least 1, and GPUs as hosts × GPUs, h100:2x8'
+    )
+  return Topology(chip, shape, slices)
 
 
 def has_compiler(chip: str) -> bool:
@@ -92,7 +106,7 @@ def topology_devices(name: str) -> list[jax.Device]:
   Raises:
     UserError: the compiler does not know the topology; the error quotes the compiler's message.
   """
-  chip, shape = parse_topology(name)
+  chip, shape, slices = parse_topology(name)
   try:
     if CHIPS[chip].platform == 'cuda':
       hosts, gpus = shape if len(shape) == 2 else (1, shape[0])
@@ -103,7 +117,9 @@ def topology_devices(name: str) -> list[jax.Device]:
     else:
       # A single chip is less than a full host on any TPU, so the host's size must be given.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
-      description = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
+      description = topologies.get_topology_desc(
+        platform='tpu', topology_name=name.partition('*')[2] or name, num_slices=slices, **single
+      )
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     raise UserError(
       f'topology {name!r}: the compiler does not know it: {str(error).splitlines()[0]}'

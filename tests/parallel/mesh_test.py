@@ -60,6 +60,17 @@ def test_a_mesh_that_does_not_fit_is_one_line(config):
     build_mesh(config)
 
 
+def test_slices_are_rows_of_the_mesh():
+  # Devices of this process are slices in the order in which they are given.
+  mixed = [jax.devices()[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+  mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2, slices=2), mixed)
+  assert mesh.axis_names == ('data', 'fsdp', 'sequence', 'tensor')
+  assert set(mesh.axis_types) == {AxisType.Auto}
+  assert [device.id for device in mesh.devices[0].flat] == [0, 4, 1, 5]
+  with pytest.raises(UserError, match=r'^mesh: data=1 is not a multiple of [^\n]*$'):
+    build_mesh(MeshConfig(data=1, slices=2))
+
+
 def test_some_devices_may_be_chosen():
   mesh = build_mesh(MeshConfig(data=2, fsdp=None), jax.devices()[:4])
   assert mesh.devices.shape == (2, 2, 1, 1)

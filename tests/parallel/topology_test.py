@@ -11,13 +11,14 @@ from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 @pytest.mark.parametrize(
   ('name', 'wanted'),
   [
-    ('v5e:2x4', ('v5e', (2, 4))),
-    ('v5p:2x2x4', ('v5p', (2, 2, 4))),
-    ('h100:8', ('h100', (8,))),
-    ('h200:2x8', ('h200', (2, 8))),
+    ('v5e:2x4', ('v5e', (2, 4), 1)),
+    ('v5p:2x2x4', ('v5p', (2, 2, 4), 1)),
+    ('2*v5e:4x4', ('v5e', (4, 4), 2)),
+    ('h100:8', ('h100', (8,), 1)),
+    ('h200:2x8', ('h200', (2, 8), 1)),
   ],
 )
-def test_a_topology_is_a_chip_and_a_shape(name, wanted):
+def test_a_topology_is_a_chip_a_shape_and_slices(name, wanted):
   assert parse_topology(name) == wanted
 
 
@@ -32,6 +33,11 @@ def test_a_topology_is_a_chip_and_a_shape(name, wanted):
     ('h100:1x2x8', 'two hosts'),
     ('h100:0', 'such as 8'),
     ('', 'wanted CHIP:SHAPE'),
+    ('0*v5e:4x4', '0 slices; wanted at least 1'),
+    ('2*h100:8', 'GPUs as hosts × GPUs'),
+    ('-2*v5e:4x4', 'wanted CHIP:SHAPE'),
+    ('2*', 'wanted CHIP:SHAPE'),
+    ('v5e:' + '9' * 5000 + 'x1', 'wanted CHIP:SHAPE'),
   ],
 )
 def test_another_name_is_one_line(name, words):

@@ -63,7 +63,7 @@ flags.DEFINE_bool(
 )
 flags.DEFINE_string(
   'topology', None,
-  'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
+  'With --dry_run: compile for these devices, such as v5e:4x4, 2*v5e:4x4 or h100:8, which may be absent.',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool(
@@ -148,7 +148,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   """If this Python lacks the chip's compiler, re-executes the command with one that has it."""
-  chip, _ = parse_topology(topology)
+  chip = parse_topology(topology).chip
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
   jax.config.update('jax_platforms', 'cpu')

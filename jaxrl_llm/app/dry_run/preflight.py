@@ -78,11 +78,48 @@ def print_plan(
     UserError: a program does not fit the topology's devices; raised after all programs have been
       printed.
   """
-  console = _console(as_json)
-  planned = plan(config, workdir, console.print, topology)
-  if not as_json:
-    _print(planned, console)
-  programs: list[Json] = []
+  console = Console(markup=False, highlight=False, soft_wrap=True)
+  devices = jax.devices() if topology is None else topology_devices(topology)
+  mesh = build_mesh(config.learner.mesh, devices)
+  load = taskset_loader(config.tasksets)
+  config = settle(config, workdir if has_commits(workdir) else None, console.print, load)
+  console.print_json(json.dumps(to_json(config)))
+  build_scorers(config.rewards)
+  with tempfile.TemporaryDirectory() as scratch:
+    prepared = prepare(config, pathlib.Path(scratch), load)
+  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+  chip = None if topology is None else parse_topology(topology).chip
+  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
+  critic = critic_model(model)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  trained, _ = lora.split(shapes, model.spec, model.options)
+
+  def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
+  console.print(f'run directory: {workdir}')
+  console.print(
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary '
+    f'{prepared.spec.vocab_size}'
+  )
+  time = stages[0].shape.chunk_len
+  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
+  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
+  for taskset in prepared.tasksets.values():
+    console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
+  for stage in stages:
+    console.print(
+      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
+      f'{_sequences(config, stage)} sequences a batch, arrays {_arrays(stage)} planned on '
+      f'{_known(prepared.lengths.get(stage.name))}, logits for {stage.token_chunk} of '
+      f'{stage.shape.chunk_len} tokens at a time'
+    )
+  engine, setting = config.rollout.engine_spec(), engine_setting(config, workdir, prepared)
+  if topology is None:
+    for name, command in engine.commands(setting).items():
+      console.print(f'engine {name}: {command}')
+  console.print(held_table(mesh, held(stages, model, critic, mesh)))
   refused = []
 
   def report(name: str, compiled: Compilation) -> None:

@@ -1,0 +1,96 @@
+"""Slices: groups of devices with a fast network within and a slow one between them.
+
+A mesh sends only gradients and sums between slices: its first axis, data, crosses them, and all
+other axes stay within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jaxtyping import Shaped
+
+from jaxrl_llm.core.errors import UserError
+
+_AXES = ('data', 'fsdp', 'sequence', 'tensor')
+_AUTO = (AxisType.Auto,) * len(_AXES)
+
+
+@runtime_checkable
+class SliceDevice(Protocol):
+  """What the order of a mesh needs to know of a device."""
+
+  platform: str
+  process_index: int
+
+
+def arrange(
+  devices: Sequence[SliceDevice], sizes: Sequence[int], count: int | None
+) -> Shaped[np.ndarray, 'data fsdp sequence tensor']:
+  """Returns the devices in the order of the mesh: data across slices, everything else within.
+
+  Args:
+    devices: all devices of the mesh; those of TPUs have a `slice_index` too.
+    sizes: sizes of the axes, whose product is the number of devices.
+    count: number of slices; None: TPU devices know their slice, others are one.
+
+  Raises:
+    UserError: `data` is not a multiple of the slices, or the devices are in no `count` equal ones.
+  """
+  groups = slices(devices, count)
+  data, *within = sizes
+  if data % len(groups):
+    raise UserError(
+      f'mesh: data={data} is not a multiple of the number of slices, {len(groups)}, and only data '
+      'may cross slices; change learner.mesh.data, or start with another number of slices'
+    )
+  # Within a slice, JAX puts neighbours of the mesh beside each other in the machine.
+  shape = (data // len(groups), *within)
+  return np.concatenate(
+    [jax.make_mesh(shape, _AXES, axis_types=_AUTO, devices=group).devices for group in groups]
+  )
+
+
+def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[SliceDevice]]:
+  """Returns the devices by slice, slices in their order; arguments are those of `arrange`."""
+  if devices[0].platform == 'tpu':
+    known: dict[int, list[SliceDevice]] = {}
+    for device in devices:
+      # Devices of a single slice may lack the attribute.
+      known.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    if count not in (None, len(known)):
+      raise UserError(
+        f'mesh: slices={count}, and the TPU devices are in {len(known)}; remove learner.mesh.slices'
+      )
+    groups = [known[index] for index in sorted(known)]
+  else:
+    groups = _process_groups(devices, count or 1)
+  if len({len(group) for group in groups}) > 1:
+    raise UserError(
+      f'mesh: slices of {", ".join(str(len(group)) for group in groups)} devices; wanted equal '
+      'sizes: start with whole slices, or the same number of devices in each process'
+    )
+  return groups
+
+
+def _process_groups(devices: Sequence[SliceDevice], count: int) -> list[list[SliceDevice]]:
+  """Returns groups of consecutive processes; of consecutive devices if there is one process."""
+  processes = sorted({device.process_index for device in devices})
+  units = len(devices) if len(processes) == 1 else len(processes)
+  if units % count:
+    named = 'devices of the only process' if len(processes) == 1 else 'processes'
+    raise UserError(
+      f'mesh: slices={count} does not divide the {units} {named}; wanted groups of equal size'
+    )
+  if len(processes) == 1:
+    size = units // count
+    return [list(devices[i : i + size]) for i in range(0, units, size)]
+  place = {process: i * count // units for i, process in enumerate(processes)}
+  groups: list[list[SliceDevice]] = [[] for _ in range(count)]
+  for device in devices:
+    groups[place[device.process_index]].append(device)
+  return groups
