@@ -16,6 +16,7 @@ class Device:
   slice_index: int = 0
   platform: str = 'cpu'
   device_kind: str = 'fake'
+  core_on_chip: int = 0
 
   @property
   def coords(self):

@@ -1,0 +1,94 @@
+"""SIGTERM with a grace period, at any moment of a job of two processes: it ends in time with the
+documented code, and goes on to the result of a run that met nothing.
+"""
+
+import os
+import random
+import re
+import signal
+import time
+
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.acceptance
+
+GRACE_S = 30.0
+
+
+def after(seconds):
+  """A moment of the set-up: imports, joining, loading, compiling."""
+
+  def wait(run, process):
+    time.sleep(seconds)
+
+  wait.__name__ = f'after_{seconds:g}_s'
+  return wait
+
+
+def with_rows(count, seed):
+  """A random part of a step after the row `count`: rollouts, update, evaluation or commit."""
+
+  def wait(run, process):
+    job.wait_for_rows(run, count, process)
+    time.sleep(random.Random(seed).random() * 0.5)
+
+  wait.__name__ = f'with_{count}_rows'
+  return wait
+
+
+def during_a_commit(run, process):
+  committed = len(job.commits(run))
+  wait_for(lambda: len(list((run / 'checkpoints').glob('*'))) > committed, process)
+
+
+def during_the_export(run, process):
+  wait_for((run / 'hf').exists, process)
+
+
+def wait_for(condition, process):
+  deadline = time.monotonic() + 300
+  while not condition():
+    assert process.poll() is None, process.communicate()[1]
+    assert time.monotonic() < deadline
+    time.sleep(0.002)
+
+
+MOMENTS = [
+  after(2.0),
+  after(8.0),
+  with_rows(1, 1),
+  with_rows(4, 2),
+  during_a_commit,
+  with_rows(12, 3),
+  with_rows(15, 4),
+  with_rows(18, 5),
+  during_a_commit,
+  during_the_export,
+]
+
+
+def test_sigterm_at_ten_moments_changes_no_bit(tmp_path, record_property):
+  whole = job.finished('two_processes', config=job.PPO, processes=2)
+  run, environment = tmp_path / 'run', job.environment(JAXRL_GRACE_S=f'{GRACE_S:g}')
+  for moment in MOMENTS:
+    process = job.start(run, config=job.PPO, processes=2, environ=environment)
+    moment(run, process)
+    started = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=2 * GRACE_S)
+    seconds = time.monotonic() - started
+    line = f'{moment.__name__}: {process.returncode} after {seconds:.1f} s, {job.commits(run)}'
+    print(line)
+    record_property(moment.__name__, line)
+    finished = moment is during_the_export and process.returncode == 0
+    assert finished or process.returncode == 128 + signal.SIGTERM, said
+    assert seconds < GRACE_S
+    assert 'Traceback' not in said
+    assert not re.search('without a further commit', said), said
+  job.train(run, config=job.PPO, processes=2)
+  job.assert_equal_runs(run, whole)
+  report = audit(run / 'replay')
+  assert report.ok, report.lines
