@@ -15,63 +15,12 @@ import job
 import numpy as np
 import programs
 import pytest
+from paths import SUPPORT
 
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import open_copy
 
 pytestmark = pytest.mark.full
-
-GRADIENTS = """
-import os, sys, json, pathlib, functools
-import jax, numpy as np
-address = os.environ.get('JAX_COORDINATOR_ADDRESS')
-if address:
-  jax.distributed.initialize(
-    address, int(os.environ['JAX_NUM_PROCESSES']), int(os.environ['JAX_PROCESS_ID']))
-from jaxrl_llm.batching.plan import StepPlan, plan_shape
-from jaxrl_llm.data.load import RowLoader
-from jaxrl_llm.learner.algorithm import Closed, Setting
-from jaxrl_llm.learner.policy_gradient import policy_gradient
-from jaxrl_llm.learner.policy_options import GrpoConfig
-from jaxrl_llm.learner.supervised import SftConfig, sft
-from jaxrl_llm.learner.state import place_params
-from jaxrl_llm.learner.update import gradients
-from jaxrl_llm.models.api import build_model
-from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.rollout.publisher import Gatherer
-from jaxrl_llm.weights.hf import load_params, read_spec
-
-workdir, recorded, out = map(pathlib.Path, sys.argv[1:])
-mesh = build_mesh(MeshConfig(fsdp=2))
-spec = read_spec(workdir / 'hf')
-model = build_model(spec)
-params = place_params(model, mesh, load_params(workdir / 'hf', spec))
-plans = json.loads(recorded.read_text())
-loader, found = RowLoader(workdir, mesh), {}
-setting = Setting(max_response_length=8)
-algorithms = {'sft': sft(SftConfig(), setting), 'grpo': policy_gradient(GrpoConfig(), setting)}
-computes = {  # Each is compiled once for all of its stage's plans of one shape.
-  stage: jax.jit(functools.partial(
-    gradients, model, algorithm.loss, token_chunk=16, on_policy=('proximal_logprobs',)))
-  for stage, algorithm in algorithms.items()
-}
-for value in plans:
-  plan = StepPlan.from_json(value)
-  algorithm, compute = algorithms[plan.stage], computes[plan.stage]
-  annotation = algorithm.annotate(Closed(plan.rows, plan.step, {}, None))
-  shape = plan_shape(rows=len(plan.rows), ranks=2, chunks=4, chunk_len=16)
-  columns = {'advantages': annotation.advantages}
-  packed = loader.fill(loader.load(plan, 0, shape), columns, annotation.in_loss)
-  result = compute(params, packed.chunks, packed.used, {})
-  grads = Gatherer(mesh).gather(result.grads)
-  if jax.process_index() == 0:
-    found[f'{plan.step}/loss'] = np.asarray(result.loss.addressable_data(0))
-    found |= {f'{plan.step}/grads/{k}': v for k, v in flatten(grads).items()}
-if jax.process_index() == 0:
-  np.savez(out, **found)
-"""
 
 
 @pytest.fixture(scope='module')
@@ -85,9 +34,8 @@ def recorded(tmp_path_factory):
 
 
 def gradients_of(recorded, out, *, processes):
-  script = out.with_suffix('.py')
-  script.write_text(GRADIENTS)
-  command = [sys.executable, str(script), *map(str, recorded), str(out)]
+  script = SUPPORT / 'gradients.py'
+  command = [sys.executable, str(script), *map(str, recorded), str(out), '{"fsdp": 2}']
   if processes > 1:
     command = [
       sys.executable,

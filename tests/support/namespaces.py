@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -12,6 +14,9 @@ from paths import ROOT, SUPPORT, TOOLS
 
 SERVING, CALLING = '10.203.77.1', '10.203.77.2'
 """Used only between the two ends of the test's own cable."""
+
+_HOSTS = pathlib.Path('/etc/netns')
+"""Folders of files that `ip netns exec` shows in place of those of /etc."""
 
 
 class Cabled:
@@ -22,8 +27,11 @@ class Cabled:
     """Command that calls a test module's function in one of the namespaces; wants
     `environment()`.
     """
-    code = f'import {module} as t; t.{function}(*{args!r})'
-    return ['ip', 'netns', 'exec', self._names[end], sys.executable, '-c', code]
+    return self.command(end, sys.executable, '-c', f'import {module} as t; t.{function}(*{args!r})')
+
+  def command(self, end: int, *words: str) -> list[str]:
+    """Command that runs a program in one of the namespaces."""
+    return ['ip', 'netns', 'exec', self._names[end], *words]
 
   @staticmethod
   def environment() -> dict[str, str]:
@@ -61,10 +69,15 @@ def cabled():
       _ip('-n', name, 'addr', 'add', f'{address}/30', 'dev', 'cable')
       _ip('-n', name, 'link', 'set', 'cable', 'up')
       _ip('-n', name, 'link', 'set', 'lo', 'up')
+      # Gloo listens at the address of the host's own name.
+      hosts = _HOSTS / name / 'hosts'
+      hosts.parent.mkdir(parents=True)
+      hosts.write_text(f'127.0.0.1 localhost\n{address} {socket.gethostname()}\n')
     yield Cabled(names)
   finally:
     for name in names:
       subprocess.run(['ip', 'netns', 'delete', name], capture_output=True, timeout=30)
+      shutil.rmtree(_HOSTS / name, ignore_errors=True)
 
 
 def _ip(*args: str) -> None:
