@@ -18,8 +18,8 @@ POLICY = (f'--config.policy.model={json.dumps(SHAPE)}',)
 
 
 @contextlib.contextmanager
-def fakes(folder, count=2):
-  """Flags of a job that is attached to servers."""
+def fake_servers(folder, count):
+  """(process, address) of each of some servers of `POLICY`."""
   write_config(
     folder, tiny('llama', serving.VOCAB, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0
   )
@@ -44,12 +44,19 @@ def fakes(folder, count=2):
     while not all(socket.exists() for socket in sockets):
       assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
       time.sleep(0.02)
-    addresses = json.dumps([f'unix:{socket}' for socket in sockets])
-    yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
-    assert all(process.poll() is None for process in processes), (
-      'attached servers outlive a trainer'
-    )
+    yield [(process, f'unix:{socket}') for process, socket in zip(processes, sockets)]
   finally:
     for process in processes:
       process.kill()
       process.wait()
+
+
+@contextlib.contextmanager
+def fakes(folder, count=2):
+  """Flags of a job that is attached to servers."""
+  with fake_servers(folder, count) as servers:
+    addresses = json.dumps([address for _, address in servers])
+    yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
+    assert all(process.poll() is None for process, _ in servers), (
+      'attached servers outlive a trainer'
+    )
