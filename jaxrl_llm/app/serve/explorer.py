@@ -82,7 +82,8 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 async def _master(watch: Watch) -> Lease:
   """Waits for a run; returns the newest."""
-  while not (masters := await watch.look_async()):  # wait master: none, it waits for a run
+  # wait master: none, it waits for a run
+  while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
   return masters[-1]
 
@@ -93,9 +94,8 @@ async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))
   replaced = asyncio.create_task(_replaced(master, watch))
   try:
-    await asyncio.wait(
-      {exploring, replaced}, return_when=asyncio.FIRST_COMPLETED
-    )  # wait master: none, see above
+    # wait master: none, see above
+    await asyncio.wait({exploring, replaced}, return_when=asyncio.FIRST_COMPLETED)
     if exploring.done():
       exploring.result()
   except Exception as error:

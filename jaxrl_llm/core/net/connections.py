@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import pathlib
 import ssl
 
@@ -18,6 +19,16 @@ def check_address(address: str, where: str) -> None:
   if not address.startswith(('http://', 'https://', 'unix:/')):
     wanted = 'http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock'
     raise UserError(f'{where}: address {address!r}, wanted {wanted}')
+
+
+def is_loopback(host: str) -> bool:
+  """Whether the host's name or address is that of this machine alone."""
+  if host == 'localhost':
+    return True
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
 
 
 def read_key(file: str | None, where: str) -> str | None:

@@ -6,7 +6,7 @@ dropping the oldest. Strangers thus cannot hold memory or descriptors for long, 
 clients that have the token.
 
 Runs on serving-only hosts, so it imports neither JAX nor any module of this package except
-`core.errors`.
+`core.errors` and `core.net.connections`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import errno
 import hmac
 import http
-import ipaddress
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ import yarl
 from aiohttp import hdrs, web
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import is_loopback
 
 RPC_PATH, UPDATE_PATH, ADAPTER_PATH = '/collective_rpc', '/update_weights', '/v1/load_lora_adapter'
 ROUTES = (
@@ -440,15 +440,6 @@ def _permit_descriptors() -> int:
   if soft != resource.RLIM_INFINITY and soft < wanted:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
   return wanted
-
-
-def is_loopback(host: str) -> bool:
-  if host == 'localhost':
-    return True
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return False
 
 
 def _read_token(path: str | None) -> str:

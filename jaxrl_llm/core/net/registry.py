@@ -37,8 +37,7 @@ from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.files import parse_json
-from jaxrl_llm.core.net.connections import check_address
-from jaxrl_llm.core.net.front import is_loopback
+from jaxrl_llm.core.net.connections import check_address, is_loopback
 
 KEY = 'key'
 """Name of the key's file in the directory."""

@@ -84,6 +84,8 @@ class DiscoveringOptions(RemoteOptions):
 
   def check(self, where: str) -> None:
     if self.discover is None:
+      if not self.addresses:
+        raise UserError(f'{where}: addresses is empty, wanted at least one, or discover')
       super().check(where)
       return
     if self.addresses or not self.discover:

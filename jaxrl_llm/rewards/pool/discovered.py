@@ -81,7 +81,8 @@ class Discovered:
 
   async def _first_services(self) -> None:
     await self._check()
-    while not all(followed.addresses for followed in self._scorers):  # wait services: from outside
+    # wait services: from outside
+    while not all(followed.addresses for followed in self._scorers):
       await asyncio.sleep(_LOOK_S)
       await self._check()
 
@@ -89,7 +90,8 @@ class Discovered:
     """Stops following, after the change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      await self._following  # wait live_file: as for scorers.json
+      # wait live_file: as for scorers.json
+      await self._following
 
   async def _follow(self) -> None:
     while True:

@@ -15,7 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -213,26 +213,26 @@ class Fleet:
       self.replicas = (*self.replicas, replica)
       if not start:
         logging.info('engine %s: joins, at %s', replica.name, lease.address)
-        self._begin(replica, self._bring_in(discovery, replica), 'join')
+        self._begin(replica, joins=True)
 
   async def _follow(self, discovery: Discovery) -> None:
     """Lets servers join and leave while the fleet runs."""
-    # wait registry: none, it looks for servers as long as the fleet runs
-    while self._failure is None:
+    while True:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
-      if self._failure is None:
-        try:
-          self._match(discovery, leases)
-        except UserError as error:  # No client can be made, for want of a file.
-          self._fail(error)
+      if self._failure is not None:
+        return
+      try:
+        self._match(discovery, leases)
+      except UserError as error:  # No client can be made, for want of a file.
+        self._fail(error)
 
-  async def _bring_in(self, discovery: Discovery, replica: Replica) -> None:
+  async def _bring_in(self, replica: Replica) -> None:
     await self._await_attached(replica)
     await self._start(replica)
     await self._catch_up(replica, works=True)
     self.counts['joined'] += 1
-    discovery.tell(replica.name, 'joined')
+    self._discovery.tell(replica.name, 'joined')
 
   def _leave(self, replica: Replica, *, expired: bool) -> None:
     """Takes a server out of the fleet: `expired`, if it is not known to work any more."""
@@ -254,7 +254,8 @@ class Fleet:
     self._changed.set()
 
   async def _see_off(self, replica: Replica, *, drain: bool) -> None:
-    while drain and replica.in_flight:  # wait leaving: deadlines of the requests in flight
+    # wait leaving: deadlines of the requests in flight
+    while drain and replica.in_flight:
       await asyncio.sleep(_WATCH_S)
     await self._end(replica)
 
@@ -467,12 +468,13 @@ class Fleet:
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: taken out of service: %s', replica.name, reason)
-    self._begin(replica, self._bring_back(replica), 'repair')
+    self._begin(replica, joins=False)
 
-  def _begin(self, replica: Replica, work: Coroutine[Any, Any, None], what: str) -> None:
-    """Starts work that ends with the server in service, or gives the server up."""
+  def _begin(self, replica: Replica, *, joins: bool) -> None:
+    """Starts a task that ends with the server in service, or gives the server up."""
     task = asyncio.create_task(
-      self._done_or_ended(replica, work), name=f'engine {replica.name}: {what}'
+      self._bring_in_or_end(replica, joins=joins),
+      name=f'engine {replica.name}: {"join" if joins else "repair"}',
     )
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
@@ -503,9 +505,12 @@ class Fleet:
         'engine %s: %s: %s', replica.name, 'is ignored' if unsuited else 'given up', error
       )
 
-  async def _done_or_ended(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+  async def _bring_in_or_end(self, replica: Replica, *, joins: bool) -> None:
     try:
-      await work
+      if joins:
+        await self._bring_in(replica)
+      else:
+        await self._bring_back(replica)
     except Exception:
       await self._end(replica)  # Frees its memory and cores for the working servers.
       raise

@@ -1229,6 +1229,7 @@ def test_the_module_is_light():
     'jaxrl_llm.core',
     'jaxrl_llm.core.errors',
     'jaxrl_llm.core.net',
+    'jaxrl_llm.core.net.connections',
     'jaxrl_llm.core.net.front',
   }
   assert set(done.stdout.split()) == own

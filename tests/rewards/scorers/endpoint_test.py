@@ -286,7 +286,7 @@ def test_an_https_service_is_believed_by_the_certificate_that_is_named(certifica
 @pytest.mark.parametrize(
   ('options', 'told'),
   [
-    ({}, 'needs a value for addresses'),
+    ({}, 'addresses is empty, wanted at least one, or discover'),
     ({'addresses': []}, 'addresses is empty'),
     ({'addresses': ['localhost:80']}, "address 'localhost:80', wanted http://HOST:PORT"),
     ({'addresses': ['http://h'], 'key_file': '/no/such'}, 'key_file: /no/such: cannot be read'),

@@ -413,7 +413,7 @@ BASE = {'model': 'm', 'addresses': ['http://h']}
 @pytest.mark.parametrize(
   ('options', 'told'),
   [
-    ({'model': 'm'}, 'needs a value for addresses'),
+    ({'model': 'm'}, 'addresses is empty, wanted at least one, or discover'),
     ({'addresses': ['http://h']}, 'needs a value for model'),
     ({**BASE, 'template': '{question}'}, "template lacks ['completion']"),
     ({**BASE, 'template': '{completion} {answer}'}, "template has ['answer']"),
