@@ -18,7 +18,7 @@ from jaxrl_llm.app.sweeps.sweep import (
 )
 from jaxrl_llm.app.sweeps.trials import Trial, planned, trial_id
 from jaxrl_llm.config.values import to_json
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Json
 
 
@@ -66,7 +66,7 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> Plan:
     if 'policy.init_from' in {*sweep.overrides, *sweep.axes}:
       raise UserError(f"{path}: start beside 'policy.init_from', which it sets; leave one out")
     start = start_config(path, sweep.start)
-  trials = planned(sweep)
+  trials = _planned(path, sweep)
   for trial in trials:
     trial_config(path, start if trial.is_start else base, trial.overrides)
   if sweep.search == 'tpe':
@@ -76,6 +76,16 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> Plan:
     }
     trial_config(path, base, first)
   return Plan(path=path, sweep=sweep, base=base, start=start, trials=trials)
+
+
+def _planned(path: pathlib.Path, sweep: Sweep) -> list[Trial]:
+  try:
+    return planned(sweep)
+  except UserError as error:
+    raise UserError(f'{path}: {error}') from error
+  except Exception as error:  # Raised by the file's own generator.
+    reason = one_line(f'{type(error).__name__}: {error}')
+    raise UserError(f'{path}: trials: the generator raised {reason}') from error
 
 
 def open_ledger(plan: Plan, sweepdir: pathlib.Path) -> Ledger:

@@ -1,0 +1,53 @@
+"""Sweeps of stand-in runs (fixtures/stand_in_run.py)."""
+
+import pathlib
+import sys
+
+from paths import ROOT
+
+from jaxrl_llm.app.sweeps.ledger import Entry, Ledger
+from jaxrl_llm.app.sweeps.plan import load_plan, open_ledger
+from jaxrl_llm.app.sweeps.runner import Machine, Runner
+
+STAND_IN = (sys.executable, str(ROOT / 'tests' / 'support' / 'fixtures' / 'stand_in_run.py'))
+RATE = 'stages.grpo.optimizer.peak_lr'
+FILE = """from jaxrl_llm.api import MedianRule, Range, Start, SuccessiveHalving, Sweep
+
+def get_sweep():
+  return Sweep(base='quickstart', objective='val-core/eval/acc/greedy', {fields})
+"""
+
+
+def sweep_file(folder: pathlib.Path, fields: str, name: str = 'sweep.py') -> pathlib.Path:
+  """Writes a sweep file of the quickstart with these arguments of Sweep."""
+  file = folder / name
+  file.write_text(FILE.format(fields=fields))
+  return file
+
+
+def open_sweep(file: pathlib.Path, sweepdir: pathlib.Path) -> tuple[Ledger, Runner, list[str]]:
+  """The ledger of a sweep, what runs its stand-ins, and the lines that it will note."""
+  plan = load_plan(str(file), {})
+  sweepdir.mkdir(exist_ok=True)
+  ledger, notes = open_ledger(plan, sweepdir), []
+  numbers = [entry.number for entry in ledger.entries()]
+  runner = Runner(
+    ledger,
+    plan.sweep,
+    STAND_IN,
+    Machine(parallel=2, grace_s=10),
+    numbers=numbers,
+    note=notes.append,
+    show=_nothing,
+  )
+  return ledger, runner, notes
+
+
+def _nothing() -> None:
+  """Shows nothing."""
+
+
+def executed(ledger: Ledger, entry: Entry) -> list[int]:
+  """Steps that all starts of a trial have executed."""
+  file = ledger.workdir(entry) / 'executed'
+  return [int(line) for line in file.read_text().split()] if file.exists() else []
