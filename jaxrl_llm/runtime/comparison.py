@@ -23,6 +23,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime import metrics, report, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
+PAGE = 'compare.html'
 SCRIPTS = ('dom.js', 'charts.js', 'side_by_side.js', 'compare.js')
 MAX_POINTS = 1000
 """Maximum number of steps per curve; a longer run shows every k-th step, the same in all runs."""
@@ -406,7 +407,7 @@ def _warnings(
   if len({tuple(stage['name'] for stage in of) for of in stages}) > 1:
     notes.append('The runs have different stages; curves are over the steps of the whole run.')
   if stride > 1:
-    notes.append(f'Curves show every {stride:,}th step.')
+    notes.append(f'Curves show one of every {stride:,} steps.')
   return notes
 
 

@@ -7,16 +7,14 @@ import itertools
 import json
 import math
 import re
-import shutil
 import string
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from browsing import open_page, start_browser
 from paths import ROOT
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -26,20 +24,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import events, report, transcripts, writers
 from jaxrl_llm.runtime.events import Edge
 
-HOSTILE = (
-  '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- '
-  '<script>'
-)
-BROWSER_FLAGS = [
-  '--headless=new',
-  '--no-sandbox',
-  '--disable-gpu',
-  '--disable-quic',
-  '--no-first-run',
-  '--disable-background-networking',
-  '--disable-component-update',
-  '--disable-sync',
-]
+HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
 WORDS = [
   'tree',
   'river',
@@ -494,18 +479,7 @@ def long_run(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
-  binary = next(
-    filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
-  )
-  if binary is None:
-    pytest.skip('no chromium on this machine (Debian: apt-get install chromium chromium-driver)')
-  options = webdriver.ChromeOptions()
-  options.binary_location = binary
-  for flag in BROWSER_FLAGS:
-    options.add_argument(flag)
-  options.add_argument(f'--user-data-dir={tmp_path_factory.mktemp("browser")}')
-  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
-  driver = webdriver.Chrome(options=options, service=Service(shutil.which('chromedriver')))
+  driver = start_browser(tmp_path_factory.mktemp('browser'))
   yield driver
   driver.quit()
 
@@ -517,12 +491,7 @@ def page_of(run):
 
 def opened(browser, run, *, width=1280, scheme='light'):
   """Opens the report of a run as a file; the window is `width` pixels wide."""
-  browser.execute_cdp_cmd(
-    'Emulation.setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]}
-  )
-  metrics = {'width': width, 'height': 1000, 'deviceScaleFactor': 1, 'mobile': False}
-  browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', metrics)
-  browser.get(page_of(run).as_uri())
+  open_page(browser, page_of(run), width=width, scheme=scheme)
   wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, '[data-chart="Reward"] path'))
 
 

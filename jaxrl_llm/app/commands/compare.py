@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxrl_llm.app.sweeps.ledger import Ledger
-from jaxrl_llm.app.sweeps.page import PAGE, build_page
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
@@ -61,14 +59,24 @@ def _main(argv: Sequence[str]) -> int:
   if (FLAGS.workdirs is None) == (FLAGS.sweepdir is None):
     raise UserError('wanted --workdirs=DIR,DIR or --sweepdir=DIR, see --help')
   if FLAGS.sweepdir is not None:
-    ledger = Ledger(pathlib.Path(FLAGS.sweepdir))
-    path = build_page(ledger, target)
-    if path is None:
-      raise UserError(f'--sweepdir={FLAGS.sweepdir}: no trial has written metrics yet')
+    path = _compare_trials(pathlib.Path(FLAGS.sweepdir), target)
   else:
     path = _compare([pathlib.Path(text) for text in FLAGS.workdirs], target)
   print(f'{path}  ({path.stat().st_size / 1e6:.1f} MB)')
   return 0
+
+
+def _compare_trials(sweepdir: pathlib.Path, target: pathlib.Path | None) -> pathlib.Path:
+  # Imported here: only ledgers need the schema of configurations, and with it JAX.
+  from jaxrl_llm.app.sweeps.ledger import Ledger
+  from jaxrl_llm.app.sweeps.page import build_page
+
+  if FLAGS.objective is not None or FLAGS['direction'].present:
+    raise UserError('--objective, --direction: those of the sweep file; wanted no such flag')
+  path = build_page(Ledger(sweepdir), target)
+  if path is None:
+    raise UserError(f'--sweepdir={sweepdir}: no trial has written metrics yet')
+  return path
 
 
 def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> pathlib.Path:
@@ -94,7 +102,9 @@ def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> p
     for name, path in runs.items()
   ]
   title = ' and '.join(names) if len(names) == 2 else f'{len(names)} runs'
-  return comparison.build(compared, target or pathlib.Path(PAGE), title=title, objective=objective)
+  return comparison.build(
+    compared, target or pathlib.Path(comparison.PAGE), title=title, objective=objective
+  )
 
 
 def _objective(rows: Sequence[dict]) -> Objective:

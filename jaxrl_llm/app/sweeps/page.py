@@ -10,8 +10,6 @@ from jaxrl_llm.runtime import comparison
 from jaxrl_llm.runtime.comparison import Compared, Objective
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-PAGE = 'compare.html'
-
 
 def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Path | None:
   """Writes the page of the trials that have started (by default <sweepdir>/compare.html) and
@@ -33,6 +31,6 @@ def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Pa
   if not runs:
     return None
   objective = Objective(key=meta['objective'], direction=meta['direction'], at=meta['at'])
-  target = target or ledger.sweepdir / PAGE
+  target = target or ledger.sweepdir / comparison.PAGE
   title = ledger.sweepdir.absolute().name
   return comparison.build(runs, target, title=title, objective=objective)
