@@ -64,12 +64,11 @@ function chartOf(title, key, options) {
 function charts() {
   CHARTS.splice(0);
   const { key } = DATA.objective;
-  const share = /\/acc\/|accuracies$/.test(key);
   const accuracies = DATA.keys.filter((k) => /^val-core\/.*\/acc\/[^/]+$/.test(k) && k !== key);
   return [
-    chartOf('Objective', key, { wide: true, joined: true, ...(share ? { range: [0, 1] } : {}), caption: `${key}${DATA.descriptions[key] ? `: ${DATA.descriptions[key]}` : ''}` }),
+    chartOf('Objective', key, { wide: true, joined: true, caption: `${key}${DATA.descriptions[key] ? `: ${DATA.descriptions[key]}` : ''}` }),
     ...(key === 'critic/score/mean' ? [] : [chartOf('Reward', 'critic/score/mean', {})]),
-    ...accuracies.slice(0, 4).map((k) => chartOf(k.replace(/^val-core\//, '').replace('/acc/', ' '), k, { joined: true, range: [0, 1] })),
+    ...accuracies.slice(0, 4).map((k) => chartOf(k.replace(/^val-core\//, '').replace('/acc/', ' '), k, { joined: true })),
     chartOf('Policy loss', 'actor/pg_loss', {}),
     chartOf('Supervised loss', 'actor/sft_loss', { zero: true }),
     chartOf('KL of the update', 'actor/ppo_kl', {}),
@@ -93,12 +92,14 @@ function curves() {
   draw();
   const slider = element('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: SMOOTHING.weight, 'aria-label': 'Smoothing',
     oninput: (event) => { SMOOTHING.weight = Number(event.target.value); CHARTS.forEach((chart) => chart.draw()); } });
-  const pick = VIEW.mean ? choice([['mean', 'Mean over seeds'], ['runs', 'Each run']], 'mean', (value) => { VIEW.mean = value === 'mean'; draw(); }, 'Lines') : null;
-  const note = VIEW.mean ? 'Bands span one standard error. Hover for values; click a name to hide it.' : 'Hover for values; click a name to hide it.';
+  const note = element('span', { class: 'muted small' });
+  const tell = () => { note.textContent = `${VIEW.mean ? 'Bands span one standard error. ' : ''}Hover for values; click a name to hide it.`; };
+  const pick = VIEW.mean ? choice([['mean', 'Mean over seeds'], ['runs', 'Each run']], 'mean', (value) => { VIEW.mean = value === 'mean'; tell(); draw(); }, 'Lines') : null;
+  tell();
   const box = element('details', { class: 'card', ontoggle: () => { open = box.open; if (open && !other.firstChild) showOther(); } },
     element('summary', {}, `All ${DATA.keys.length} metrics`), element('div', { class: 'body' }, element('div', { class: 'bar' }, select), other));
   box.style.marginTop = '16px';
-  return section('Curves', 'curves', element('div', { class: 'bar' }, pick, element('label', {}, 'Smoothing', slider), element('span', { class: 'muted small' }, note)), place, box);
+  return section('Curves', 'curves', element('div', { class: 'bar' }, pick, element('label', {}, 'Smoothing', slider), note), place, box);
 }
 
 // Mean ± standard error of a group on a scale that all groups share, with each run as a ring.

@@ -1,8 +1,12 @@
 """Trials run, fail, stop and go on as the ledger says, with stand-ins for the runs."""
 
 import fcntl
+import multiprocessing
+import os
+import random
 import signal
 import threading
+import time
 
 import pytest
 from sweeping import RATE, executed, open_sweep, sweep_file
@@ -65,6 +69,29 @@ def test_a_signal_lets_the_runs_commit_and_the_next_start_repeats_no_step(tmp_pa
   assert runner.run() == 0 and states(ledger) == ['finished'] * 3
   for entry in ledger.entries():
     assert executed(ledger, entry) == list(range(1, 41)) and entry.failures == 0
+
+
+@pytest.mark.full
+def test_a_sweep_killed_at_any_moment_goes_on_and_loses_nothing(tmp_path):
+  fields = f"axes={{'{RATE}': (0.01, 0.02, 0.03)}}, overrides={{'stages.grpo.steps': 120}}"
+  file, rng = sweep_file(tmp_path, fields), random.Random(0)
+  for _ in range(5):
+    child = multiprocessing.get_context('fork').Process(target=_run, args=(file, tmp_path))
+    child.start()
+    time.sleep(0.2 + rng.random())
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+  ledger, runner, _ = open_sweep(file, tmp_path)
+  assert runner.run() == 0 and states(ledger) == ['finished'] * 3
+  for entry in ledger.entries():
+    # A killed sweep's runs commit before they end, so not even then is a step repeated.
+    assert executed(ledger, entry) == list(range(1, 121)) and entry.failures == 0
+    steps = [report.step for report in ledger.reports() if report.trial == entry.number]
+    assert steps == list(range(2, 121, 2))
+
+
+def _run(file, sweepdir):
+  open_sweep(file, sweepdir)[1].run()
 
 
 def test_early_stopping_repeats_no_step(tmp_path):
