@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from jaxrl_llm.app.composition.prepare import trained_tasksets
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.schema import Config, Demonstrations, Pairs, Rollouts, scored_tasksets
@@ -142,7 +144,7 @@ def template(data: Data) -> Iterator[Finding]:
     for task, answer in spread(_answers(data), _RENDERED):
       prompt, completion = tokenizer.render_answer(task.prompt, answer)
       count += 1
-      read = completion_text(tokenizer, completion, Finish.STOP)
+      read = completion_text(tokenizer, np.array(completion), Finish.STOP)
       if prompt != tokenizer.render_prompt(task.prompt):
         yield failure('template', f'prompt of {task.uid} differs between rollouts and data', remedy)
         return

@@ -72,10 +72,10 @@ def _world() -> _World:
   fields['loss_mask'] |= places % _LENGTH > 0
   fields['reported'] = fields['loss_mask']
   fields['temperature'] += 1
-  world = _World(jnp.asarray(logits), jnp.asarray(reference), symbols, Chunks(**fields))
+  world = _World(jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(symbols), Chunks(**fields))
   own = np.asarray(world.logprobs(world.logits))
   chunks = world.chunks.replace(behaviour_logprobs=own, proximal_logprobs=own)
-  return world._replace(chunks=chunks)
+  return world._replace(chunks=jax.tree.map(jnp.asarray, chunks))
 
 
 def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
   """Returns minus the correlation of the advantages that the reference causes with the log ratio of
   policy and reference; None if it causes none.
   """
-  mask = world.chunks.loss_mask.reshape(-1, _LENGTH)
+  mask = np.asarray(world.chunks.loss_mask).reshape(-1, _LENGTH)
   own = np.asarray(world.logprobs(world.logits)).reshape(-1, _LENGTH)
   other = np.asarray(world.logprobs(world.reference)).reshape(-1, _LENGTH)
   rows = [

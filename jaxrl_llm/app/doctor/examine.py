@@ -41,6 +41,10 @@ _SPARE = 0.95
 """Share of the memory that parameters, gradients and optimizers may take."""
 
 
+_DECISIVE = ('template', 'vllm', 'shared_memory', 'memory', 'disk')
+"""Checks after whose failure no batch can be run, or none would mean anything."""
+
+
 async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
   """Examines the run of `config` in `workdir`; adds what it finds, check by check, to `findings`.
 
@@ -128,7 +132,7 @@ async def _opened(
     )
     findings.add(*await asyncio.to_thread(lambda: [*texts.leakage(kept)]))
     await asyncio.to_thread(_machine, past, workdir, findings)
-    if findings.failed('vllm', 'shared_memory', 'memory', 'disk'):
+    if findings.failed(*_DECISIVE):
       _cut_short(findings)
       return
     state = await _weights(past, findings)

@@ -1,0 +1,66 @@
+"""The doctor on a healthy run, and on the same run with one fault at a time."""
+
+import asyncio
+import pathlib
+
+import faults
+import pytest
+
+from jaxrl_llm.app.doctor.examine import examine
+from jaxrl_llm.app.doctor.findings import Finding, Findings, Status
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('doctor')
+
+
+def found(config, workdir: pathlib.Path) -> list[Finding]:
+  findings = Findings(lambda finding: None)
+  asyncio.run(examine(config, workdir, findings))
+  assert not workdir.exists(), 'the run directory is only read'
+  return list(findings)
+
+
+def checks(findings: list[Finding], status: Status) -> list[str]:
+  return [finding.line for finding in findings if finding.status == status]
+
+
+def test_a_healthy_run_has_no_fault(folder, tmp_path):
+  (folder / 'healthy').mkdir()
+  findings = found(faults.healthy(folder / 'healthy'), tmp_path / 'run')
+  assert checks(findings, Status.FAILURE) == []
+  examined = {finding.check.partition(' ')[0] for finding in findings}
+  assert set(faults.FAULTS.values()) - examined == {'shared_memory'}
+  assert {'step_time', 'duration', 'memory', 'evaluation', 'gradients', 'truncated'} <= examined
+
+
+def failed_checks(findings: list[Finding]) -> set[str]:
+  failed = [finding for finding in findings if finding.status == Status.FAILURE]
+  assert all(finding.remedy for finding in failed)
+  return {finding.check.partition(' ')[0] for finding in failed}
+
+
+def test_faults_planted_together_have_a_line_each(folder, tmp_path):
+  place = folder / 'several'
+  place.mkdir()
+  findings = found(faults.plant(place, *faults.IN_BATCHES), tmp_path / 'run')
+  assert failed_checks(findings) == {faults.FAULTS[fault] for fault in faults.IN_BATCHES}, [
+    finding.line for finding in findings
+  ]
+
+
+@pytest.mark.parametrize(
+  'fault',
+  [
+    pytest.param(fault, marks=pytest.mark.acceptance if fault in faults.IN_BATCHES else ())
+    for fault in faults.FAULTS
+  ],
+)
+def test_a_planted_fault_is_a_failure_of_its_check_alone(fault, folder, tmp_path):
+  place = folder / fault.replace(' ', '_')
+  place.mkdir()
+  findings = found(faults.plant(place, fault), tmp_path / 'run')
+  assert failed_checks(findings) == {faults.FAULTS[fault]}, [finding.line for finding in findings]
