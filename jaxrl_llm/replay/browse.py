@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay import quarantine
@@ -89,8 +90,64 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
   return open_store(copy, max_uses=json.loads(max_uses))
 
 
-def summary(directory: str | os.PathLike) -> list[str]:
-  """Lines on samples (by state, partition, version, uses), attempts, segments, scores, plans and
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holdings:
+  """Counts of what a store holds; sizes in bytes."""
+
+  samples: Mapping[str, Mapping[str, int]]
+  """Number of samples, keyed by partition and state."""
+  tasks: Mapping[str, int]
+  """Number of tasks attempted, keyed by taskset."""
+  waiting: tuple[tuple[int, int], ...]
+  """(version, number of samples) of those admitted but never trained on, newest first."""
+  uses: tuple[tuple[str, int, int], ...]
+  """(partition, number of uses, number of samples) of those trained."""
+  max_uses: int
+  attempts: int
+  """Number of starts of the run."""
+  segments: int
+  sealed_samples: int
+  sealed_bytes: int
+  open_samples: int
+  open_bytes: int
+  scores: tuple[tuple[str, str, int, float | None, int], ...]
+  """(scorer, status, number, mean value, number given again)."""
+  plans: int
+  first_plan: int | None
+  last_plan: int | None
+  unclaimed: tuple[str, ...]
+  """One line each for `segments/` and `quarantine/` if they have files that no sample needs."""
+
+  @property
+  def lines(self) -> list[str]:
+    """The counts as lines of text."""
+
+    def mean(value):
+      return 'no value' if value is None else f'mean {value:.4g}'
+
+    tasks = ', '.join(f'{name} {count:,}' for name, count in self.tasks.items())
+    return [
+      *(_by_state(partition, counts) for partition, counts in self.samples.items()),
+      *([f'tasks, taskset: {tasks}'] if tasks else []),
+      *_versions(self.waiting),
+      *_uses(self.uses, self.max_uses),
+      f'attempts of the run: {self.attempts}',
+      f'sealed segments {self.segments:,}: {self.sealed_samples:,} samples, '
+      f'{self.sealed_bytes / 1e6:,.1f} MB',
+      f'open segment: {self.open_samples:,} samples, {self.open_bytes / 1e6:,.1f} MB',
+      *(
+        f'scores of {scorer}, {status}: {count:,}, '
+        f'{mean(value)}' + (f'; {again:,} given again' if again else '')
+        for scorer, status, count, value, again in self.scores
+      ),
+      f'plans {self.plans:,}'
+      + (f': steps {self.first_plan} to {self.last_plan}' if self.plans else ''),
+      *self.unclaimed,
+    ]
+
+
+def summary(directory: str | os.PathLike) -> Holdings:
+  """Counts samples (by state, partition, version, uses), attempts, segments, scores, plans and
   unclaimed files.
   """
   with snapshot(directory) as (db, _):
@@ -124,29 +181,24 @@ def summary(directory: str | os.PathLike) -> list[str]:
     file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord')
   )
 
-  def mean(value):
-    return 'no value' if value is None else f'mean {value:.4g}'
-
-  return [
-    *(_by_state(partition, counted[partition]) for partition in sorted(counted, reverse=True)),
-    *(
-      [f'tasks, taskset: {", ".join(f"{name} {count:,}" for name, count in tasks)}']
-      if tasks
-      else []
-    ),
-    *_versions(waiting),
-    *_uses(uses, max_uses),
-    f'attempts of the run: {attempts}',
-    f'sealed segments {segments:,}: {rows:,} samples, {sealed / 1e6:,.1f} MB',
-    f'open segment: {open_rows:,} samples, {open_bytes / 1e6:,.1f} MB',
-    *(
-      f'scores of {scorer}, {status}: {count:,}, '
-      f'{mean(value)}' + (f'; {again:,} given again' if again else '')
-      for scorer, status, count, value, again in scores
-    ),
-    f'plans {plans:,}' + (f': steps {first} to {last}' if plans else ''),
-    *unclaimed(directory),
-  ]
+  return Holdings(
+    samples={partition: counted[partition] for partition in sorted(counted, reverse=True)},
+    tasks=dict(tasks),
+    waiting=tuple(waiting),
+    uses=tuple(uses),
+    max_uses=json.loads(max_uses),
+    attempts=attempts,
+    segments=segments,
+    sealed_samples=rows,
+    sealed_bytes=sealed,
+    open_samples=open_rows,
+    open_bytes=open_bytes,
+    scores=tuple(scores),
+    plans=plans,
+    first_plan=first,
+    last_plan=last,
+    unclaimed=tuple(unclaimed(directory)),
+  )
 
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
@@ -183,7 +235,7 @@ def _by_state(partition: str, counts: dict[str, int]) -> str:
   return f'samples, {partition}, {sum(counts.values()):,}: {states}'
 
 
-def _versions(waiting: list[tuple[int, int]]) -> list[str]:
+def _versions(waiting: Sequence[tuple[int, int]]) -> list[str]:
   """Versions of samples admitted but never trained on, newest first."""
   parts = [f'{version}: {count:,}' for version, count in waiting[:_AT_MOST]]
   if older := waiting[_AT_MOST:]:
@@ -191,7 +243,7 @@ def _versions(waiting: list[tuple[int, int]]) -> list[str]:
   return [f'versions of those admitted: {", ".join(parts)}'] if parts else []
 
 
-def _uses(uses: list[tuple[str, int, int]], max_uses: str) -> list[str]:
+def _uses(uses: Sequence[tuple[str, int, int]], max_uses: int) -> list[str]:
   lines = []
   for partition, of in itertools.groupby(uses, key=lambda row: row[0]):
     limit = f', max_uses {max_uses}' if partition == 'usual' else ''

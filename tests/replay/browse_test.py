@@ -45,7 +45,7 @@ def command(run, *flags, expect=0):
 
 
 def test_the_summary_says_what_is_there(run):
-  lines = browse.summary(run / 'replay')
+  lines = browse.summary(run / 'replay').lines
   assert (
     lines[0]
     == 'samples, usual, 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
@@ -68,7 +68,7 @@ def test_partitions_versions_and_uses_are_told(tmp_path):
     store.at(step).trained(['g11/0', 'g11/1', 'x'])
   store.at(14).trained(['g10/0', 'x'])
   store.close()
-  lines = browse.summary(tmp_path)
+  lines = browse.summary(tmp_path).lines
   assert lines[:5] == [
     'samples, usual, 24: issued 0, stored 0, admitted 21, trained 3, dropped 0, expired 0, void 0',
     'samples, expert, 2: issued 0, stored 0, admitted 1, trained 1, dropped 0, expired 0, void 0',
@@ -102,7 +102,7 @@ def test_a_task_is_told_with_what_became_of_its_samples(run):
   store.at(3).drop(['g/2/0'], 'timeout')
   assert not audit(store).ok, 'the samples of before are of no task that is known'
   store.close()
-  assert 'tasks, taskset: train 1' in browse.summary(run / 'replay')
+  assert 'tasks, taskset: train 1' in browse.summary(run / 'replay').lines
   assert command(run, f'--task={task.uid}')[:4] == [
     f'{task.uid} of taskset train, domain vision: 2 visits, samples dropped 1, issued 3',
     'prompt: [{"role": "user", "content": "Where?"}]',

@@ -215,7 +215,7 @@ def test_a_score_twice_is_counted_and_the_newest_by_each_scorer_holds(directory)
   store.close()
   assert audit(directory).ok and audit(directory).rescored == 2
   # (0.75 + 0.25) / 2
-  assert 'scores of answer, ok: 2, mean 0.5; 2 given again' in browse.summary(directory)
+  assert 'scores of answer, ok: 2, mean 0.5; 2 given again' in browse.summary(directory).lines
 
 
 def test_a_sample_that_is_never_scored_stays_in_sight(directory):

@@ -99,7 +99,7 @@ def test_what_nothing_claims_is_shown_until_it_is_cleared(replay):
     == 'quarantine/, claimed by nothing (--clear_quarantine removes it): 0.2 MB in 1 file: stranger'
   )
   report = audit(replay)
-  assert report.ok and line in report.lines and line in browse.summary(replay)
+  assert report.ok and line in report.lines and line in browse.summary(replay).lines
   assert quarantine.clear(replay) == {'stranger': 250_000}
   assert audit(replay).unclaimed == () and quarantine.clear(replay) == {}
   assert len(contents(replay / 'segments')) == STEPS

@@ -6,21 +6,25 @@ jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
 jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
 jaxrl buffer --workdir=runs/quickstart --audit             # consistency; exit code 1 if it fails
 jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes unclaimed files
+
+With --json, each prints one JSON document.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from absl import flags
 
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import browse, quarantine
 from jaxrl_llm.replay.audit import audit
-from jaxrl_llm.replay.tables import QUARANTINE
+from jaxrl_llm.replay.tables import QUARANTINE, Entry
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
@@ -41,11 +45,12 @@ flags.DEFINE_bool(
 flags.DEFINE_string(
   'uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS
 )
+flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
-  return script.exit_code(lambda: _main(argv))
+  return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -55,27 +60,43 @@ def _main(argv: Sequence[str]) -> int:
   directory = pathlib.Path(FLAGS.workdir) / 'replay'
   if FLAGS.clear_quarantine:
     removed = quarantine.clear(directory)
-    print(
-      f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from '
-      f'{directory / QUARANTINE}'
+    _show(
+      {'removed': removed},
+      [
+        f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from '
+        f'{directory / QUARANTINE}'
+      ],
     )
     return 0
   if FLAGS.audit:
     report = audit(directory)
-    print(*report.lines, sep='\n')
+    _show(dataclasses.asdict(report), report.lines)
     return 0 if report.ok else 1
   if FLAGS.uid is not None:
-    print(*browse.history(directory, FLAGS.uid), sep='\n')
+    lines = browse.history(directory, FLAGS.uid)
+    _show({'uid': FLAGS.uid, 'history': lines}, lines)
   elif FLAGS.state is not None or FLAGS.task is not None:
-    for line in browse.asked(directory, FLAGS.task) if FLAGS.task is not None else ():
-      print(line)
-    for entry in browse.find(directory, state=FLAGS.state, task=FLAGS.task, limit=FLAGS.limit):
-      version = '' if entry.version is None else f', version {entry.version}'
-      print(
-        f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step '
-        f'{entry.step}'
-        f'{version}, used {entry.uses} times'
-      )
+    task = browse.asked(directory, FLAGS.task) if FLAGS.task is not None else []
+    entries = browse.find(directory, state=FLAGS.state, task=FLAGS.task, limit=FLAGS.limit)
+    samples = [{**entry._asdict(), 'state': str(entry.state)} for entry in entries]
+    _show({'task': task, 'samples': samples}, [*task, *map(_line, entries)])
   else:
-    print(*browse.summary(directory), sep='\n')
+    holdings = browse.summary(directory)
+    _show(dataclasses.asdict(holdings), holdings.lines)
   return 0
+
+
+def _show(document: Json, lines: Iterable[str]) -> None:
+  """Prints the document with --json, otherwise the lines."""
+  if FLAGS.json:
+    script.print_json(document)
+  else:
+    print(*lines, sep='\n')
+
+
+def _line(entry: Entry) -> str:
+  version = '' if entry.version is None else f', version {entry.version}'
+  return (
+    f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step '
+    f'{entry.step}{version}, used {entry.uses} times'
+  )

@@ -4,11 +4,13 @@
 
 Use it to check a checkpoint (every name and shape, every setting), change its dtype, update
 config.json to its newest form, or replace the tokenizer. The source is a directory or a hub id.
+--json prints one JSON document.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,11 +35,12 @@ flags.DEFINE_string(
   "Directory of the tokenizer to copy; by default the source's.",
   flag_values=FLAGS,
 )
+flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
-  return script.exit_code(lambda: _main(argv))
+  return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -55,7 +58,7 @@ def _main(argv: Sequence[str]) -> int:
   spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
   params = hf.load_params(source, spec, dtype=FLAGS.dtype)
   count = sum(array.size for array in flatten(params).values())
-  print(f'read {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
+  _tell(f'read {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
   tokenizer = FLAGS.tokenizer or (source if (source / 'tokenizer_config.json').exists() else None)
   files = hf.export(
     target,
@@ -71,9 +74,27 @@ def _main(argv: Sequence[str]) -> int:
     # Its sampling settings belong to the model and do not depend on the conversion.
     shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
   size = sum(path.stat().st_size for path in files)
-  print(
+  _tell(
     f'wrote {target}: {len(files)} file(s) of weights, {FLAGS.dtype}, {size / 1e6:,.1f} MB, and '
     'their configuration'
   )
-  print(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+  _tell(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+  if FLAGS.json:
+    script.print_json(
+      {
+        'source': str(source),
+        'target': str(target),
+        'family': spec.family,
+        'layers': spec.num_hidden_layers,
+        'parameters': int(count),
+        'dtype': FLAGS.dtype,
+        'files': [path.name for path in files],
+        'bytes': size,
+        'tokenizer': None if tokenizer is None else str(tokenizer),
+      }
+    )
   return 0
+
+
+def _tell(line: str) -> None:
+  print(line, file=sys.stderr if FLAGS.json else sys.stdout)

@@ -2,7 +2,8 @@
 
 Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of
 the run's configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another
-engine. Nothing in the run directory changes. FILE gets a JSON line for each completion.
+engine. Nothing in the run directory changes. FILE gets a JSON line for each completion. --json
+prints one list of {step, suite, metrics} at the end, and its lines to standard error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import flags, logging
@@ -27,12 +29,13 @@ flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_list(
   'steps', None, 'Steps of commits, 0 for the initial policy; all by default.', flag_values=FLAGS
 )
+flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 flags.DEFINE_string('out', None, 'File to write a JSON line per completion to.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
-  return script.exit_code(lambda: _main(argv))
+  return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -58,12 +61,14 @@ def _numbers(texts: Sequence[str] | None) -> list[int] | None:
 
 
 async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> None:
-  console = Console(markup=False, highlight=False, soft_wrap=True)
-  mode = 'w'
+  file = sys.stderr if FLAGS.json else None
+  console = Console(file=file, markup=False, highlight=False, soft_wrap=True)
+  mode, all_metrics = 'w', []
   async with contextlib.aclosing(evaluate(config, run, steps)) as measured:
     async for measurement in measured:
       metrics = ', '.join(f'{name} {value:.4g}' for name, value in measurement['metrics'].items())
       console.print(f'step {measurement["step"]}, {measurement["suite"]}: {metrics}')
+      all_metrics.append({key: measurement[key] for key in ('step', 'suite', 'metrics')})
       if FLAGS.out:
         lines = [
           json.dumps({'step': measurement['step'], **row}) + '\n' for row in measurement['rows']
@@ -74,3 +79,5 @@ async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> Non
         except OSError as error:
           raise UserError(f'--out={FLAGS.out}: {error.strerror}') from error
         mode = 'a'
+  if FLAGS.json:
+    script.print_json(all_metrics)

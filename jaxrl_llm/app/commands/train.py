@@ -136,8 +136,7 @@ def _main(argv: Sequence[str]) -> int:
     print_check(config, workdir, as_json=FLAGS.json)
     return 0
   if FLAGS.dry_run:
-    print_plan(config, workdir, FLAGS.topology, as_json=FLAGS.json)
-    return 0
+    return print_plan(config, workdir, FLAGS.topology, as_json=FLAGS.json)
   if FLAGS.doctor:
     return diagnose(config, workdir, as_json=FLAGS.json)
   code = script.run_async(run(config, workdir))

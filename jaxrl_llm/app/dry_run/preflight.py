@@ -63,9 +63,9 @@ def print_check(config: Config, workdir: pathlib.Path, *, as_json: bool = False)
 
 def print_plan(
   config: Config, workdir: pathlib.Path, topology: str | None = None, *, as_json: bool = False
-) -> None:
+) -> int:
   """Prints the resolved configuration, derived numbers, parameters, memory by role and compiled
-  programs.
+  programs; returns the exit code.
 
   Trains nothing and writes nothing to the run directory.
 
@@ -75,8 +75,8 @@ def print_plan(
     as_json: whether to print one JSON document instead of text.
 
   Raises:
-    UserError: a program does not fit the topology's devices; raised after all programs have been
-      printed.
+    UserError: the configuration or its data cannot be used; or, without `as_json`, a program does
+      not fit the topology's devices, after all programs have been printed.
   """
   console = Console(markup=False, highlight=False, soft_wrap=True)
   devices = jax.devices() if topology is None else topology_devices(topology)
@@ -137,14 +137,21 @@ def print_plan(
   for name, lowered in engine.programs(planned.setting, device) if config.generates else ():
     of_engine = Program(name, lambda lowered=lowered: lowered, 0)
     report(f'{name}, on one device', compile_program(of_engine, planned.mesh, planned.chip))
-  if as_json:
-    print_json({**planned.to_json(), 'programs': programs})
+  error = ''
   if refused:
-    raise UserError(
+    error = (
       f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how '
       'much); use more devices, policy.remat, policy.dtype=bfloat16, fewer '
       'learner.chunks_per_rank, or another engine'
     )
+  if error and not as_json:
+    raise UserError(error)
+  if as_json:
+    # One document, with the error in it.
+    print_json({**planned.to_json(), 'programs': programs, **({'error': error} if error else {})})
+  if error:
+    sys.stderr.write(f'error: {error}\n')
+  return UserError.exit_code if error else 0
 
 
 def _console(as_json: bool) -> Console:
