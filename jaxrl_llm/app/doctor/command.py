@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import signal
@@ -13,9 +14,10 @@ import jax
 from jaxrl_llm.app.doctor.examine import examine
 from jaxrl_llm.app.doctor.findings import Finding, Findings, Status
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.core import script
+from jaxrl_llm.core import disk, script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.waits import unless
+from jaxrl_llm.runtime.machine import use_compilation_cache
 
 
 def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) -> int:
@@ -28,7 +30,12 @@ def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) ->
     raise UserError('--doctor: takes one process, and this is a job of several; start it alone')
   file = sys.stderr if as_json else sys.stdout
   findings = Findings(lambda finding: _tell(finding, file))
-  stopped_by = script.run_async(_stoppable(config, workdir, findings))
+  with contextlib.ExitStack() as opened:
+    if not config.compilation_cache:
+      # Programs are compiled twice, to run and to measure them; the second time reads this.
+      programs = opened.enter_context(disk.scratch('jaxrl_llm-programs-'))
+      use_compilation_cache(str(programs))
+    stopped_by = script.run_async(_stoppable(config, workdir, findings))
   if stopped_by:
     name = signal.Signals(stopped_by).name
     sys.stderr.write(f'stopped by {name}: the findings are incomplete\n')

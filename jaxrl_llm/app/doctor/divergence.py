@@ -24,7 +24,7 @@ from jaxrl_llm.learner.algorithm import Algorithm, Closed, Constants
 from jaxrl_llm.ops.logprobs import TokenLogprobs
 
 _SYMBOLS = 8
-_CHUNKS, _TIME = 32, 256
+_CHUNKS, _TIME = 16, 256
 _LENGTH = 4
 """Tokens of a sequence, of which the first is the prompt."""
 _SIZE = 0.2
@@ -72,7 +72,9 @@ def _world() -> _World:
   fields['loss_mask'] |= places % _LENGTH > 0
   fields['reported'] = fields['loss_mask']
   fields['temperature'] += 1
-  world = _World(jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(symbols), Chunks(**fields))
+  world = _World(
+    jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(symbols), Chunks(**fields)
+  )
   own = np.asarray(world.logprobs(world.logits))
   chunks = world.chunks.replace(behaviour_logprobs=own, proximal_logprobs=own)
   return world._replace(chunks=jax.tree.map(jnp.asarray, chunks))

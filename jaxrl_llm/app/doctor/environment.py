@@ -112,24 +112,24 @@ def publication_bytes(config: Config, spec: ModelSpec) -> int:
 
 
 def shared_memory(
-  config: Config, spec: ModelSpec, root: pathlib.Path | None = None
+  config: Config, spec: ModelSpec, free: int | None = None
 ) -> Iterator[Finding]:
   """Compares the space for published weights with their size.
 
   Args:
-    root: directory of publications; None: the configured one, or shared memory.
+    free: free bytes; None: those of the configured directory, or of shared memory.
   """
   if config.rollout.engine != 'vllm':
     return
   configured = config.rollout.vllm.publish_dir
-  root = root or pathlib.Path(configured or SHARED_MEMORY)
+  root = pathlib.Path(configured or SHARED_MEMORY)
   needed = _VERSIONS * publication_bytes(config, spec)
   if not root.is_dir():
     yield failure(
       'shared_memory', f'{root} is missing', 'name a directory in rollout.vllm.publish_dir'
     )
     return
-  free = shutil.disk_usage(root).free
+  free = shutil.disk_usage(root).free if free is None else free
   found = f'{free / 1e9:,.2f} GB free in {root}, two publications take {needed / 1e9:,.2f} GB'
   detail = dict(free_bytes=free, needed_bytes=needed)
   if free < needed:

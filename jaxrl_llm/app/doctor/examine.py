@@ -34,7 +34,6 @@ from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import RunError, UserError, first_cause, one_line
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master.loop import LoopState
-from jaxrl_llm.runtime.machine import use_compilation_cache
 from jaxrl_llm.tasks.taskset import Taskset, taskset_loader
 
 _SPARE = 0.95
@@ -52,9 +51,6 @@ async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> 
   """
   load = taskset_loader(config.tasksets)
   with disk.scratch('jaxrl_llm-doctor-') as scratch:
-    if not config.compilation_cache:
-      # Programs are compiled twice, to measure them and to run them; the second time reads this.
-      use_compilation_cache(str(scratch / 'programs'))
     config = await asyncio.to_thread(_settled, config, workdir, load, findings)
     if config is None:
       return

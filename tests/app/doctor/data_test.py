@@ -1,0 +1,99 @@
+"""The doctor's checks of texts that need neither devices nor a run."""
+
+import dataclasses
+import json
+
+import faults
+import pytest
+
+from jaxrl_llm.app.doctor import data as texts
+from jaxrl_llm.app.doctor.data import Data
+from jaxrl_llm.app.doctor.findings import Status
+from jaxrl_llm.tasks.taskset import load_taskset
+from jaxrl_llm.tasks.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+
+
+@pytest.fixture
+def data(tmp_path):
+  return of(faults.healthy(tmp_path), tmp_path)
+
+
+def of(config, folder, *, template='plain', **fields):
+  """The data of a configuration with a tokenizer whose configuration has these values."""
+  path = folder / 'made'
+  build_tokenizer(TokenizerConfig(kind='bpe', vocab_size=260, template=template), (), path)
+  file = path / 'tokenizer_config.json'
+  file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+  tasksets = {taskset.name: load_taskset(taskset) for taskset in config.tasksets}
+  return Data(
+    config=config,
+    tasksets=tasksets,
+    preferences={},
+    tokenizer=Tokenizer.from_directory(path),
+  )
+
+
+CHECKS = (texts.ends, texts.template, texts.lengths, texts.duplicates, texts.leakage)
+
+
+def test_healthy_data_has_no_fault(data):
+  findings = [finding for check in CHECKS for finding in check(data)]
+  assert [finding.status for finding in findings] == [Status.OK] * 5, findings
+
+
+def test_a_template_whose_end_is_no_stop_token_is_a_failure(data, tmp_path):
+  unended = of(data.config, tmp_path, template='chatml', eos_token='<pad>')
+  (finding,) = texts.ends(unended)
+  assert finding.status == Status.FAILURE and '<|im_end|>' in finding.found
+  ended = of(data.config, tmp_path, template='chatml')
+  (finding,) = texts.ends(ended)
+  assert finding.status == Status.OK
+
+
+@pytest.mark.parametrize(
+  ('change', 'status'),
+  [
+    (lambda i, text: text.upper() if i == 0 else text, Status.FAILURE),
+    (lambda i, text: text.replace('and', 'plus'), Status.OK),
+  ],
+)
+def test_an_evaluation_task_in_other_letters_is_leakage(change, status, tmp_path):
+  faults.write_tasks(tmp_path)
+  train = [json.loads(line) for line in (tmp_path / 'train.jsonl').read_text().splitlines()]
+  rows = [
+    {**row, 'question': change(i, f'{row["question"]} {"!" * (i > 0)}')}
+    for i, row in enumerate(train)
+  ]
+  rows[0]['question'] = change(0, train[0]['question'])
+  faults.write_rows(tmp_path / 'eval.jsonl', rows[:16])
+  (finding,) = texts.leakage(of(faults.healthy(tmp_path), tmp_path))
+  assert finding.status == status
+
+
+def test_near_duplicates_are_a_warning(tmp_path):
+  faults.write_tasks(tmp_path)
+  train = [json.loads(line) for line in (tmp_path / 'train.jsonl').read_text().splitlines()]
+  again = [{**row, 'question': row['question'].title()} for row in train[:8]]
+  faults.write_rows(tmp_path / 'train.jsonl', train + again)
+  (finding,) = texts.duplicates(of(faults.healthy(tmp_path), tmp_path))
+  assert finding.status == Status.WARNING
+  assert finding.detail['near_duplicates']['train'] == pytest.approx(8 / 72)
+
+
+@pytest.mark.parametrize(
+  ('limits', 'status'),
+  [
+    ({'max_prompt_length': 13}, Status.FAILURE),
+    ({'max_response_length': 2}, Status.FAILURE),
+    ({}, Status.OK),
+  ],
+)
+def test_texts_over_the_limits_are_reported_with_their_share(data, limits, status):
+  embedded = dataclasses.replace(data.config.rollout.embedded, prefill_buckets=())
+  rollout = dataclasses.replace(data.config.rollout, embedded=embedded, **limits)
+  (finding,) = texts.lengths(
+    dataclasses.replace(data, config=dataclasses.replace(data.config, rollout=rollout))
+  )
+  assert finding.status == status
+  if limits:
+    assert max(finding.detail['over_limit'].values()) == 1.0
