@@ -1,1 +1,3 @@
-"""Configurations: dataclasses, built by Python files, changed by dotted command-line overrides."""
+"""Configurations: dataclasses, built by Python files and changed by dotted keys on the command
+line.
+"""

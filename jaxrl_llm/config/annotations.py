@@ -30,7 +30,7 @@ SCALARS = {
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-  """Returns the hint for an unknown name: the closest choice, or all choices."""
+  """Returns a hint for an unknown name: the most similar choice, or all if none is similar."""
   choices = [str(choice) for choice in choices]
   close = difflib.get_close_matches(word, choices, n=1)
   if close:
@@ -39,7 +39,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-  """Returns the annotation of each constructor field, in order."""
+  """Returns the annotations of the fields that a dataclass's constructor takes, keyed by name."""
   annotations: dict[str, Any] = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
@@ -55,7 +55,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_json(annotation: Any) -> bool:
-  """Whether a field takes any JSON value: Any, or a union with an untyped list or dict."""
+  """Whether an annotation allows any JSON value: Any, or a union with an untyped list or dict."""
   origins = {typing.get_origin(member) or member for member in members(annotation)}
   return annotation is Any or (len(origins) > 1 and bool(origins & {list, dict}))
 
@@ -106,8 +106,8 @@ def describe(annotation: Any) -> str:
 def field_type(cls: type, name: str, where: str) -> Any:
   """Returns the annotation of a dataclass's field.
 
-  Raises UserError for an unknown field, with its new place if it has moved, else with the closest
-  name.
+  Raises UserError if the dataclass has no such field. The message gives the field's new place if
+  the field has moved, else the most similar name.
   """
   kinds = field_types(cls)
   if name not in kinds:
@@ -117,7 +117,10 @@ def field_type(cls: type, name: str, where: str) -> Any:
 
 
 def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
-  """Returns the annotations of a tuple's `count` elements. Raises UserError for another length."""
+  """Returns the annotations of a tuple's `count` elements.
+
+  Raises UserError if the tuple must have another number of elements.
+  """
   kinds = typing.get_args(annotation)
   if repeats(annotation):
     return (kinds[0],) * count

@@ -1,15 +1,16 @@
-"""Loads a configuration: a Python file's `get_config(variant)`, then command-line overrides.
+"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from a command line.
 
   jaxrl train --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
 Invariant: every field of a returned configuration matches its annotation, and the configuration
-equals `from_json(to_json(config))`; anything else raises a one-line UserError that names the file
-or flag, the value got and what was wanted.
+equals `from_json(to_json(config))`; otherwise, loading raises a one-line UserError that names the
+file or flag, the value got and what was wanted.
 
 Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name`
 field (`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the
-syntax of values. All overrides are applied before anything is built, so interdependent values can
-change together. The last of several overrides of a key wins.
+syntax of values. All overrides are applied before any dataclass is constructed, so values that
+depend on each other can change together. If a key is overridden several times, the last override
+wins.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ SHIPPED = pathlib.Path(__file__).parents[1] / 'configs'
 """Directory of the configurations shipped with the package."""
 
 ABSENT = '(absent)'
-"""Placeholder in `difference` for a value missing on one side."""
+"""Placeholder in the result of `difference` for a value that one side lacks."""
 
 
 def load_config(
   argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS
 ) -> Any:
-  """Loads the configuration for a full command line (program name first); absl parses the rest."""
+  """Loads the configuration that a command line (program name first) gives.
+
+  absl parses the other flags.
+  """
   absl_argv, spec, overrides = split_argv(argv)
   parse_flags(absl_argv, flag_values)
   if spec is None:
@@ -76,9 +80,10 @@ def load_config(
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
-  """Splits a command line into absl's arguments, the last --config and --config.KEY=TEXT overrides.
+  """Splits a command line into arguments for absl, the last --config, and overrides {KEY: TEXT}.
 
-  As in absl, a value may also be the next argument. Arguments after a bare `--` are left alone.
+  The second part is None without a --config. As in absl, a flag's value may also be the next
+  argument. Arguments after a bare `--` go to absl unchanged.
   """
   rest, spec, overrides = list(argv[:1]), None, {}
   arguments = list(argv[1:])
@@ -99,7 +104,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
     if match['key'] is None:
       spec = text
     else:
-      overrides.pop(match['key'], None)  # A repeated override is applied last.
+      overrides.pop(match['key'], None)  # A repeated key moves to the end.
       overrides[match['key']] = text
   return rest, spec, overrides
 
@@ -150,9 +155,9 @@ def parse_flags(
 
 
 def load_file(spec: str, root_type: type) -> Any:
-  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)`, checked field by field.
+  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)` after type checks.
 
-  `NAME[:VARIANT]` names a shipped configuration.
+  The spec `NAME[:VARIANT]` selects a shipped configuration.
   """
   path, config = call_file(
     spec, root_type, function='get_config', what='configuration', flag='--config', shipped=SHIPPED
@@ -218,9 +223,10 @@ def override_text(key: str, value: Any) -> str:
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
-  """Applies overrides {'a.b': 'text'}.
+  """Returns the configuration with overrides {'a.b': 'text'} applied.
 
-  An override inside an optional part that is None first sets the part's defaults.
+  If an optional part is None, an override inside the part first sets all its fields to their
+  defaults.
   """
   tree = to_json(config)
   for key, text in overrides.items():
@@ -231,8 +237,8 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
   """Lists differences as (dotted key, old, new); `old` and `new` are configurations or their JSON.
 
-  A value missing on one side is '(absent)' there. Tuple elements with distinct names are matched by
-  name.
+  The placeholder '(absent)' stands for a value that one side lacks. Tuple elements with distinct
+  names are matched by name.
   """
   old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
   return _differing('', old, new)
@@ -247,10 +253,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Executes the file as a module in sys.modules, where its dataclasses look up their annotations.
+  """Executes a configuration file as a module and returns the module's namespace.
 
-  As in a Python script, modules in the file's directory can be imported, such as other
-  configurations or a user's own algorithm.
+  The module is in sys.modules, because dataclasses look up their annotations there. As in a Python
+  script, modules in the file's directory can be imported, such as other configurations or a user's
+  own algorithm.
   """
   if str(path.parent.absolute()) not in sys.path:
     sys.path.append(str(path.parent.absolute()))
@@ -265,7 +272,7 @@ def _execute(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
-  """Runs the user's code; turns any exception into a one-line UserError with its line number."""
+  """Runs the user's code; turns any exception into a one-line UserError with the line number."""
   try:
     return call()
   except Exception as error:

@@ -1,4 +1,4 @@
-"""Former fields of configuration dataclasses: naming one is an error that gives its new place."""
+"""Former fields of configuration dataclasses: the error for a former name gives the new place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Class = TypeVar('_Class', bound=type)
 
 
 def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
-  """Decorates a dataclass with moved fields: their names raise errors that give the new place.
+  """Returns a decorator for a dataclass whose fields have moved; using a former name is an error.
 
-  As an argument, or as a key of JSON or of an override (`check_moved`), a former name raises
-  UserError; as an attribute it raises AttributeError.
+  A former name raises UserError as a constructor argument, a JSON key or an override key
+  (`check_moved`), and AttributeError as an attribute. The message gives the new place.
 
   Args:
-    places: new places, keyed by former name: the dotted key below the dataclass, optionally
-      followed by a remark.
+    places: new places, keyed by former name. A place is a dotted key relative to the dataclass,
+      optionally followed by a remark.
   """
 
   def decorate(cls: _Class) -> _Class:
@@ -47,7 +47,7 @@ def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
 
 
 def check_moved(cls: type, name: str, where: str) -> None:
-  """Raises UserError if `name` is a former field of the dataclass, whose key is `where`."""
+  """Raises UserError if `name` is a former field of `cls`; `where` is the key of the dataclass."""
   place = moved_fields(cls).get(name)
   if place is not None:
     raise UserError(f'{where}.{name}: moved to {where}.{place}')

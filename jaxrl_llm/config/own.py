@@ -14,7 +14,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def own_part(name: str, what: str) -> Any:
-  """Imports a user-defined component named 'module:attribute', found on Python's import path."""
+  """Imports and returns a user-defined component, 'module:attribute' on Python's import path."""
   module, _, attribute = name.partition(':')
   if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
     raise UserError(f"{what} {name!r}: {module!r} is not a module name; wanted 'module:attribute'")
@@ -41,8 +41,10 @@ def own_part(name: str, what: str) -> Any:
 def named_pair(
   name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]
 ) -> tuple[type, Callable[..., Any]]:
-  """Returns the (options dataclass, function of it) pair that `name` selects: a catalogue key, or
-  'module:attribute'."""
+  """Returns the pair (options dataclass, function that takes the options) that `name` selects.
+
+  `name` is a key of the catalogue, or 'module:attribute' for a user-defined pair.
+  """
   if ':' not in name and name not in catalogue:
     raise UserError(
       f"{what} {name!r}: unknown; {nearest(name, catalogue)}; a custom one is 'module:attribute'"

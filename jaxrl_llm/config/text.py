@@ -31,16 +31,16 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
-_LONGEST_NUMBER = 1000  # Characters; Python itself refuses to parse numbers several times as long.
+_LONGEST_NUMBER = 1000  # Characters. Python itself refuses integers of more than 4300 digits.
 _INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and expanding it could exhaust memory.
 
 
 def parse_text(text: str, annotation: Any, where: str) -> Any:
   """Parses command-line text into a JSON value of the annotated type.
 
-  Integers: 1000, 1_000 or 1e3 (exact, integral); booleans: true or false; None: none; tuples: 1,2
-  or [1, 2]; mappings and dataclasses: a JSON object; strings: the text itself (if None is also
-  allowed, '"none"' in quotes is the string).
+  Integers: 1000, 1_000, or 1e3 if the value is an integer. Booleans: true or false. None: none.
+  Tuples: 1,2 or [1, 2]. Mappings and dataclasses: a JSON object. Strings: the text itself. If a
+  field allows other types besides strings, a text in double quotes is a string, such as "none".
   """
   if is_json(annotation):
     return _parse_json(text, where)
@@ -62,7 +62,7 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
   raise UserError(f'{where}: got {text!r}, wanted {describe(annotation)}{hint}')
 
 
-_UNREAD = object()  # Returned if the text does not parse; None is a valid value.
+_UNREAD = object()  # Result for text that does not parse; None is a valid value.
 
 
 def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
@@ -129,7 +129,7 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """Parses JSON; bare words are strings, except true, false, none and Python's spellings."""
+  """Parses JSON. A bare word is a string, except for the words for true, false and none."""
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:

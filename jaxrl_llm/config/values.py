@@ -31,7 +31,7 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.core.errors import UserError
 
 TAG = '@type'
-"""JSON key that holds the name of the dataclass if the annotation allows several."""
+"""JSON key of the dataclass's name, written if the annotation allows several dataclasses."""
 
 
 def check_types(config: Any, where: str = 'config') -> None:
@@ -40,14 +40,15 @@ def check_types(config: Any, where: str = 'config') -> None:
 
 
 def to_json(config: Any) -> Any:
-  """Converts a configuration to an independent JSON value. Infinities become 'inf' and '-inf'."""
+  """Converts a configuration to JSON that shares no objects with it.
+
+  Infinities become 'inf' and '-inf'.
+  """
   return _write(config, type(config))
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
-  """Builds a value from JSON that `to_json` or a person wrote. Raises UserError, naming the key,
-  for a mismatch.
-  """
+  """Builds a value of the annotated type from JSON. A mismatch raises a UserError with its key."""
   return _read(value, annotation, where)
 
 
@@ -108,7 +109,7 @@ def _check(value: Any, annotation: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-  """Raises UserError for values that do not survive JSON: tuples, sets, objects, nan, infinities,
+  """Raises UserError for values that JSON cannot represent: tuples, sets, objects, nan, infinities,
   non-string keys.
   """
   if isinstance(value, dict):
@@ -147,7 +148,7 @@ def _write(value: Any, annotation: Any) -> Any:
 
 
 def default_json(cls: type) -> dict[str, Any]:
-  """Returns a dataclass's defaults as `to_json` writes them; those without are absent."""
+  """Returns a dataclass's defaults as `to_json` writes them; omits fields without a default."""
   kinds = field_types(cls)
   written = {}
   for field in dataclasses.fields(cls):
