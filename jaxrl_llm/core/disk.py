@@ -1,8 +1,8 @@
 """Durable file writes, and temporary directories that do not outlive their process.
 
-Invariant: after `write_durably`, even if interrupted, a file has its old or its new content, never
-a part of it; the temporary directory of a killed process is removed by the next `scratch` with the
-same prefix.
+Invariant: a file written with `write_durably` has either its complete old or its complete new
+content, even if the write is interrupted. If a process is killed, the next `scratch` with the same
+prefix removes its temporary directory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
   and of other users stay.
 
   Args:
-    prefix: prefix of the directory's name; it ends with a hyphen, so that no other prefix begins
-      with it.
+    prefix: prefix of the directory's name. It ends with a hyphen, so that it does not also match
+      the directories of a longer prefix.
   """
   _remove_orphans(prefix)
   with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:

@@ -1,4 +1,4 @@
-"""Exceptions for users, with one-line messages: what is wrong, where, got, wanted, remedy."""
+"""Exceptions for users. A message is one line: what is wrong, where, got, wanted, remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A correctly configured run cannot continue (disk full, no engine left, too many skips)."""
+  """A correctly configured run cannot continue (disk full, no engine left, too many updates
+  skipped).
+  """
 
   exit_code = 1
 

@@ -43,7 +43,7 @@ def check_regular(path: str | os.PathLike) -> int:
 def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
   """Returns the content of a regular file of at most `limit_bytes`.
 
-  Raises ValueError for any other file, and OSError.
+  Raises ValueError if the file is larger or not regular, and OSError if it cannot be read.
   """
   size = check_regular(path)
   if size > limit_bytes:
@@ -54,10 +54,10 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
 
 
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns `root / name`. Raises ValueError if links lead it outside `root`.
+  """Returns `root / name`. Raises ValueError if `name` is absolute or the path leaves `root`.
 
-  In huggingface_hub's cache, snapshot files are links to the repository's `blobs/`, which count as
-  inside.
+  Links are followed. In huggingface_hub's cache, snapshot files are links to the repository's
+  `blobs/`, so this directory counts as inside.
   """
   if pathlib.PurePath(name).is_absolute():
     raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')
@@ -94,7 +94,7 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 
 def check_depth(value: Any) -> None:
-  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels."""
+  """Raises ValueError if lists and dicts in `value` are nested deeper than `MAX_DEPTH` levels."""
   level = [value]
   for _ in range(MAX_DEPTH + 1):
     containers = [item for item in level if isinstance(item, list | dict)]

@@ -21,7 +21,7 @@ T = TypeVar('T')
 
 
 def parse(argv: Sequence[str]) -> list[str]:
-  """Parses absl flags; returns the remaining arguments. Raises UserError if invalid."""
+  """Parses absl flags; returns the remaining arguments. Raises UserError for an invalid flag."""
   try:
     return flags.FLAGS(list(argv))
   except flags.Error as error:
@@ -68,9 +68,10 @@ def exit_code(main: Callable[[], int], *, as_json: bool = False) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """Runs `main` like `asyncio.run`, but ends the process if a wait expires: a thread may be stuck.
+  """Runs `main` like `asyncio.run`, but ends the process at once if a wait expires.
 
-  The error is printed as one line, after `main` has finished its clean-up.
+  A normal exit might hang on a stuck thread. The error is printed as one line, after `main` has
+  finished its clean-up.
   """
 
   async def guarded() -> T:
@@ -88,12 +89,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 def _earliest(error: BaseException) -> UserError:
   """Returns the earliest UserError in an exception chain, so that an error in the clean-up does not
-  hide its cause.
+  hide the error that caused the clean-up.
 
   Prints other exceptions in the chain, which are programming errors.
   """
   cause, seen = error, set()
-  # A cause that was raised out of its group has the group as context.
+  # An error that was re-raised from its exception group has the group as context.
   while error is not None and error not in seen:
     seen |= {error, leaf := first_cause(error)}
     if isinstance(leaf, UserError):
@@ -116,8 +117,8 @@ def leave_at_once(code: int) -> NoReturn:
 def run(
   main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse
 ) -> None:
-  """Calls `main` with the arguments left by `parser`; a UserError prints one line on stderr and
-  sets the exit code.
+  """Calls `main` with the arguments that `parser` leaves. A UserError is printed on stderr as one
+  line and sets the exit code.
   """
   try:
     app.run(main, flags_parser=parser)

@@ -1,4 +1,4 @@
-"""Converts between nested dicts and flat ones named like 'a/b/c', for tables and checkpoints."""
+"""Converts between nested dicts and flat ones with names like 'a/b/c' (tables, checkpoints)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """{'a': {'b': x}} -> {'a/b': x}, in the order of the tree."""
+  """Flattens a nested dict: {'a': {'b': x}} -> {'a/b': x}, in the order of the tree."""
   flat = {}
   for key, value in tree.items():
     name = f'{prefix}{key}'
@@ -19,8 +19,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. Raises ValueError if one name is a
-  parent of another.
+  """Inverts `flatten`: {'a/b': x} -> {'a': {'b': x}}.
+
+  Raises ValueError if one name is a parent of another.
   """
   tree: dict[str, Any] = {}
   for name, value in flat.items():

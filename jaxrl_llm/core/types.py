@@ -1,8 +1,8 @@
 """Types shared by all layers.
 
 Alignment, for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` under the
-temperature-scaled distribution. Position 0 of a sequence has no logprob (it is 0 and masked). Only
-`ops.logprobs` shifts tokens.
+temperature-scaled distribution. Position 0 of a sequence has no logprob; its entry is 0 and masked.
+Only `ops.logprobs` shifts tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ support recursive aliases.
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Version:
-  """Identifies one set of policy weights; never reused for other weights, even after a crash.
+  """Identifier of one set of policy weights, never reused for other weights, even after a crash.
 
   `step` counts completed batches; `attempt` counts how often the run was started in its run
   directory.

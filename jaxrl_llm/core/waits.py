@@ -1,8 +1,8 @@
-"""Bounded waits: each has name, owner and deadline; those in `unless` can be interrupted by a stop.
+"""Bounded waits: each has a name, an owner and a deadline. A stop interrupts waits in `unless`.
 
-`docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose
+`docs/develop/waits.md` lists all waits. A wait runs under `bounded` or `limit`, has a timeout whose
 expiry its caller handles, or carries a comment `# wait NAME: BOUND` that says what else ends it;
-`tests/waits_test.py` rejects any other.
+`tests/waits_test.py` rejects any other wait.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class WaitExpired(RunError):
 async def bounded(
   awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> T:
-  """Returns the result of `awaitable`, which is cancelled at the deadline; arguments and errors are
-  those of `limit`.
-  """
+  """Returns the result of `awaitable`, or cancels it at the deadline; see `limit`."""
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
 
@@ -67,7 +65,7 @@ async def gathered(
 async def limit(
   *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> AsyncIterator[asyncio.Timeout]:
-  """Cancels the block at the deadline, dumps all stacks to stderr and raises WaitExpired.
+  """At the deadline, cancels the block, dumps all stacks to stderr and raises WaitExpired.
 
   A TimeoutError that the block itself raises passes through unchanged.
 
@@ -127,11 +125,11 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """Returns `work`'s result, or None if `stop` is set first; `work` is then cancelled and awaited.
+  """Returns the result of `work`, or None if `stop` completes first; `work` is then cancelled.
 
   Args:
     stop: future that ends the wait; it takes precedence over work that completes at the same time.
-    work: bounded by its own deadlines; its result is never None.
+    work: awaitable that has its own deadlines and whose result is never None.
   """
   task = asyncio.ensure_future(work)
   try:

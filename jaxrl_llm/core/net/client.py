@@ -1,7 +1,8 @@
-"""HTTP client of one address, and all clients' errors. Only it and the front's proxy send requests.
+"""HTTP client of one address, and the error classes of all clients.
 
-Invariant: a response is yielded only if its status is 200; anything else raises an error of this
-module. Redirects are not followed, because the service that they lead to must not see the token.
+Invariant: a response is yielded only if its status is 200; any other outcome raises an error of
+this module. Redirects are not followed, because the service that they lead to must not see the
+token. Only this module and the front's proxy send HTTP requests.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxrl_llm.core.types import Json
 _CONNECT_S = 10.0
 """Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Idle seconds before the client closes a connection. A server waits longer; if it closed first, a
-request might be lost.
+"""Seconds that a connection may be idle before the client closes it. Servers wait longer: a request
+sent while the server closes the connection might be lost.
 """
 _EXCERPT = 500
 """Maximum number of characters of a response that an error quotes."""
@@ -47,13 +48,13 @@ class RemoteError(Exception):
 
 
 class Lost(RemoteError):
-  """The service cannot be reached, is silent, broke off, or failed (5xx); it may have carried out
-  the request.
+  """The service cannot be reached, is silent, broke off, or failed (5xx). It may still have carried
+  out the request.
   """
 
 
 class Malformed(Lost):
-  """The response is not what the request asks for."""
+  """The response is not valid HTTP, is too large, or does not have the expected form."""
 
 
 class Refused(RemoteError):
@@ -71,7 +72,7 @@ class Response:
     return self._content.iter_any()
 
   async def read(self) -> bytes:
-    """Returns the whole body. Raises Malformed if it is larger than the client permits."""
+    """Returns the whole body. Raises Malformed if it is larger than the client's `max_bytes`."""
     data = bytearray()
     async for chunk in self.chunks():
       data += chunk
@@ -81,7 +82,7 @@ class Response:
 
 
 class Client:
-  """Client of one address, with unlimited connections."""
+  """HTTP client of one address. The number of its connections is not limited."""
 
   def __init__(
     self, address: str, *, key: str | None, ca_file: str | None, where: str, max_bytes: int
@@ -89,7 +90,7 @@ class Client:
     """
     Args:
       address: see `connections.check_address`.
-      key: bearer token; None: none is sent.
+      key: bearer token; None: no token is sent.
       ca_file: see `connections.certificates`.
       where: owner of the client, for error messages.
       max_bytes: maximum size in bytes of a response that is read as a whole.
@@ -123,17 +124,19 @@ class Client:
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
   ) -> AsyncIterator[Response]:
-    """Sends a request and yields its response. Errors while the block reads it are translated too.
+    """Sends a request and yields its response.
+
+    Network errors while the `with` block reads the response raise the errors below, too.
 
     Args:
       path: appended to the address; if empty, the address is the URL.
       body: bytes, a JSON value, or None for no body.
       label: text at the beginning of error messages.
-      deadline_s: time limit for the whole exchange in seconds; None: only silence is bounded.
-      silence_s: maximum time between two parts of the response in seconds.
+      deadline_s: time limit for the whole exchange in seconds; None: only `silence_s` applies.
+      silence_s: maximum time between two parts of the response in seconds; None: no limit.
 
     Raises:
-      Lost: no connection, a broken one, silence, or status 5xx.
+      Lost: the connection fails or breaks, a time limit passes, or the status is 5xx.
       Malformed: the response is not HTTP.
       Refused: any other status except 200.
     """
@@ -178,7 +181,7 @@ class Client:
 
 
 def parse_json(data: bytes, label: str) -> Json:
-  """Decodes a response. Raises Malformed, which begins with `label`, if it is not JSON."""
+  """Decodes a JSON response. Raises Malformed, with `label` in the message, if it is not JSON."""
   try:
     return json.loads(data)
   except (ValueError, RecursionError):

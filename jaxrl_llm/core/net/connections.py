@@ -1,4 +1,4 @@
-"""Addresses, tokens and certificates of clients; unusable ones raise one-line UserErrors."""
+"""Addresses, tokens and certificates of clients. Invalid ones raise one-line UserErrors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def read_key(file: str | None, where: str) -> str | None:
 
 
 def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
-  """Returns a TLS context that verifies https servers with the certificates in `ca_file`; None:
-  with the system's.
+  """Returns a TLS context that verifies servers with the CA certificates in `ca_file`, or with the
+  system's if `ca_file` is None.
   """
   try:
     return ssl.create_default_context(cafile=ca_file)

@@ -1,9 +1,9 @@
-"""Authenticating reverse proxy for an inference server that itself listens only on this host.
+"""Authenticating reverse proxy for an inference server (the upstream) on the same host.
 
 Invariant: no part of a request reaches the upstream unless the request bears the token and matches
 a route, byte for byte. Unauthenticated connections have a deadline, and their number is limited by
-dropping the oldest. Strangers thus cannot hold memory or descriptors for long, and cannot lock out
-clients that have the token.
+dropping the oldest. Clients without the token thus cannot hold memory or descriptors for long, and
+cannot lock out clients that have the token.
 
 Runs on serving-only hosts, so it imports neither JAX nor any module of this package except
 `core.errors` and `core.net.connections`.
@@ -74,13 +74,13 @@ _SERVER = {hdrs.SERVER: 'front'}
 """Replaces the Server header of aiohttp, which reveals the versions of aiohttp and Python."""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds within which a connection must authenticate, and maximum number of connections that have
-not yet (a trainer opens hundreds at once).
+"""Seconds that a new connection has to authenticate, and maximum number of connections that have
+not yet authenticated (a trainer opens hundreds at once).
 """
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
 _DESCRIPTORS = 1 << 16
-"""Open-file limit that a process with a front requests; each request in flight needs two files."""
+"""Open-file limit that a process with a front requests; a request needs two descriptors."""
 _BACKLOG = 1024
 """Maximum number of connections waiting to be accepted."""
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class FrontConfig:
 
 
 class Front:
-  """Proxies one upstream while open. Use as async context manager, or call `start` and `close`."""
+  """Proxies one upstream while open. Use it as a context manager, or call `start` and `close`."""
 
   refused: int
   """Number of requests refused so far because they lacked the token."""
@@ -134,9 +134,10 @@ class Front:
     """
     Args:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
-      upstream_token: bearer token sent to the upstream, which never gets the front's own token;
-        None: none is sent.
-      publish_root: if given, /update_weights may only name directories below it.
+      upstream_token: bearer token for the upstream; None: no token is sent. The front's own token
+        is never sent upstream.
+      publish_root: directory below which weight updates and adapter loads must name their
+        directories; None: any directory may be named.
       routes: (method, path) pairs to pass on.
 
     Raises:
@@ -166,7 +167,7 @@ class Front:
 
   @property
   def address(self) -> str:
-    """`https://host:port` or `http://host:port`; only after `start`."""
+    """`https://host:port` or `http://host:port`; known only after `start`."""
     assert self._runner is not None, 'not started'
     host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
     return f'{"https" if self._tls else "http"}://{host}:{self._runner.addresses[0][1]}'
@@ -191,8 +192,8 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio may accept several full backlogs of connections before the first stranger is
-      # dropped.
+      # asyncio may accept several full backlogs of connections before the first unauthenticated one
+      # is dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
@@ -292,8 +293,8 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """Returns the body to pass on: bytes for paths whose body is checked, a stream for the others;
-    None without a body.
+    """Returns the request body to pass on: bytes if bodies of this path are checked, else a stream,
+    or None if there is no body.
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
@@ -476,8 +477,8 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
     return None
   context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
   try:
-    # With a password, an encrypted key is an error. Without one, OpenSSL would prompt on the
-    # terminal.
+    # The empty password makes an encrypted key an error. Without a password, OpenSSL would prompt
+    # on the terminal.
     context.load_cert_chain(config.tls_cert, config.tls_key, password='')
   except OSError as error:
     raise UserError(
@@ -507,7 +508,7 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Returns path and query of an authenticated request that may pass. Raises _Refusal otherwise."""
+  """Returns path and query of an authenticated request to pass on. Raises _Refusal for others."""
   path, _, query = request.raw_path.partition('?')
   methods = [method for method, known in routes if known == path]
   if not methods:
@@ -555,7 +556,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks an RPC body and re-encodes it, so repeated keys cannot show upstream another method."""
+  """Checks and re-encodes an RPC body: of a repeated key, the upstream might read another value."""
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -563,8 +564,8 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Checks an update request and re-encodes it with the resolved directory; that and its files must
-  lie in `root`.
+  """Checks an update request, whose directory and files must lie below `root`, and re-encodes it
+  with the resolved directory.
   """
   info = body.get('update_info')
   if (
@@ -597,7 +598,9 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Checks and re-encodes an adapter load with its real path; that and its files lie in `root`."""
+  """Checks an adapter load, whose directory and files must lie below `root`, and re-encodes it with
+  the resolved directory.
+  """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
     raise _Refusal(

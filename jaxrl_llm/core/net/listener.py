@@ -1,4 +1,4 @@
-"""Local HTTP service: a Unix socket of this user only, and optionally a front for other hosts."""
+"""HTTP service on a Unix socket that only this user can open, and on a front for other hosts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ async def listening(
   front: FrontConfig | None,
   routes: Sequence[tuple[str, str]],
 ) -> AsyncIterator[tuple[str, str | None]]:
-  """Serves during the block; yields the socket's address (`unix:…`) and the front's address (None
-  without a front).
+  """Serves `application` during the block; yields the address of the socket (`unix:…`) and that of
+  the front (None without a front).
 
   Args:
     application: handles the requests; a handler is cancelled when its client disconnects.

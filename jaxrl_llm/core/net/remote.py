@@ -31,7 +31,9 @@ _MAX_ANSWER_BYTES = 4 << 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; requests go to the least busy."""
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
+  busy address.
+  """
   key_file: str | None = None
   """File whose first line is the bearer token."""
   ca_file: str | None = None
@@ -41,14 +43,16 @@ class RemoteOptions:
   request_deadline_s: float = 60.0
   """Time limit of one try in seconds; the scorer's own `deadline_s` covers all tries."""
   retries: int = 5
-  """Maximum number of retries after transient errors. With the default waits they bridge 15 s,
-  enough for a service restart.
+  """Maximum number of retries after transient errors. The default waits add up to 15 s, enough for
+  a service restart.
   """
   first_wait_s: float = 0.5
-  """Seconds before the first retry, doubled for each later one; `Retry-After` may extend it."""
+  """Seconds to wait before the first retry. The wait doubles for each later retry; a `Retry-After`
+  header may extend the wait.
+  """
 
   def check(self, where: str) -> None:
-    """Raises UserError for options with which no request can be made."""
+    """Raises UserError if an option is invalid, or names a file that cannot be read."""
     _check_addresses(self.addresses, where)
     if self.concurrency < 1 or self.retries < 0:
       raise UserError(
@@ -105,7 +109,7 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
 
 
 class ServiceClient:
-  """Client of replicated services, and base class of specific clients.
+  """Client of a replicated service; also the base class of clients of specific services.
 
   Use as an async context manager in the event loop that makes the calls.
   """
@@ -136,13 +140,13 @@ class ServiceClient:
   def set_addresses(self, addresses: Sequence[str]) -> None:
     """Sends new requests to these addresses; requests in flight are unaffected.
 
-    Raises UserError if one is malformed.
+    Raises UserError if there is none, or one is malformed.
     """
     _check_addresses(addresses, self._where)
     self._addresses = tuple(addresses)
 
   async def post(self, body: Json) -> Json:
-    """Posts `body` and returns the JSON response. Raises RemoteError."""
+    """Posts `body` and returns the JSON response. Raises RemoteError after the last try."""
     met: list[str] = []
     wait = self._options.first_wait_s
     while True:
@@ -190,7 +194,7 @@ class ServiceClient:
     return self._clients[address]
 
   def _path_at(self, address: str) -> str:
-    # The user may give a base URL with the version, as OpenAI clients expect it.
+    # The address may end with the API version, as base URLs for OpenAI clients do.
     has_version = address.startswith('http') and address.rstrip('/').endswith('/v1')
     return self._path.removeprefix('/v1') if has_version else self._path
 

@@ -17,15 +17,18 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
-"""Maximum seconds for a guard to end; it takes less: 5 s of grace and 30 s after SIGKILL."""
+"""Maximum seconds to wait for a guard to end. By default, it needs at most 5 s of grace and 30 s
+after SIGKILL.
+"""
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
 
 
 class Child:
-  """A guarded child process, which together with its descendants never outlives this process; can
-  be started again once it has ended.
+  """A child process with a guard: neither the child nor its descendants outlive this process.
+
+  It can be started again after it has ended.
   """
 
   def __init__(
@@ -50,7 +53,9 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """The command's exit code (128 + the number for a signal); None before its end."""
+    """Exit code of the command (128 + N for signal N), or 0 after an ordered stop; None while the
+    command runs and before its start.
+    """
     return self._guard.poll() if self._guard else None
 
   def is_running(self) -> bool:
@@ -68,9 +73,9 @@ class Child:
 
     Args:
       first_line: line written to the log before the command's output.
-      channel: socket used as the command's stdin and stdout; the caller closes it after the call,
-        and reads end-of-file from the other end once no process of the command is left. None: the
-        command has no input, and its stdout goes to the log.
+      channel: socket to use as the command's stdin and stdout. The caller closes it after the call.
+        Its other end reads end-of-file once no process of the command is left. None: the command
+        has no input, and its stdout goes to the log.
     """
     if self.is_running():
       raise RuntimeError(f'{self.name} is running')
@@ -80,7 +85,7 @@ class Child:
       log.write(f'{first_line}\n' if first_line else '')
     self._log_start = self.log.stat().st_size
     orphaned = [f'--remove_orphaned={path}' for path in self._remove]
-    # -P: keeps the guard from importing the modules beside it.
+    # -P keeps the guard from importing modules from its own directory.
     guard_command = [
       sys.executable,
       '-P',
@@ -112,9 +117,9 @@ class Child:
     ]
 
   def terminate(self) -> None:
-    """Orders the guard to end the command, without waiting; it kills what survives SIGTERM."""
+    """Orders the guard to end the command; does not wait. The guard kills what survives SIGTERM."""
     if self._guard is not None:
-      # Not by closing the pipe, which the guard would take for the death of this process.
+      # The pipe stays open: the guard would take its closing for the death of this process.
       self._guard.terminate()
 
   async def stop(self, *, owner: str) -> None:

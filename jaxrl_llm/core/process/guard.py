@@ -1,23 +1,23 @@
-"""Process guard: ties a server's process tree to its owner's lifetime, so nothing is left behind.
+"""Process guard: ties a server's processes to its owner's lifetime, so that nothing is left behind.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
     -- COMMAND [ARGUMENT ...]
 
-Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The
-owner starts it with `start_new_session=True` and, as stdin, a pipe whose write end only the owner
-holds. The owner orders a stop by closing the pipe (or by dying); SIGTERM, SIGINT and SIGHUP order
-one too. COMMAND's output is appended to FILE, as is a line `guard: …` for each action of the guard
-at the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses it as
-stdin and stdout.
+The guard runs by its file path, on Linux with Python 3.11 or later, and imports nothing of
+jaxrl_llm. The owner starts it with `start_new_session=True` and, as stdin, a pipe whose write end
+only the owner holds. The owner orders a stop by closing the pipe (or by dying); SIGTERM, SIGINT and
+SIGHUP order one too. COMMAND's output is appended to FILE, as is a line `guard: …` for each action
+of the guard at the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND
+uses it as stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
 setsid or ignored signals. Also gone are the files in /dev/shm (whose names match `_NAMES`) that
 those processes were seen using and no other process uses. If the owner closed the pipe or died,
-every PATH is gone too; a live owner needs the PATHs to start COMMAND again. On an order to stop,
-COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end; if COMMAND ends without such
-an order, the rest is killed at once. The exit code is COMMAND's (128 + the number for a signal), 0
-after an order to stop, 127 if COMMAND cannot be started, and 1 if a process survives SIGKILL after
-an order to stop.
+every PATH is gone too. Otherwise the PATHs stay, since a live owner needs them to start COMMAND
+again. On an order to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end;
+if COMMAND ends without such an order, the remaining processes are killed at once. The exit code is
+COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 if COMMAND cannot be
+started, and 1 if a process survives SIGKILL after an order to stop.
 
 Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a
 core), so a file whose users were all killed before the next scan may stay. If the guard itself gets
@@ -54,11 +54,11 @@ _MAPPED = re.compile(rb' (\d+) +/dev/shm/')
 _LOOK_S = 0.1
 """Seconds between scans of /dev/shm."""
 _SCAN_S = 1.0
-"""Seconds before files that the process tree did not use are checked again."""
+"""Minimum seconds between checks of files that the process tree did not use."""
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idling."""
+"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after pauses."""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
 
@@ -90,8 +90,8 @@ def _processes() -> Iterator[_Process]:
 
 
 def _tree() -> Iterator[_Process]:
-  """Yields each descendant as soon as it is found, so that one that keeps forking and ending can be
-  killed in time.
+  """Yields each descendant of this process as soon as it is found, so that a process that keeps
+  forking and exiting can be killed in time.
   """
   tree = {os.getpid()}
   unrelated: list[_Process] = []
@@ -123,8 +123,8 @@ def _files() -> set[tuple[str, int]]:
 def _used_by(pid: int) -> set[int]:
   """Returns the inodes of shared-memory files that a process has mapped or open.
 
-  Names would not do: glibc creates a semaphore under a temporary name, which /proc then shows as
-  '(deleted)' forever.
+  Files are compared by inode because names change: glibc creates a semaphore under a temporary
+  name, which /proc then shows as '(deleted)' forever.
   """
   used: set[int] = set()
   with contextlib.suppress(OSError):  # The process has ended, or belongs to another account.
@@ -163,7 +163,8 @@ class _SharedMemory:
       used = set().union(*(_used_by(process.pid) for process in _tree()))
       self._noted |= {file for file in unknown if file[1] in used}
       self._foreign = unknown - self._noted
-      # Takes at most half of the CPU time allowed, and leaves the rest for new files.
+      # Periodic scans use at most half of the CPU time allowed, so that the rest remains for new
+      # files.
       self._next_scan = time.monotonic() + max(_SCAN_S, 2 * _THRIFT * (time.process_time() - began))
     self._credit -= time.process_time() - began
     return max(_LOOK_S, -self._credit * _THRIFT)
@@ -219,7 +220,7 @@ def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subproces
 
   def before_exec() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # The guard died before the request was made.
+    if os.getppid() != guard:  # The guard died before the prctl call.
       os._exit(128 + signal.SIGKILL)
 
   return subprocess.Popen(
@@ -282,7 +283,7 @@ class Guard:
     return code if code >= 0 else 128 - code
 
   def _wait(self, seconds: float) -> None:
-    """Waits at most `seconds` for a signal or the closed pipe, records it, and reaps children."""
+    """Waits at most `seconds` for a signal or a closed pipe; records an order to stop."""
     ready, _, _ = select.select(self._sources, [], [], max(0.0, seconds))
     if self._signals in ready:
       for number in os.read(self._signals, 4096):
@@ -314,7 +315,7 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills all descendants, repeatedly, as they may fork; returns False if some do not vanish."""
+    """Kills all descendants, repeatedly because they may fork; returns False if some survive."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:
@@ -351,7 +352,7 @@ def _complain(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the guard and returns its exit code; 2 for an invalid command line."""
+  """Runs the guard and returns its exit code. An invalid command line exits with 2."""
   parser = argparse.ArgumentParser(
     prog='guard.py',
     usage=(

@@ -75,7 +75,7 @@ class Sample:
   prompt_len: int
   role: UInt8[np.ndarray, 'time']
   loss_mask: Bool[np.ndarray, 'time']
-  """True for tokens that are trained on; never position 0."""
+  """True for tokens that enter the loss; False at position 0, which has no logprob."""
   sampled: Bool[np.ndarray, 'time']
   """True for tokens that the policy sampled."""
   behaviour_logprobs: Float32[np.ndarray, 'time']
@@ -84,12 +84,12 @@ class Sample:
   temperature: float = 1.0
   finish_reason: Finish = Finish.STOP
   preference: dict[str, str] | None = None
-  """For preference data: {'pair_id', 'label'}, with label chosen, rejected, desirable or
-  undesirable; else None.
+  """For preference data: keys 'pair_id' and 'label'. The label is chosen, rejected, desirable or
+  undesirable. None for other data.
   """
   media: tuple[dict[str, Json], ...] = ()
-  """One {'kind', 'digest', 'span'} per attachment; span is [start, end) of its placeholder tokens,
-  empty if none.
+  """One dict with keys 'kind', 'digest' and 'span' per attachment. The span [start, end) covers the
+  attachment's placeholder tokens; it is empty if there are none.
   """
 
   def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Score records: each holds one scorer's judgement of one sample. Only appended, never changed."""
+"""Score records: one scorer's assessment of one sample each; appended, never changed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Status(enum.StrEnum):
   TIMEOUT = 'timeout'
   """The scorer itself ran past its deadline."""
   ERROR = 'error'
-  """The scorer itself raised."""
+  """The scorer itself raised an exception."""
   CRASHED = 'crashed'
   """The scorer's process died."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """A scorer's result for a sample. `value` None: unscorable, not in baseline or loss, but counted.
+  """A scorer's result for one sample. The sample is unscorable if `value` is None.
 
-  Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other
-  failures get None.
+  Failures caused by the completion (no answer, wrong format) get a value, normally 0. All other
+  failures get None: the sample is then excluded from baseline and loss, but counted.
   """
 
   uid: str
@@ -43,5 +43,5 @@ class Score:
 
 
 def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
-  """Returns an attempt's value plus the values of its turns; None if unscorable."""
+  """Returns an attempt's value plus the values of its turns; None if `value` is None."""
   return None if value is None else value + math.fsum(turn_values)

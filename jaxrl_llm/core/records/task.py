@@ -27,7 +27,7 @@ class Media:
 
 
 def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) -> str:
-  """Returns a task's digest: xxh3-128 of the prompt's canonical JSON, as 32 hex digits."""
+  """Returns a task's digest: xxh3-128 of prompt and media as canonical JSON, in 32 hex digits."""
   content: list[Json] = [dict(m) for m in prompt]
   content += [{'media': m.kind, 'digest': m.digest} for m in media]
   canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(',', ':'))
@@ -36,7 +36,7 @@ def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """A task to attempt. Tasks with the same prompt and media are the same, regardless of source."""
+  """A task to attempt. Tasks with the same prompt and media have the same digest."""
 
   taskset: str
   """Name of the source taskset."""
@@ -46,7 +46,7 @@ class Task:
   truth: str | None
   """Reference answer, if any."""
   fields: Mapping[str, Json]
-  """The source row as JSON, for scorers (a verifier's entry, `extra_info`); not for the policy."""
+  """The source row as JSON (such as a verifier's entry). Scorers see it; the policy does not."""
   media: tuple[Media, ...] = ()
   """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 
