@@ -1,7 +1,7 @@
 """Store audit: verifies from files alone that every issued sample is accounted for exactly once.
 
-Invariant: nothing that the writer recorded is trusted. States are replayed from the transitions,
-counts are recomputed, and every referenced byte is read and decoded.
+Invariant: the audit trusts no summary that the writer recorded. It replays states from the
+transitions, recomputes counts, and reads and decodes every referenced byte.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class AuditReport:
   unscored: tuple[str, ...]
   """uids of samples in state 'stored' that have no score."""
   lost: tuple[str, ...]
-  """uids whose bytes should exist but cannot be read."""
+  """uids of samples whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
   """One line each for `segments/` and `quarantine/` if they have files that the index does not
-  name. Not a problem.
+  name. Such files do not count as problems.
   """
   problems: tuple[str, ...]
   """One line per problem; empty if ok."""
@@ -247,8 +247,10 @@ class _Audit:
         )
 
   def _locations(self) -> Iterator[str]:
-    """Checks where bytes are: those of an accepted sample in one place, of a trained one sealed, of
-    others nowhere.
+    """Checks where each sample's bytes are.
+
+    Issued and void samples have none; stored and admitted ones have bytes in exactly one place,
+    trained ones in a sealed segment, others in at most one place. Expert samples have none.
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
@@ -315,7 +317,7 @@ class _Audit:
       yield from _identity(f'segment {name}: row {row}', uid, version, sample)
 
   def _tasks(self) -> Iterator[str]:
-    """Checks that a store with tasks has the task of every issued sample."""
+    """Checks that a store that lists tasks lists the task of every sample."""
     (strangers,) = self._db.execute(
       "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
@@ -324,9 +326,7 @@ class _Audit:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _left_behind(self) -> Iterator[str]:
-    """Checks that groups end as a whole, and that the score of a sample can only be that of its
-    accepted result.
-    """
+    """Checks that groups end as a whole, and that no score in force may belong to a duplicate."""
     for uid, attempt, group in self._db.execute(
       "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 "
       'FROM samples m WHERE '

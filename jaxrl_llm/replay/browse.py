@@ -52,7 +52,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
-    if alone and log.exists():  # A run has just begun to write to it.
+    if alone and log.exists():  # A run has just begun to write to the index.
       db.close()
       db = opened('mode=ro')
       db.execute('BEGIN')
@@ -172,7 +172,7 @@ def summary(directory: str | os.PathLike) -> Holdings:
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
     ).fetchone()
     scores = db.execute(
-      # with max(), SQLite takes that row's columns
+      # with max(), SQLite takes the other columns from the row of the maximum
       'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM (SELECT scorer, status, value, '
       'count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
     ).fetchall()
@@ -202,7 +202,7 @@ def summary(directory: str | os.PathLike) -> Holdings:
 
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
-  """Returns a line per subdirectory of a store that has files no sample needs."""
+  """Returns a line for each subdirectory of a store that has files that no sample needs."""
   # Listed before the index is read, so that the index names all segments sealed in between.
   here = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
@@ -261,17 +261,17 @@ def find(
   task: str | None = None,
   limit: int = 20,
 ) -> list[Entry]:
-  """Returns the samples that changed last, newest first.
+  """Returns the most recently changed samples, newest first.
 
   Args:
-    state: only samples in this state.
-    task: only samples of this task id.
+    state: only samples in this state; None: in any state.
+    task: only samples of this task id; None: of any task.
     limit: maximum number of samples.
   """
   if state is not None and state not in list(State):
     raise UserError(f'state {state!r}: unknown; wanted one of {", ".join(State)}')
   values = [] if task is None else [task]
-  # + makes SQLite use the task index
+  # the unary + makes SQLite use the task index
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):

@@ -1,4 +1,4 @@
-"""Check that the store of a commit still exists; runs before a start writes anything."""
+"""Checks that the store that a commit needs still exists, before a start writes anything."""
 
 from __future__ import annotations
 

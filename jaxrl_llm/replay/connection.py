@@ -1,6 +1,4 @@
-"""The open SQLite index: its connection, transactions and lock, and the queries that reads and
-changes share.
-"""
+"""Connection to the SQLite index: transactions, lock, and queries that reads and writes share."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ class Connection:
   Attributes:
     directory: holds the index and the segments.
     attempt: number of this start of the run.
-    max_uses: maximum batches that train on one sample of the usual partition.
-    db: use it under `lock` or in a `transaction`.
+    max_uses: maximum number of batches that train on one sample of partition `usual`.
+    db: SQLite connection, for use under `lock` or in a `transaction`.
   """
 
   def __init__(
@@ -39,9 +37,9 @@ class Connection:
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
-    """Joins the calls inside into one transaction: one fsync, all or nothing.
+    """Makes the calls in the block one atomic transaction, with one fsync.
 
-    Holds the store's lock: do not await inside, and let an exception raised inside end the block.
+    The block holds the store's lock: it must not await, and exceptions must leave the block.
     """
     with self.lock:
       if self._depth:
@@ -86,7 +84,7 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Returns the file and row of each of these samples that is sealed, keyed by uid."""
+    """Returns file and row of those of the samples that are sealed, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

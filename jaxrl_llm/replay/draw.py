@@ -1,7 +1,7 @@
 """Draws a batch from the available groups with a pure function, so a resumed run repeats its draws.
 
-Invariant: the draw depends on the groups (not on the order in which they are listed), the
-configuration, the step and the seed alone.
+Invariant: the draw depends only on the set of groups, the configuration, the count, the step and
+the seed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Group(NamedTuple):
 
   group_id: str
   uids: tuple[str, ...]
-  """Its samples, in order of issue."""
+  """uids of its samples, in order of issue."""
   version: int
   """Step of the oldest weights that generated any of its samples."""
   uses: int
   """Number of batches that trained on it: the maximum over its samples."""
   last_used: int | None
-  """Step of the last such batch (batches completed before it); None: never trained on."""
+  """Step of the last batch that trained on it; None: never trained on."""
   admitted: int
   """Number of completed batches when its last sample was admitted."""
   issued: int
@@ -39,8 +39,8 @@ class DrawConfig:
   """Rules for drawing a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
-  """newest: the newest version first. shuffled: uniform, without replacement. priority: by version
-  - decay · uses.
+  """newest: the newest version first. shuffled: uniform, without replacement. priority: the largest
+  version - decay · uses first.
   """
   decay: float = 2.0
   """For priority: cost of one use, in versions."""
@@ -75,8 +75,8 @@ def draw(
   Args:
     groups: available groups, in any order.
     config: order and exclusions.
-    count: groups wanted; fewer are returned if fewer are ready.
-    step: batches completed before this one.
+    count: number of groups wanted; fewer are returned if fewer are ready.
+    step: number of batches completed before this one.
     seed: shuffle seed, at least 0.
   """
   ready = sorted(

@@ -1,7 +1,6 @@
 """Index queries that return whole groups: drawable, waiting and sealed ones.
 
-Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at
-all.
+Invariant: a group is listed with all its admitted and trained samples, or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ max(admitted)
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""
 _WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
-# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from
+# SQLite has no statistics here. INDEXED BY and CROSS JOIN, which fixes the join order, keep it from
 # scanning whole tables.
 _DRAWABLE_GROUPS = _GROUPS.format(
   ready=f'{_WAITING} AND version >= :oldest UNION ALL '

@@ -1,24 +1,23 @@
-"""The durable store of samples: SQLite holds all control state, sealed ArrayRecord segments hold
-bytes that left it.
+"""The durable store of samples: an SQLite index, and sealed ArrayRecord segments.
 
 Invariants:
 - every issued sample keeps one row forever, keyed (uid, attempt); its state changes are appended to
   `transitions`, each stamped with the number of completed batches at that moment; `samples.state`
   repeats its last transition;
 - an accepted sample has its bytes in the open segment or in one sealed, verified segment; rows of
-  static data (`join`) have theirs in a file of their own and none here;
+  static data (`join`) have no bytes here, since those are in a file outside the store;
 - each public call is one transaction (or part of an enclosing `transaction()`): a killed process
   loses nothing of a call that returned, and keeps nothing of one that did not.
 
-A commit named c holds the changes stamped < c. `recover(c)` undoes the rest and so restores the
-store as of the commit, except that samples which dead attempts had not accepted by then are `void`,
-reason `crash`.
+A commit named c holds the changes stamped < c. `recover(c)` undoes later changes and so restores
+the store as of the commit, with one exception: samples of earlier attempts that were not accepted
+by then become `void`, with reason `crash`.
 
 Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With
 'normal' a killed process loses nothing either, but a power loss may lose transactions since the
-last `flush()`. Flush before a checkpoint's COMMIT: whatever is lost then came after the COMMIT and
-would be undone anyway (only the record of which samples were void is lost). In both modes, segments
-are on disk before SQLite deletes their bytes.
+last `flush()`. Flush before a checkpoint's COMMIT: a power loss can then take only transactions
+after the COMMIT, which would be undone anyway (only the record of which samples were void is lost).
+In both modes, segments are on disk before SQLite deletes their bytes.
 """
 
 from __future__ import annotations
@@ -75,11 +74,11 @@ class ReplayStore:
 
   @property
   def name(self) -> str:
-    """Permanent name, assigned when the store was created; commits refer to their store by it."""
+    """Permanent name of the store, assigned at its creation; commits refer to the store by it."""
     return self.meta('store')
 
   def transaction(self) -> contextlib.AbstractContextManager[None]:
-    """Joins the calls inside into one transaction, as `Connection.transaction` does."""
+    """Makes the calls in the block one transaction; see `Connection.transaction`."""
     return self._connection.transaction()
 
   def at(self, step: int) -> StepWriter:
@@ -118,8 +117,8 @@ class ReplayStore:
     """Deletes the bytes of samples dropped or expired before the commit; returns the number of
     samples.
 
-    A crash may undo a drop, so the drop itself keeps the bytes; pass the oldest commit that a start
-    may return to.
+    Dropping a sample keeps its bytes, because a crash may undo the drop. Pass the oldest commit
+    from which a later start may resume.
     """
     with self.transaction():
       return self._db.execute(
@@ -135,7 +134,7 @@ class ReplayStore:
       return
     with self._lock:
       self._db.execute('PRAGMA synchronous=FULL')
-      # its fsync covers the whole log before it
+      # the fsync of this write covers the whole log before it
       self.set_meta('flushed', {'attempt': self.attempt})
       self._db.execute('PRAGMA synchronous=NORMAL')
 
@@ -149,8 +148,8 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Samples of the partition that are issued, stored or admitted, from this and earlier attempts,
-    in uid order.
+    """Returns the samples of a partition that are issued, stored or admitted, from all attempts, in
+    uid order.
     """
     with self._lock:
       rows = self._db.execute(
@@ -160,15 +159,15 @@ class ReplayStore:
     return [entry_of(row) for row in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
-    """Groups that batch `step` can draw, in order of issue; the input of `draw`.
+    """Returns the groups that batch `step` can draw, in order of issue, as input for `draw`.
 
     Each sample of such a group is dropped, expired, void or admitted, or was trained on fewer than
     `max_uses` times and not in batch `step`. The group's `uids` are those of the admitted and
     trained samples, which have bytes. Expert rows are not drawn.
 
     Args:
-      step: batches completed before this one.
-      oldest_version: excludes groups of older versions, at little cost; None: no limit.
+      step: number of batches completed before this one.
+      oldest_version: groups of older versions are left out; None: no limit.
     """
     with self._lock:
       return groups.drawable(
@@ -176,7 +175,7 @@ class ReplayStore:
       )
 
   def sealed(self) -> list[list[str]]:
-    """Sealed samples of the usual partition, by group; groups and samples in order of issue."""
+    """Returns the uids of sealed samples of partition `usual`, by group, in order of issue."""
     with self._lock:
       return groups.sealed(self._db)
 
@@ -196,7 +195,7 @@ class ReplayStore:
     return dict(rows)
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
-    """Newest score of each sample by each scorer, in the order in which they were given."""
+    """Returns each sample's newest score from each scorer, keyed by uid, in order of scoring."""
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN ({NAMED}) AND attempt '
@@ -241,7 +240,7 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
-    """Returns the value stored under `key`; None if there is none. `recover` does not undo it."""
+    """Returns the value stored under `key`, else None. `recover` does not undo such values."""
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     return None if row is None else json.loads(row[0])
@@ -272,7 +271,8 @@ def open_store(
   Args:
     directory: holds index.sqlite and segments/.
     attempt: number of this start of the run, larger than all before; None: the last one plus 1.
-    max_uses: maximum batches that train on one sample of the usual partition; fixed for a store.
+    max_uses: maximum number of batches that train on one sample of partition `usual`; fixed for a
+      store.
     synchronous: durability under power loss, see the module docstring.
   """
   directory = pathlib.Path(directory)
@@ -282,7 +282,7 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    # pages, 32 MB: index pages are rewritten many times
+    # in pages, together 32 MB: large, because index pages are rewritten many times
     db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)

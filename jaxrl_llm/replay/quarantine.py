@@ -1,8 +1,7 @@
-"""Quarantine for files in `segments/` that the index does not name: a start moves them here but
-never deletes them.
+"""Quarantine: a start moves files in `segments/` that the index does not name, but deletes none.
 
-These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/`
-until `clear`, which only `jaxrl buffer --clear_quarantine` calls.
+Such files are seals undone by a crash, unfinished seals, and foreign files. They stay in
+`quarantine/` until `clear`, which only `jaxrl buffer --clear_quarantine` calls.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    # A run that writes to the store may just have renamed it.
+    # A run that writes to the store may just have renamed the file.
     with contextlib.suppress(FileNotFoundError):
       sizes[path.name] = _size(path)
   return sizes

@@ -1,8 +1,8 @@
 """Crash recovery: rolls the index back to the newest commit and accounts for the samples lost.
 
-Invariant: afterwards the index holds what it held at the commit, except that samples which were not
-accepted by then are `void`, reason `crash`, under the attempt that issued them; no sample's row is
-ever deleted.
+Invariant: afterwards the index holds what it held at the commit, with one exception: samples that
+were not accepted by then are `void`, with reason `crash`, under the attempt that issued them. No
+sample's row is ever deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UPDATE samples SET
   admitted = (SELECT t.step {_OF_SAMPLE} AND t.state = 'admitted'),
   uses = (SELECT count(*) {_OF_SAMPLE} AND t.state = 'trained')
 WHERE uid = ? AND attempt = ?"""
-"""Recomputes the columns of `samples` that repeat transitions, after some of these were deleted."""
+"""Recomputes the columns of `samples` that repeat transitions, after transitions were deleted."""
 
 
 def undo(
@@ -43,7 +43,7 @@ def undo(
   Args:
     db: the index.
     reader: reader of the segments, for the bytes of undone seals.
-    commit_step: name of the newest commit.
+    commit_step: step that names the newest commit.
     attempt: the starting attempt; all others are dead.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
@@ -80,7 +80,7 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '
     'USING (name) '
-    # fixed join order, by the indexes
+    # CROSS JOIN fixes the join order, so that the indexes are used
     'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
     "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
     {'commit': commit_step},

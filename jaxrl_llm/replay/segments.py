@@ -22,9 +22,9 @@ from jaxrl_llm.core.records.sample import Sample, decode
 
 SUFFIX = '.arrayrecord'
 Ref = tuple[str, int]
-"""Location of a sealed sample: file name within the segments directory, row."""
+"""Location of a sealed sample: (file name in the segments directory, row)."""
 
-_WRITER = 'group_size:1'  # random access decodes whole groups
+_WRITER = 'group_size:1'  # one row per group, because random access decodes whole groups
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
 # raised by ArrayRecordReader for a bad file
 _UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)
@@ -75,8 +75,9 @@ def _first_line(error: Exception) -> str:
 
 
 class SegmentReader:
-  """Random access to sealed rows; keeps the most recently used files open. Thread-safe; pickled as
-  its directory.
+  """Random access to sealed rows, thread-safe; keeps the most recently used files open.
+
+  A pickle holds only the directory.
   """
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):

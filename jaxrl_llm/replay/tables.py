@@ -21,9 +21,9 @@ QUARANTINE = 'quarantine'
 
 class State(enum.StrEnum):
   ISSUED = 'issued'
-  """Requested; no bytes yet."""
+  """Requested from an engine; has no bytes yet."""
   STORED = 'stored'
-  """Generated: its bytes are durable."""
+  """Generated; its bytes are stored durably."""
   ADMITTED = 'admitted'
   """Scored and processed: can be drawn for training."""
   TRAINED = 'trained'
@@ -61,10 +61,10 @@ def may_become(partition: Partition, before: State, after: State) -> bool:
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
-# A blank line ends a statement. `samples` is in order of issue; its columns after `state` repeat
-# the transitions (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often
-# trained), so that a draw needs no history. Triggers maintain `tallies`, since counting 10^6
-# samples takes a scan.
+# A blank line ends a statement. Rows of `samples` are in order of issue. Their columns after
+# `state` summarise the transitions, so that a draw need not read the history: changed and last are
+# step and seq of the last transition, admitted is the step of the admission, uses the number of
+# transitions to `trained`. Triggers maintain `tallies`, since counting 10^6 samples takes a scan.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -149,7 +149,7 @@ CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Issue:
-  """A sample about to be requested. The resulting Sample repeats its group, task and visit."""
+  """A sample about to be requested. The resulting Sample has the same group, task and visit."""
 
   uid: str
   group_id: str
@@ -193,7 +193,7 @@ def entry_of(row: tuple) -> Entry:
 
 
 def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]) -> range:
-  """Appends transitions (step, attempt, uid, state, reason); returns their numbers."""
+  """Appends transitions (step, attempt, uid, state, reason); returns their sequence numbers."""
   (last,) = db.execute('SELECT coalesce(max(seq), 0) FROM transitions').fetchone()
   seqs = range(last + 1, last + 1 + len(rows))
   db.executemany(

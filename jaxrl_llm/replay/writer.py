@@ -25,8 +25,8 @@ _ISSUE = (
 class StepWriter:
   """Changes the store at one step, the number of completed batches; created by `ReplayStore.at`.
 
-  Methods identify samples by uid, meaning the row of the uid's newest attempt. An unknown uid, or
-  one in a state that does not permit the change, raises ValueError, and the call has no effect.
+  Methods take uids; a uid stands for the row of its newest attempt. If a uid is unknown, or its
+  state does not permit the change, the call raises ValueError and changes nothing.
   """
 
   def __init__(self, connection: Connection, step: int):
@@ -34,8 +34,8 @@ class StepWriter:
     self._db, self._attempt, self._max_uses = connection.db, connection.attempt, connection.max_uses
 
   def issue(self, rows: Sequence[Issue]) -> None:
-    """Records samples about to be requested. A uid can be issued again only after it became void
-    with its attempt.
+    """Records samples about to be requested. A uid can be issued again only if its earlier sample
+    is void.
     """
     with self._connection.transaction():
       known = self._connection.entries([row.uid for row in rows], missing='skip')
@@ -47,8 +47,8 @@ class StepWriter:
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change,
-    even after a crash.
+    """Stores tasks (prompt, truth, media) in the taskset partition. Stored tasks never change, even
+    after a crash.
     """
 
     def content(task):
@@ -214,8 +214,8 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals admitted samples: moves those still in the open segment to a new sealed one. Returns
-    the places of all the samples, keyed by uid.
+    """Seals admitted samples: moves those still in the open segment to a new sealed segment.
+    Returns the places of all the samples, keyed by uid.
     """
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
@@ -256,8 +256,9 @@ class StepWriter:
       return {uid: refs[uid] for uid in uids}
 
   def trained(self, uids: Sequence[str]) -> None:
-    """Records that one batch trained on these samples, each an expert row or sealed and used by
-    fewer than `max_uses` batches before.
+    """Records that one batch trained on these samples.
+
+    Each must be an expert row, or a sealed sample that fewer than `max_uses` batches have used.
     """
     with self._connection.transaction():
       refs = self._connection.places(uids)
@@ -282,7 +283,7 @@ class StepWriter:
       )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
-    """Inserts new samples as issued and, if `state` differs, moves them to it at once."""
+    """Inserts new samples as issued and, if `state` is another state, moves them there at once."""
     for row in rows:
       if row.partition != partition:
         raise ValueError(f'{row.uid}: partition {row.partition!r}, wanted {partition!r}')
