@@ -54,9 +54,9 @@ Scorer = Callable[[Attempt], Verdict]
 class OverrunIsZero:
   """A scorer that blames the completion if it runs out of time, memory or stack: then 0, not None.
 
-  Meant for scorers that take milliseconds on any ordinary answer: only a hostile one
-  (`9^{9^{9^{9}}}`) exhausts them. If such answers got None, a policy could hide its wrong answers
-  behind them.
+  Meant for scorers that take milliseconds on ordinary answers, so that only a hostile answer
+  (`9^{9^{9^{9}}}`) exhausts them. If such answers got None, a policy could use them to avoid the 0
+  for a wrong answer.
   """
 
   scorer: Scorer
@@ -86,8 +86,8 @@ class Discovers:
 
 @dataclasses.dataclass(frozen=True)
 class Awaited:
-  """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The pool's
-  owner awaits it on its event loop; it occupies no worker.
+  """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The process
+  that owns the pool awaits the scorer on its event loop, so the scorer occupies no worker.
   """
 
   open: Callable[
@@ -107,8 +107,8 @@ class Addressed(Protocol):
   def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends later calls to these addresses; calls in flight finish where they are. Raises UserError
-    for a bad one.
+    """Sends later calls to these addresses; calls in flight are unaffected. Raises UserError for an
+    invalid address.
     """
 
 
@@ -150,7 +150,7 @@ class ScorerConfig:
   """Name of the implementation; None: same as `name`."""
   weight: float = 1.0
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options passed to the implementation; it parses and checks them."""
+  """Options for the implementation, which parses and checks them."""
   deadline_s: float = 10.0
   """Time limit of one call in seconds, not counting the wait for a free worker."""
   domains: tuple[str, ...] = ()
@@ -225,8 +225,8 @@ class RewardsConfig:
 def in_force(
   configs: Sequence[ScorerConfig], domain: str, taskset: str
 ) -> tuple[ScorerConfig, ...]:
-  """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError for none: such tasks
-  teach nothing.
+  """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError if there is none,
+  since such tasks teach nothing.
   """
 
   def applies(config):
@@ -255,7 +255,7 @@ class Reward:
   value: float | None
   """Weighted sum; None if any scorer in force returned no value."""
   parts: dict[str, float]
-  """Unweighted values, keyed `<scorer>` and `<scorer>/<part>`; scores of None are left out."""
+  """Unweighted values, keyed `<scorer>` and `<scorer>/<part>`; values of None are left out."""
   correct: bool | None = None
   """Correctness by `RewardsConfig.correct_by`; None without reward or if it is not in force."""
   turn_values: tuple[float, ...] = ()

@@ -1,7 +1,7 @@
 """Watches verifiers that should only compare text, and refuses any other operation.
 
 The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot
-be removed. A process in which an operation was refused is to be discarded.
+be removed. A process in which an operation was refused must be discarded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Watch:
   sign = ''
   """First operation that was refused."""
   literal: str | None = None
-  """Text that may be compiled nevertheless."""
+  """The only text that may be compiled; None: no text may be."""
 
 
 def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
   match event:
-    # Compiling text, as eval, exec and ast.literal_eval do; an import names a file.
+    # Compiling text, as eval, exec and ast.literal_eval do. Compiling an imported file is allowed.
     case 'compile':
       source = args[0].decode(errors='replace') if isinstance(args[0], bytes) else args[0]
       return source != _Watch.literal and (not isinstance(args[1], str) or args[1].startswith('<'))
@@ -83,7 +83,7 @@ def watched(name: str, literal: str | None = None) -> Iterator[None]:
 
   Args:
     name: the verifier's name, for the error message.
-    literal: harmless text that may be compiled nevertheless.
+    literal: harmless text that may be compiled; None: no text may be compiled.
 
   Raises:
     BadSign: the block attempted one of these, even if it caught the refusal itself.

@@ -1,8 +1,7 @@
-"""Runs scorers that wait for another process on the event loop: opens each once, limits its
-concurrency and call time.
+"""Runs, on the event loop, scorers that wait for another process; limits concurrency and time.
 
-Invariants: a call ends at its deadline even if the scorer ignores its cancellation; exceptions are
-returned as data.
+Invariants: a call ends at its deadline even if the scorer ignores its cancellation; a scorer's
+exceptions are returned as data.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class AwaitedScorer:
       raise
     except BaseException as error:
       if not ready.done():
-        # Awaiting a SystemExit would end the event loop; a cancellation would look like one of the
-        # awaiting task.
+        # Awaiting a SystemExit would end the event loop. Awaiting a CancelledError would look like
+        # a cancellation of the awaiting task.
         failure = RuntimeError(f'{type(error).__name__}: {error}')
         ready.set_exception(error if isinstance(error, Exception) else failure)
       elif isinstance(error, asyncio.CancelledError):
@@ -97,7 +96,7 @@ class AwaitedScorer:
 
   @property
   def addressed(self) -> bool:
-    """Whether the scorer's servers can change; known once it is open."""
+    """Whether the scorer's addresses can change; False until the scorer is open."""
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
@@ -141,8 +140,9 @@ async def _call_scorer(
   *,
   per_group: bool,
 ) -> CallOutcome:
-  """Calls the scorer; returns what it raises as data, also SystemExit (which would end the loop) or
-  a cancellation.
+  """Calls the scorer; returns its exceptions as data, even CancelledError and SystemExit.
+
+  A SystemExit would otherwise end the event loop.
   """
   start = time.perf_counter()
   try:

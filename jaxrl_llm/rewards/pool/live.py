@@ -1,8 +1,8 @@
 """`scorers.json`: changes the number of scorer processes and the addresses of judges and sandbox
 hosts during a run.
 
-Invariants: an unreadable or invalid file changes nothing and logs one line. If a part is refused
-after another was applied, the log line says which part is in force.
+Invariants: an unreadable or invalid file changes nothing and logs one line. If one part is applied
+and a later one refused, the log line says which part is in force.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LiveFile:
     self._following = asyncio.create_task(self._follow())
 
   async def close(self) -> None:
-    """Stops polling, after the change in progress has been applied."""
+    """Stops polling, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
       await self._following  # wait live_file: `scorers_start` of a change that is under way

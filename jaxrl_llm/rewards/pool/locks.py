@@ -1,4 +1,4 @@
-"""Locks between scorer processes that have no name in the file system.
+"""Locks between scorer processes, without names in the file system.
 
 With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when
 the whole process tree is killed.
@@ -16,8 +16,8 @@ import time
 class PipeLock:
   """A reentrant lock between processes: whichever thread has read the pipe's single byte holds it.
 
-  Passed to a process by pickling when the process starts. As with `multiprocessing.RLock`, a holder
-  that is killed never releases it.
+  A process receives the pickled lock when the process starts. As with `multiprocessing.RLock`, the
+  lock stays held if its holder is killed.
   """
 
   def __init__(self, context: multiprocessing.context.BaseContext):
@@ -31,14 +31,14 @@ class PipeLock:
   def __setstate__(self, ends) -> None:
     self._reader, self._writer = ends
     self._holder: int | None = None
-    """Thread of this process that holds the lock."""
+    """ID of the thread of this process that holds the lock; None if none does."""
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
     """Acquires the lock; returns whether this thread holds it now.
 
     Args:
-      block: wait until the lock is released.
+      block: whether to wait until the lock is released.
       timeout: maximum wait in seconds; None: unlimited.
     """
     if self._holder != threading.get_ident():

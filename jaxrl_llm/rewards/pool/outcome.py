@@ -63,7 +63,7 @@ def _checked(verdict: Verdict) -> Verdict:
 
 
 def failed(raised: BaseException, seconds: float) -> CallOutcome:
-  """Outcome of a scorer that raised."""
+  """Returns the outcome of a call that raised an exception."""
   *_, (frame, line) = traceback.walk_tb(raised.__traceback__)
   evidence = {'error': _text(raised), 'where': f'{frame.f_code.co_filename}:{line}'}
   overran = isinstance(raised, MemoryError | RecursionError)
@@ -78,6 +78,6 @@ def _text(raised: BaseException) -> str:
 
 
 def timed_out(deadline_s: float) -> CallOutcome:
-  """Outcome of a scorer that missed its deadline."""
+  """Returns the outcome of a call that missed its deadline."""
   evidence = {'error': f'ran past its deadline of {deadline_s:g} s'}
   return CallOutcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)

@@ -1,8 +1,8 @@
 """The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
 
 Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes
-its process affects only its own scores, whose values its `on_failure` policy decides; every failure
-is counted.
+its process affects only its own scores, and its `on_failure` decides their values; every failure is
+counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Worker processes for scorers; they can be killed, are replaced when they die, and their number
-can change any time.
+"""Worker processes for scorers. A worker that dies is replaced; the number of workers can change.
 
 Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its
 process affects its own call only; no worker outlives the process that owns it.
@@ -44,7 +43,7 @@ busy machine.
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
-"""Interval in seconds at which the pool is checked to be alive while a call is in flight."""
+"""Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
 """How many times the whole pool may break without an outcome in between; one more stops the run."""
@@ -84,8 +83,8 @@ class Workers:
     )
     """Variables that would give a worker this process's place in a job."""
     self.count, self._counts = count, counts
-    # Twice the number of workers: each has its next call queued while the event loop is busy
-    # elsewhere.
+    # Twice the number of workers, so that each worker has its next call queued while the event loop
+    # is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
@@ -167,8 +166,8 @@ class Workers:
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
   ) -> CallOutcome:
-    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group with the
-    scores of each.
+    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group and its
+    per-sample scores.
     """
     outcome = None
     while outcome is None:
@@ -215,7 +214,7 @@ class Workers:
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)
-      # The next call fails on it and counts the break.
+      # If the new pool is broken, too, the next call fails and counts the break.
       with contextlib.suppress(BrokenProcessPool):
         await _started(new)
       if self._pool is not broken:  # Closed meanwhile.
@@ -248,8 +247,8 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
 
 
 def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
-  """Starts the pool with SIGINT blocked: Ctrl-C reaches the whole process group, even while its
-  processes import.
+  """Starts the pool with SIGINT blocked, since Ctrl-C would reach workers that still import
+  modules.
   """
   signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
@@ -273,8 +272,8 @@ def _schedule(
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:
-  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool, or
-  WaitExpired if stuck.
+  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool if the
+  workers die, WaitExpired if they are stuck.
   """
 
   async def start() -> list[str]:
@@ -284,7 +283,7 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # The start may still succeed later.
+    # The start may still succeed later: stop those workers.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 

@@ -48,8 +48,8 @@ def _die_with_owner() -> None:
   """Makes the kernel kill this worker when the pool's owner is gone, even by SIGKILL.
 
   The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The
-  sentinel is a pipe whose other end only the owner holds: its hang-up raises a signal, even in C
-  code that never releases the GIL.
+  sentinel is a pipe whose other end only the owner holds. When that end closes, the kernel sends
+  this process SIGKILL, even in C code that never releases the GIL.
   """
   parent = multiprocessing.parent_process()
   if sys.platform == 'linux':
@@ -105,8 +105,8 @@ def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
 def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
   """Returns the modules that the fork server imports for workers with these scorers.
 
-  For a user's scorer they include the known libraries that this process has imported, perhaps for
-  that scorer.
+  For a user's scorer, the modules include the known libraries that this process has imported,
+  because the scorer may use them.
   """
   modules = [__name__]
   for scorer in scorers:
@@ -120,9 +120,9 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
   """Imports the libraries that the scorers' first calls would import within their deadlines.
 
-  The fork server usually has them, unless it was started for other scorers. A user's scorer may
-  call any built-in scoring function that it has imported, so the libraries of all imported modules
-  are loaded for it.
+  The fork server has usually imported these libraries, unless it was started for other scorers. A
+  user's scorer may call any built-in scoring function that it has imported, so for such a scorer
+  the libraries of all imported modules are loaded.
   """
   libraries: set[str] = set()
   for scorer in scorers:
@@ -145,9 +145,9 @@ def initialise(
   from its environment.
   """
   _die_with_owner()
-  # Ctrl-C reaches the whole process group; the owner decides.
+  # Ctrl-C reaches the whole process group, but only the owner reacts to it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # A Python handler would wait for C code to return, holding up all workers meanwhile.
+  # A Python handler would wait for C code to return, and block all workers meanwhile.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for name in withheld:
@@ -187,7 +187,7 @@ def call(
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # Frees objects held by the frames: if they fill the memory, none is left for the outcome.
+    # Frees objects that the frames hold. If these fill the memory, none is left for the outcome.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)

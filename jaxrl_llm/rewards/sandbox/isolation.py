@@ -1,7 +1,8 @@
 """Starts sandboxes: with the project's namespaces, bubblewrap or, on request, without isolation.
 
-Invariant: no process started here outlives the process that started it. Each waits on a socket
-whose other end only the starting process holds, and ends when that end closes, for whatever reason.
+Invariant: no process started here outlives the process that started it. Each process waits on a
+socket whose other end only the starting process holds, and ends when that end closes, for whatever
+reason.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ENVIRONMENT = {
   'PATH': '/usr/local/bin:/usr/bin:/bin',
   'HOME': '/tmp',
   'LANG': 'C.UTF-8',
-  'PYTHONHASHSEED': '0',  # Gives programs that depend on it a reproducible score.
+  'PYTHONHASHSEED': '0',  # Makes scores of programs that depend on hashes reproducible.
   'OPENBLAS_NUM_THREADS': '1',
 }
 
@@ -96,7 +97,7 @@ _START = (
 
 
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
-  """Returns a command, and the options as the first bytes of its standard input.
+  """Returns the command that starts a zygote, and its first input: the options as JSON bytes.
 
   The options are not on the command line because they name host directories, and programs in a
   sandbox can read the command line of the process that they descend from.

@@ -71,7 +71,7 @@ class Limits:
   """Maximum number of files that each process may have open."""
   file_mib: int = 64
   tmp_mib: int = 64
-  """Maximum total size of all files in MiB; they are in memory."""
+  """Maximum total size of all files in MiB. The files are held in memory."""
   output_kib: int = 1024
   """Maximum size in KiB, of standard output and standard error each."""
 
@@ -205,7 +205,7 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
-        # All cases share these limits: the rest have no time left.
+        # All cases share these limits, so the remaining cases have no time left.
         if result['ended'] in ('wall', 'cpu'):
           break
       ended = (

@@ -55,13 +55,16 @@ class TrlOptions:
   takes precedence.
   """
   per_group: bool = False
-  """Call the function once per group instead of once per attempt, if it compares completions."""
+  """Whether to call the function once per group instead of once per attempt, for functions that
+  compare completions.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PythonOptions:
   function: str
-  """`module:attribute`, or `path/to/file.py:attribute`: `f(prompt, completion, truth)`."""
+  """`module:attribute` or `path/to/file.py:attribute` of a function `f(prompt, completion, truth)`.
+  """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Further keyword arguments."""
 
@@ -197,8 +200,8 @@ def _is_part(value: Any) -> bool:
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
-  """Converts a number, or a dict whose value is under one of `keys`; its other numbers become
-  parts, the rest evidence.
+  """Converts a function's result: a number, or a dict that has the value under one of `keys`. Other
+  numbers in the dict become parts, other entries evidence.
   """
   if not isinstance(result, Mapping):
     return Verdict(value=_number(result, 'what the function returned'))

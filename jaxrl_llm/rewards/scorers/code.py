@@ -69,8 +69,8 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 
 def fenced(text: str) -> str | None:
-  """Returns the last fenced block of Python, closed or not; if there is none, the last block
-  without a language.
+  """Returns the last fenced block of Python, closed or not, else the last block without a language,
+  else None.
   """
   blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
@@ -79,7 +79,7 @@ def fenced(text: str) -> str | None:
 
 
 def _block(fence: re.Match[str]) -> str:
-  """Returns the block's code without the indent of its fence, which a block in a list has."""
+  """Returns the block's code without the indentation that its fence has inside a list."""
   indent = len(fence['indent'])
   return (
     re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
@@ -132,7 +132,7 @@ def program_of(completion: str, prompt: str) -> str | None:
   """Extracts the completion's program: its last fenced block, else all of it; None if it is blank.
 
   A program that continues code in the prompt (with an indented body), or repeats only a part of
-  that code, is joined to it.
+  that code, is appended to that code.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)
@@ -153,7 +153,7 @@ _ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
   """Reads the task's tests into a Work whose program is empty; None if there are none.
 
-  Raises ValueError if malformed.
+  Raises ValueError if the tests are malformed.
   """
   tests, entry_point = fields.get('tests'), fields.get('entry_point')
   if not tests:
@@ -215,7 +215,7 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """Returns this process's sandboxes for these arguments; they end with the process."""
+  """Returns this process's sandboxes for these arguments. The sandboxes end with the process."""
   return Sandboxes(limits, isolation=isolation)
 
 
@@ -248,7 +248,7 @@ _SHARE = 0.8
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
-  """Returns the scorer's options, with a wall-clock limit that fits its deadline if they set none.
+  """Returns the scorer's options; if they set no `wall_s`, adds one that fits the deadline.
 
   Raises UserError if a program that never ends would count as a failure of the scorer rather than
   score 0.

@@ -70,9 +70,7 @@ def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
 
 
 def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
-  """Returns the contents of the template's fields and ''; if the form is wrong, no fields and the
-  reason.
-  """
+  """Returns (contents of the template's fields, ''), or ({}, reason) if the form is wrong."""
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)

@@ -35,8 +35,8 @@ Language = Literal[
   'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru',
   'ta', 'tr', 'vi', 'zh',
 ]  # fmt: skip
-"""ISO 639-1 codes. If only one language listed here uses a script, all text in it counts as that:
-Persian as `ar`.
+"""ISO 639-1 codes. If only one of these languages uses a script, all text in that script counts as
+that language: Persian as `ar`.
 """
 
 SCRIPTS: dict[str, frozenset[str]] = {
@@ -136,8 +136,8 @@ def prose(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def script(letter: str) -> str:
-  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other
-  non-letters.
+  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a combining mark, '' for
+  other non-letters.
   """
   category = unicodedata.category(letter)
   if category[0] != 'L':

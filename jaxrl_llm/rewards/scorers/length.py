@@ -2,7 +2,7 @@
 
 The formulas are those of `advantages.shaping`. An algorithm with the same option
 (`overlong_buffer_len`, `length_reward_weight`) adds them too: use one or the other. Kimi's warm-up
-counts steps, which a scorer does not know, so it is available in the algorithm only.
+counts steps, which a scorer does not know, so the warm-up is available in the algorithm only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
 def overlong_scorer(**options: Any) -> Scorer:
   """DAPO's penalty for responses near the limit, in [-factor, 0]; options: `OverlongOptions`."""
   read = read_options(OverlongOptions, options, 'overlong')
-  # Refuses an impossible buffer at the start.
+  # Raises an error for an impossible buffer when the scorer is built.
   overlong_penalty([], max_length=read.max_length, buffer=read.buffer)
   return functools.partial(score_overlong, options=read)
 
@@ -49,8 +49,8 @@ def overlong_scorer(**options: Any) -> Scorer:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthOptions:
   correct_by: str = ''
-  """Name of the scorer that decides correctness (value of at least 1); empty: the first in force
-  for the sample.
+  """Name of the scorer that decides correctness: a value of at least 1 is correct. Empty: the first
+  scorer in force for the sample.
   """
 
 

@@ -4,8 +4,8 @@ penalty = −max · (1 − distinct n-grams / n-grams), over the completion's ca
 fewer than n words.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated
-n-grams; the formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. Linear
-time.
+n-grams; the formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. The
+computation takes linear time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RepetitionOptions:
 
 
 def repeated(text: str, ngram: int) -> float:
-  """Returns 1 − distinct / all n-grams of the text's words; 0 if it has none."""
+  """Returns 1 − (distinct n-grams / all n-grams) of the text's words; 0 if there are no n-grams."""
   words = _WORD.findall(text.casefold())
   count = len(words) - ngram + 1
   if count < 1:

@@ -80,8 +80,8 @@ def iou(a: Box, b: Box) -> Fraction:
 
 
 def parse_region(text: str) -> tuple[Point, ...] | None:
-  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if
-  malformed or flat.
+  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None for
+  malformed text or a shape without area.
   """
   try:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
@@ -109,8 +109,8 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
 
 
 def contains(region: Sequence[Point], point: Point) -> bool:
-  """Whether the point is inside the polygon or on its edge; even-odd rule for self-intersecting
-  polygons.
+  """Whether the point is inside the polygon or on its edge. Self-intersecting polygons follow the
+  even-odd rule.
   """
   inside = False
   for a, b in zip(region, [*region[1:], *region[:1]]):
@@ -128,7 +128,7 @@ def contains(region: Sequence[Point], point: Point) -> bool:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoxOptions:
   threshold: float = 0.0
-  """Minimum IoU for a value of 1.0; below it, the value is 0.0. 0: the value is the IoU itself."""
+  """Minimum IoU for a value of 1.0; below it, the value is 0.0. If 0, the value is the IoU."""
   form: Literal['xyxy', 'xywh'] = 'xyxy'
   """Form of boxes in truth and answer. xyxy: two corners; xywh: a corner, width and height."""
   extraction: Methods = ANYWHERE

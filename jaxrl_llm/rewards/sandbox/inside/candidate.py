@@ -29,14 +29,14 @@ _REDIRECTING = {'stdout': contextlib.redirect_stdout, 'stderr': contextlib.redir
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
-  """Runs the program's top level and returns its namespace; raises whatever it raises."""
+  """Runs the program's top level and returns its namespace. The program's exceptions propagate."""
   namespace = {'__name__': name, '__builtins__': __builtins__, '__file__': FILE}
   sys.argv = [FILE]
   module = types.ModuleType(name)
   module.__dict__.update(namespace)
   sys.modules[name] = module  # Dataclasses and pickle look up a class's module there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  # Without this module's __future__ imports.
+  # dont_inherit leaves out this module's __future__ imports.
   exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)
   return module.__dict__
 
@@ -86,8 +86,10 @@ def _mutable(values: list[Any]) -> list[int]:
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
-  """Returns an exception whose class is called `kinds[0]` (names in MRO order): a built-in class,
-  or derived from the first built-in class in `kinds`.
+  """Returns an exception with the given text whose class is named `kinds[0]`.
+
+  `kinds` lists class names in MRO order. The class is the built-in exception of that name, or else
+  derives from the first built-in exception in `kinds`.
   """
   known = [getattr(builtins, kind, None) for kind in kinds]
   base = next(
@@ -107,7 +109,7 @@ class Candidate:
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Held by a thread that calls a function of the tests: one call at a time."""
+    """Held during a call of a function of the tests, so that one call runs at a time."""
     self._theirs: list[tuple[BaseException, int]] = []
     """Exceptions raised by the tests' functions, with their numbers in the tests' process."""
     self._loop: Any = None

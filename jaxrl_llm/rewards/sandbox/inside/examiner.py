@@ -1,9 +1,10 @@
 """Code of the tests' process: runs tests against the program, elsewhere, which never sees them.
 
 Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's
-objects (`inside.remote`). Nothing that the program sends can select a module, class or function of
-this process beyond those listed here, end an iteration of the tests early, or let the tests catch a
-failure as an exception: a test fails if the program ends during it or sends an invalid message.
+objects (`inside.remote`). Messages of the program cannot select a module, class or function of this
+process beyond those listed here, cannot end an iteration of the tests early, and cannot let the
+tests catch a failure as an exception. A test fails if the program ends during the test or sends an
+invalid message.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _ALIASED = frozenset({
   *('itertools', 'json', 'math', 'operator', 'random', 're',
     'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules that a name in the tests may mean if the program imports them under that name (`import
-datetime as dt`). All of them only compute.
+"""Modules to which a name in the tests may refer if the program imports the module under that name
+(`import datetime as dt`). These modules only compute.
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
 """Exceptions that cannot be constructed from a text; their built-in base is raised instead."""
@@ -40,8 +41,8 @@ _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
 """Exceptions that end an iteration silently: if `f` raised one, `all(map(f, …))` would be true."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exceptions that no name of the program may refer to: `except Own` in a test would then catch the
-test's failure.
+"""Exceptions to which no name of the program may refer: otherwise, `except Own` in a test could
+catch the test's failure.
 """
 
 _READING = frozenset(
@@ -51,14 +52,15 @@ _READING = frozenset(
 _IS_SAME = '__is_same__'
 """Name of `is_same` in the tests; names with two leading underscores are never requested."""
 _MOST_RAISED = 1000
-"""Maximum number of kept exceptions of the tests' functions: each keeps alive what it refers to."""
+"""Maximum number of exceptions of the tests' functions that are kept: each keeps objects alive."""
 _SHOWN = '_shown'
 """Attribute of an exception that holds its text, if its arguments do not determine the text."""
 
 
 class ProgramError(BaseException):
-  """Stands in for a program exception with no built-in base that tests may catch; a BaseException,
-  so that `except Exception` in a test does not swallow it.
+  """Stands for an exception of the program that has no built-in base that tests may catch.
+
+  It is a BaseException, so that `except Exception` in a test does not catch it.
   """
 
 
@@ -83,8 +85,8 @@ class Examiner:
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """Exceptions raised by the tests' functions when the program called them; the program may let
-    them propagate.
+    """Exceptions that the tests' functions raised when the program called them. The program may let
+    them propagate back to the tests.
     """
     self._failure: BaseException | None = None
     """Error that fails the current test even if the test caught it."""
@@ -128,8 +130,9 @@ class Examiner:
 
   @contextlib.contextmanager
   def _fatal(self) -> Iterator[None]:
-    """Fails the test, even if it catches the error, if the program ends or sends an invalid message
-    within the block.
+    """Fails the test if the program ends or sends an invalid message within the block.
+
+    The test then fails even if it catches the error.
     """
     try:
       yield
@@ -141,13 +144,12 @@ class Examiner:
   def _named(self) -> dict[str, Any]:
     """Returns the program's values for the names that occur in the tests.
 
-    The name of a built-in function means Python's, unless the tests expect the program to define
-    it. The name of a standard module means Python's, unless the tests use attributes that the
-    module lacks.
+    The name of a built-in function means Python's function, unless the tests expect the program to
+    define it. The name of a standard module means Python's module, unless the tests use attributes
+    that the module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # The tests may define a name after calling it; the program's function was then meant by the
-    # call.
+    # If the tests define a name only after calling it, the call means the program's function.
     if (
       self._names.ambiguous
       and not (values.keys() & self._names.called) - self._names.modules.keys()
@@ -240,7 +242,7 @@ class Examiner:
 
   def _ask(self, request: Message) -> Message:
     """Sends a request. If the tests have replaced standard streams, the program's input and output
-    go through them.
+    go through the replacements.
     """
     capture = [
       name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)
@@ -275,7 +277,7 @@ class Examiner:
 
   def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
     """Rebuilds the value of a message. An object that is the whole value gets `origin`; objects
-    within get RESULT.
+    within the value get RESULT.
     """
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
@@ -408,8 +410,8 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """Returns the exception class called `kinds[0]` in a loaded standard module: tests may catch it
-  as `module.Name`.
+  """Returns the exception class named `kinds[0]` in a loaded standard module, which tests may catch
+  as `module.Name`; None if there is none with these bases.
   """
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)
@@ -434,7 +436,7 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Gives the argument `old` the content of `new` in place, as the program changed it."""
+  """Replaces the content of a test's argument `old` by `new`, as the program changed it."""
   if type(old) is not type(new):
     return
   if isinstance(old, (list, bytearray)):

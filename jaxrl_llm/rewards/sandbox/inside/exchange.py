@@ -1,6 +1,6 @@
 """Calls between two processes that do not trust each other; during a call, the called one may.
 
-Invariant: whatever it receives, a peer does only what its `answer` function implements.
+Invariant: a peer does only what its `answer` function implements, whatever it receives.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # System calls that allocate memory no limit counts, open other ways into the kernel, act on other
-  # processes (scheduler calls only require the same user, and the supervisor runs as the program's
-  # user), set priorities and processors, or use resources shared by all processes of a user or of
-  # the host.
+  # System calls that allocate memory that no limit counts, open other ways into the kernel, act on
+  # other processes (scheduler calls only require the same user, and the supervisor runs as the
+  # program's user), set priorities and processors, or use resources shared by all processes of a
+  # user or of the host.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166,
     'swapon': 167, 'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272,
@@ -123,7 +123,7 @@ def make_read_only(path: str, *, recursive: bool) -> None:
 
 
 def change_root(path: str) -> None:
-  """Makes `path` the root and detaches the old one."""
+  """Makes `path` the root directory and detaches the old root."""
   os.chdir(path)
   number = {'x86_64': 155, 'aarch64': 41}.get(platform.machine())
   if number is None:
@@ -146,7 +146,7 @@ def adopt_orphans() -> None:
 
 
 def set_inspectable(inspectable: bool) -> None:
-  """Sets whether processes of the same user may read this one's memory and descriptors."""
+  """Sets whether processes of the same user may read this process's memory and descriptors."""
   _prctl(_PR_SET_DUMPABLE, int(inspectable))
 
 
@@ -164,8 +164,8 @@ def drop_capabilities() -> None:
 
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
-"""(operation, operand); a jump also has two labels, to go to if its condition holds and if not ('':
-the next step).
+"""(operation, operand). A jump has two labels in addition: its target if the condition holds, and
+its target if not ('' is the next step).
 """
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -59,7 +59,7 @@ class Names:
 
 
 def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
-  """Reads the names in the tests; a test that cannot be parsed has none, and fails when it runs."""
+  """Reads the names in the tests. A test that cannot be parsed adds none; it fails when it runs."""
   trees = []
   for test in tests:
     try:
@@ -74,7 +74,7 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      # Even if the tests import it later.
+      # This also holds if the tests import the module later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
   # If the tests use a name that only the program can define, built-in names are Python's.
@@ -110,10 +110,9 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """Returns the name of the first built-in function that the test calls without another such call
-  in its arguments.
+  """Finds the first call of a built-in function that has no such call in its arguments.
 
-  The list is empty if there is none.
+  Returns a list with the function's name; the list is empty if there is no such call.
   """
 
   def calls(node: ast.AST) -> list[ast.Call]:
@@ -172,8 +171,8 @@ _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListC
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
   """Returns functions and methods whose results the tests compare with constants or containers.
 
-  With `in`, only lists and the like that contain constants count: a list of objects may be searched
-  for an object.
+  With `in`, only a list, tuple, set or dict that contains constants counts: a list of objects may
+  be searched for an object.
   """
   names = set()
   for node in nodes:

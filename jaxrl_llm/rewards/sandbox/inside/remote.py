@@ -1,10 +1,10 @@
 """Proxies through which tests use the program's objects; their operations run in its process.
 
 Invariant: a plain value of the tests reaches the program only as an argument of a call that the
-tests make, never through an operation on an object that stands where a value was wanted. Such an
-object (`Origin.RESULT`) answers only what it knows by itself, takes no operand, and has no method
-of a standard value; its equality is decided here. An object of a class that the tests name and
-instantiate (`Origin.MADE`) behaves as its class defines.
+tests make, never through an operation on an object that the program returned in place of a value
+(`Origin.RESULT`). Such an object takes no operands and has no methods of standard values; its
+equality is decided here. An object of a class that the tests name and instantiate (`Origin.MADE`)
+behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Origin(enum.Enum):
   MADE = enum.auto()
   """Instance made by calling a class that the tests name, or result of an operator on such only."""
   COMPUTED = enum.auto()
-  """Result of an operator with a plain operand, which the program has thereby seen, or with another
-  COMPUTED object.
+  """Result of an operator with a plain operand, which the program thereby sees, or with a COMPUTED
+  operand.
   """
   RESULT = enum.auto()
   """Result of a call, or obtained from an object as an attribute or item, or by iteration."""
@@ -72,7 +72,7 @@ _COMPARISONS = frozenset({
 
 
 def is_suspect(name: str) -> bool:
-  """Whether values of built-in types have a method of this name, or it suggests a comparison."""
+  """Whether built-in types have a method of this name, or the name suggests a comparison."""
   bare = name.lower().replace('_', '')
   return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
 
@@ -133,7 +133,7 @@ class Remote:
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
     """(items, changes): count from the last len() or complete iteration, and
-    ProgramConnection.changes at that time.
+    ProgramConnection.changes at that time; None before the first count.
     """
     self._remote_base: type | None = None
     """Built-in type from which the class of a MADE or NAMED object derives; else None."""
@@ -276,7 +276,8 @@ def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) 
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Refuses an object whose number of items differs although no request since can have changed it.
+  """Refuses an object whose number of items changed although no request can have changed the
+  object.
 
   An object that reports three items and yields none would pass a test of each item.
   """
@@ -374,8 +375,8 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that
-  means failure.
+  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress an
+  exception by which a test fails.
   """
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__

@@ -1,10 +1,10 @@
-"""The first process of a sandbox: runs one program under limits and reports how it ended.
+"""The first process of a sandbox: runs one program under limits and reports the program's ending.
 
-Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives it;
-it ends when the host closes the control socket. The program's process holds no descriptors except
-its input and output and the socket on which it answers, is forked before the tests arrive, and
-cannot inspect its parent or the tests' process. Expected outputs never enter the sandbox: they are
-compared on the host.
+Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives the
+supervisor, which ends when the host closes the control socket. The program's process holds no
+descriptors except its input and output and the socket on which it answers, is forked before the
+tests arrive, and cannot inspect its parent or the tests' process. Expected outputs never enter the
+sandbox: they are compared on the host.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class Supervisor:
 
     candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
     theirs.close()
-    tests = self._control.receive()  # Only after the fork, which copied this process's memory.
+    # Received only after the fork: the program's process is a copy of this one.
+    tests = self._control.receive()
     report = _Pipe(_REPORT_BYTES)
 
     def examine() -> None:
@@ -238,8 +239,9 @@ class Supervisor:
 
 
 class _Proc:
-  """Reads what the kernel reports of a sandbox's processes in the procfs directory `path`, with the
-  PIDs seen there.
+  """Reads kernel data on a sandbox's processes from the procfs directory `path`.
+
+  PIDs are those of the PID namespace to which the directory belongs.
   """
 
   def __init__(self, path: str, *, alone: bool):
@@ -292,12 +294,13 @@ class _Run:
     proc: _Proc,
   ):
     self.ended: dict[int, dict[str, Any]] = {}
-    """How each ended process ended, keyed by PID."""
+    """How each process ended, keyed by PID; running processes are missing."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Limit whose excess made this object kill all processes; None if no limit was exceeded."""
+    """Name of the exceeded limit, for which all processes were killed; None if none was exceeded.
+    """
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
       self._poll.register(descriptor, select.POLLIN)
@@ -348,7 +351,9 @@ class _Run:
       os.close(process)
 
   def _exceeded(self) -> str | None:
-    """Returns the limit that all processes together have exceeded, or None."""
+    """Returns the name of the limit that all processes together have exceeded; None if there is
+    none.
+    """
     if any(pipe.full for pipe in self._pipes.values()):
       return 'output'
     processes = self._proc.processes()

@@ -1,4 +1,4 @@
-"""Measures a program's processor time, and how long a busy machine kept it waiting for one.
+"""Measures a program's processor time, and its waits for a processor on a busy machine.
 
 Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for
 a processor only while something else runs there: another thread of the program, whose time counts,
@@ -16,8 +16,8 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program starved if it waited for processors for at least
-`_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of it.
+"""Shares of the wall-clock limit: a program counts as starved if it waited for processors for at
+least `_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of it.
 """
 
 
@@ -82,8 +82,8 @@ class Usage:
   def _waited_s(self) -> float:
     """Returns the seconds for which the run waited for a processor.
 
-    They are the sum over its two longest-waiting processes (its tests' and its program's), which
-    take turns.
+    The result is the sum over the two processes with the longest waits (the tests' and the
+    program's), which take turns.
     """
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
@@ -98,10 +98,10 @@ class Usage:
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   """Returns a process's start time and its snapshot. Raises OSError if the process is gone."""
-  # Read as bytes: the process itself chooses its name, one of the fields, which may be any bytes.
+  # Read as bytes: one field is the process's name, which the process can set to any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
-  # It lowered its own priority.
+  # The process has lowered its own priority, so its waits do not count.
   polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)
   waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
   return int(fields[19]), _Look(user + system, child_user + child_system, waited_s, used_s)

@@ -135,7 +135,10 @@ _SEQUENCES = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
 
 
 def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
-  """Decodes the output of `encode`; `resolve` turns references into values. Raises Undecodable."""
+  """Decodes the output of `encode`; `resolve` turns references into values.
+
+  Raises Undecodable for a malformed message.
+  """
   if isinstance(message, list):
     return [decode(item, resolve) for item in message]
   if not isinstance(message, dict):

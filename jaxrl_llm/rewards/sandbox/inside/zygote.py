@@ -55,8 +55,8 @@ MODULES = (
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID of sandboxes outside their namespaces if this process is root, since root's processes are
-not limited.
+"""User ID that sandboxes have on the host if this process is root, because the kernel does not
+limit root's processes.
 """
 _NAMESPACES = (
   kernel.CLONE_NEWNS
@@ -71,8 +71,8 @@ _DEVICES = ('null', 'full', 'random', 'urandom')
 counts.
 """
 _ROOT = '/tmp'
-"""Directory on which the sandboxes' root is mounted; any existing one will do, since only this
-process sees the mount.
+"""Directory on which the sandboxes' root is mounted; any existing directory will do, since only
+this process sees the mount.
 """
 
 
@@ -119,8 +119,8 @@ def _build_root(readable: list[str]) -> None:
   os.symlink('/tmp', f'{_ROOT}/dev/shm')
   with open(f'{_ROOT}/etc/passwd', 'w') as file:
     file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
-  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; that mount
-  # then hides this one.
+  # The kernel lets a sandbox mount its own /proc only where a complete /proc is visible. The
+  # sandbox's mount then hides this one.
   kernel.bind('/proc', f'{_ROOT}/proc')
   kernel.change_root(_ROOT)
   kernel.make_read_only('/', recursive=False)
@@ -160,8 +160,8 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 def _mounts_proc() -> bool:
   """Mounts the sandbox's own /proc and returns whether that worked; many containers refuse it.
 
-  If it failed, /proc is empty, and the supervisor reads the /proc hidden below it, which is the
-  supervisor's working directory and out of the program's reach.
+  If mounting failed, /proc is empty. The supervisor then reads the hidden original /proc, which is
+  its working directory and out of the program's reach.
   """
   quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   try:
@@ -250,7 +250,7 @@ def main(options: dict[str, Any]) -> None:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    # Including sandboxes' first processes: some hosts' init process reaps no orphans.
+    # Orphans include sandboxes' first processes. The init process of some hosts does not reap them.
     kernel.adopt_orphans()
   except OSError as error:
     requests.sendall(str(error).encode())

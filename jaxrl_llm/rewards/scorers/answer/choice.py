@@ -28,8 +28,8 @@ _HEDGE = re.compile(
 
 
 def read_choices(value: Json) -> dict[str, str] | None:
-  """Maps letter to text, from `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`;
-  else None.
+  """Returns the choices' texts, keyed by letter, from `[text, …]`, `{letter: text, …}` or `{'text':
+  […], 'label': […]}`; None for any other value.
   """
   if (
     isinstance(value, Mapping)
@@ -55,8 +55,8 @@ def _letter(token: str) -> str:
 
 
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
-  """Returns the letters that the text as a whole names; None for no letter, a hedge, or a letter
-  with the wrong text.
+  """Returns the letters that the text as a whole names. None: it names no letter, it hedges, or the
+  text after a letter is not the text of that choice.
 
   Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices.
   If the choices are unknown, text after a single letter is taken as the text of that choice, unless

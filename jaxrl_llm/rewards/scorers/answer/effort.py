@@ -17,8 +17,8 @@ _EXPLOSIVE = re.compile(
 
 
 def explodes(text: str) -> bool:
-  """Whether evaluation could take hours: power towers, exponents or factorials of five digits,
-  nested factorials, deep nesting of brackets.
+  """Whether evaluating a text could take hours, because the text has power towers, exponents or
+  factorials of five digits, nested factorials or deeply nested brackets.
 
   Such an answer is refused unless it equals the truth as written. The pool's deadline stops any
   other endless evaluation.

@@ -26,7 +26,7 @@ def _close(a: Value, b: Value, relative: float) -> bool:
 
 
 def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], bool]]:
-  """Returns points derived from the seed, and whether all their coordinates are positive."""
+  """Returns pairs: a point derived from the seed, and whether all its coordinates are positive."""
 
   def coordinate(name: str, index: int) -> Fraction:
     drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
@@ -101,8 +101,8 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """Returns the ratio of left − right in the truth to left − right in the answer; 0 if not
-  constant, None if unknown.
+  """Returns (left − right) of the truth divided by (left − right) of the answer; 0 if the ratio is
+  not constant, None if it is unknown.
   """
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
   if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(

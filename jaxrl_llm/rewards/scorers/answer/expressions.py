@@ -29,11 +29,12 @@ LIBRARIES = ('math_verify',)
 
 @functools.cache
 def _math_verify() -> Callable[[str], list[Any]]:
-  # Imported here, since sympy takes a third of a second in every launch script; workers preload it.
+  # Imported here, since importing sympy would add a third of a second to every launch script;
+  # workers preload it.
   import math_verify
 
-  # Hides its warning that its timeouts are off. They must be off, since they use SIGALRM; the
-  # pool's deadline applies.
+  # Hides math-verify's warning that timeouts are off. They are off because they use SIGALRM; the
+  # pool's deadline applies instead.
   logging.getLogger('math_verify').setLevel(logging.ERROR)
   targets = [
     math_verify.LatexExtractionConfig(boxed_match_priority=0),
@@ -60,7 +61,7 @@ def _latex_equal(truth: str, answer: str) -> bool:
 
 
 _CLOSE = 1e-3
-"""Relative tolerance for numbers that math-verify calls equal: it rounds decimals to six places."""
+"""Relative tolerance in `_confirmed`, since math-verify rounds decimals to six places."""
 
 
 def _evaluated(value: Any) -> Any:
@@ -73,7 +74,7 @@ def _evaluated(value: Any) -> Any:
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Double-checks two values that math-verify calls equal; to it, 0.0 equals 10^{-19}, and 2^∞e
+  """Rechecks two values that math-verify calls equal. To math-verify, 0.0 equals 10^{-19}, and 2^∞e
   equals any number.
   """
   import sympy
@@ -173,7 +174,7 @@ def _picked(text: str) -> bool:
 
 
 def tight(text: str) -> str:
-  """Removes spaces that separate nothing."""
+  """Removes spaces that are not between two word characters."""
   return re.sub(r'(?<!\w) | (?!\w)', '', text)
 
 
@@ -186,8 +187,8 @@ def is_name(left: str) -> bool:
 
 
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
-  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`; None if the value is followed by
-  something else.
+  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`, `2\pi` and None for `2\pi`.
+  Returns None if something else follows the value.
   """
   at = text.find(r'\text')
   if at < 0 and read_formula(text) is None:
@@ -280,8 +281,8 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
 
 
 def _exact_part(truth: str, answer: str) -> str:
-  """Returns the part of the answer before `\\approx` if the decimals after it are near the truth,
-  else all of it.
+  """Returns the part of the answer before `\\approx` if the decimals after `\\approx` are near the
+  truth, else the whole answer.
   """
   exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
   wanted, numbers = (

@@ -1,6 +1,7 @@
 """Extracts the single answer from a completion; a completion with two different answers has none.
 
-Invariants: linear time for any text; verbatim copies of the prompt in a completion are not answers.
+Invariants: extraction takes linear time for any text; verbatim copies of the prompt in a completion
+are not answers.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula'
 """Location of the answer. whole: the whole text; boxed: `\\boxed{…}`; hashes: after `####`; tags:
 `<tag>…</tag>`; phrase: after "the answer is" or a label `Answer:`; bold: in bold at the very end,
 `**…**`; formula: the formulas of the last sentence that has any (`$…$`, `\\(…\\)`, `\\[…\\]`);
-number: the last number. `boxed`, `hashes`, `tags` and `phrase` find every occurrence, and these
-must agree.
+number: the last number. `boxed`, `hashes`, `tags` and `phrase` find every occurrence, and all
+occurrences must agree.
 """
 
 Methods = Method | tuple[Method, ...]
-"""One method, or several in order: the first that finds anything decides, even if its finds
-disagree. `whole` before another method only applies to text without prose.
+"""One method, or several in order: the first that finds anything decides, even if the answers that
+it finds disagree. `whole` before another method applies only to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
@@ -106,7 +107,7 @@ def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
     elif token.endswith('{') and token != r'\{':
       stack.append((token != '{', match.start(), match.end()))
       open_boxes += token != '{'
-  if open_boxes:  # A box that is never closed does not count, so those within it are outermost.
+  if open_boxes:  # A box that is never closed does not count, so boxes within it may be outermost.
     last, inner, within = -1, [], sorted(inner)
     for box in within:
       (inner if box.begin < last else outer).append(box)
@@ -195,7 +196,7 @@ def _formulas(text: str) -> list[str]:
     end = match.end()
   if begin is None:
     return []
-  # Text directly after a formula may be its unit; an answer in words does not count.
+  # Text after the last formula, such as a unit in words, is left out.
   return [text[begin:end]]
 
 
@@ -248,8 +249,8 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 
 
 def said(text: str) -> str:
-  """Returns the text after the thoughts, `<think>…</think>`; the whole text if it has none or
-  nothing follows.
+  """Returns the text after the thoughts (`<think>…</think>`), or the whole text if it has no
+  thoughts or nothing follows them.
   """
   after = text.partition('</think>')[2]
   return after if after.strip() else text
@@ -267,7 +268,7 @@ def extract(
 
   Args:
     text: the completion.
-    method: extraction method; of several, the first that finds anything.
+    method: extraction method, or several methods, of which the first that finds anything decides.
     tag: tag name for method `tags`.
     prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of
       them.

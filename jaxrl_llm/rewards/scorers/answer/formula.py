@@ -410,7 +410,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=256)
 def read_formula(text: str) -> Formula | None:
-  """Parses text in canonical LaTeX (`latex.canonical`); None unless the whole text is a formula."""
+  """Parses a text in canonical LaTeX (`latex.canonical`); None if the text is not one formula."""
   reader = _Reader(text)
   try:
     root = reader.whole()

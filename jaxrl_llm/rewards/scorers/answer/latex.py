@@ -1,7 +1,7 @@
 r"""Canonical spelling of mathematics in LaTeX and plain text: spaces, fonts, sizes, Unicode,
 fractions, words.
 
-Invariants: linear time; the meaning never changes, and unknown text is kept.
+Invariants: the conversion takes linear time, never changes the meaning, and keeps unknown text.
 """
 
 from __future__ import annotations

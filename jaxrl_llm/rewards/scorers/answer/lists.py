@@ -9,7 +9,7 @@ from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.numbers import plain
 
 MAX_ELEMENTS = 64
-"""Maximum number of elements in a set or tuple; comparing sets takes time quadratic in it."""
+"""Maximum number of elements in a set or tuple; the time to compare sets is quadratic in it."""
 
 _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
@@ -143,8 +143,8 @@ def parse_tuple(text: str) -> list[str] | None:
 
 
 def names(text: str) -> list[str]:
-  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each
-  entry has one.
+  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; the list is empty
+  unless each entry has a name.
   """
   text = mathematical(text)
   name, _ = named(text)

@@ -107,9 +107,9 @@ def numbers_agree(
 ) -> bool:
   """Whether the numbers are equal within the tolerance.
 
-  p% is p/100. If only one of the two has the percent sign, the numbers as written may agree too:
-  references for questions like "what percentage …" often omit it. A truth below 1 is taken as a
-  fraction: 0.35 is not 0.35%.
+  p% means p/100. If only one of the two has a percent sign, they may also agree as written, because
+  references for questions like "what percentage …" often omit the sign. But a truth below 1 is
+  taken as a fraction: 0.35 is not 0.35%.
   """
 
   def close(t, a):

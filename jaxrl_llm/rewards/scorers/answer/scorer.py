@@ -3,7 +3,7 @@ the task requires.
 
 The value is 1.0 or 0.0, and None only if the truth is missing or unreadable. A completion scores 0
 if it gives no answer, two different answers (in two boxes, or as a list where the truth is not a
-list), or only one that it copies from the prompt.
+list), or only an answer copied from the prompt.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ NO_TRUTH = 'the task has no truth'
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, and elsewhere
-  from each truth.
+  """Comparison mode. None: a run or `jaxrl score` chooses it at its start from all truths;
+  elsewhere it is chosen for each task from the task's truth.
   """
   extraction: Methods | None = None
-  """Extraction method; of several, the first that finds anything decides. None: chosen with the
-  mode. It does not apply to the truth, whose form is recognised (`…#### 42`, `\\boxed{42}`,
-  `42`).
+  """Extraction method, or several methods, of which the first that finds anything decides. None:
+  chosen together with the mode. The option does not apply to the truth, whose form is recognised
+  (`…#### 42`, `\\boxed{42}`, `42`).
   """
   tag: str = 'answer'
   ignore_case: bool = False
-  """Mode `exact`: ignore the difference between upper and lower case."""
+  """Mode `exact`: whether to ignore the difference between upper and lower case."""
   units: Units = 'refused'
   """Mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
@@ -72,7 +72,7 @@ class AnswerOptions:
   choices_field: str = 'choices'
   """Mode `choice`: field of the task's row, or of its `extra_info`, that holds the choices."""
   truth_is_index: bool = False
-  """Mode `choice`: the truth is the index of the right choice, from 0."""
+  """Mode `choice`: whether the truth is the index of the right choice, counted from 0."""
   aliases_field: str = 'aliases'
   """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list
   of texts.
@@ -106,7 +106,7 @@ def field_of(task: Task, name: str) -> Json:
 
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
   """Reads a number from text that states it, assigns it to a name (`x = 3`) or computes it
-  correctly (`4 · 3 = 12`).
+  correctly (`4 · 3 = 12`); None for other text.
   """
   text = unboxed(text)
   if (plainly := _stated(text, options)) is not None:
@@ -206,7 +206,7 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
-  """Extracts the completion's single answer, as it is written there."""
+  """Extracts the completion's single answer, in the completion's spelling."""
   choices = (
     read_choices(field_of(attempt.task, options.choices_field))
     if options.mode == 'choice'
@@ -235,7 +235,7 @@ def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, A
 def choose_options(
   given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]
 ) -> ChosenOptions | None:
-  """Chooses the options left open for tasks with these truths; None if none are."""
+  """Chooses, from the tasks' truths, the options that are not set; None if all are set."""
   options = read_options(AnswerOptions, given, 'answer')
   if options.mode is not None and options.extraction is not None:
     return None
@@ -249,7 +249,7 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Fills in the options left open from this truth alone."""
+  """Fills in the options that are not set, from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))

@@ -52,7 +52,7 @@ def normalise(text: str) -> str:
 
 
 def aliases(truth: str) -> list[str]:
-  """Returns the accepted answers: several if the truth is a JSON list of texts."""
+  """Returns the accepted answers: the texts of a truth that is a JSON list, else the truth."""
   if truth.lstrip().startswith('['):
     try:
       several = json.loads(truth)

@@ -178,8 +178,8 @@ def _ratios(truth: str, answer: str) -> bool | None:
 
 
 def _words(answer: str) -> str:
-  """Returns an answer in words as it is compared: normalised, in the singular, and 'none' if it
-  says no solution.
+  """Returns the form in which answers in words are compared: normalised and in the singular, and
+  'none' for answers such as "no solution".
   """
   words = [
     word[:-1] if len(word) > 3 and word.endswith('s') else word
@@ -285,7 +285,7 @@ def _bracketed(text: str) -> bool:
 
 
 def _decimal(text: str) -> str:
-  """Returns the decimal of a text whose comma may be a decimal point; empty for other text."""
+  """Returns the text with a decimal point for its comma, if the comma may be one, else ''."""
   match = re.fullmatch(r'([-+]?\d+),(\d+)', text)
   return f'{match[1]}.{match[2]}' if match else ''
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plain, split_number
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
-"""refused: text after a number makes it unreadable; ignored: words and units after a number do not
+"""refused: a number followed by text is unreadable; ignored: words and units after a number do not
 count; stated: if both sides state a unit, the units must agree, after conversion if they are known;
 required: as with stated, and the answer must have a unit if the truth does.
 """

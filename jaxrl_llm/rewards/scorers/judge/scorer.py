@@ -1,8 +1,8 @@
 """LLM-as-a-judge scorer over any OpenAI-compatible server (`/v1/chat/completions`).
 
-Invariants: a score comes from a single JSON object of the required form; if the judge gives none,
-even after retries, the scorer has failed. The same question is paid for once: answers are cached by
-the digest of the whole request, and identical requests in flight share one answer.
+Invariants: a score comes from a single JSON object of the required form; if the judge gives no such
+object, even after retries, the call fails. The same question is paid for once: answers are cached
+by the digest of the whole request, and identical requests in flight share one answer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class JudgeOptions(DiscoveringOptions):
   model: str
   """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """score: the judge gives each answer a number; pairwise: it says which of two answers of a group
-  is better.
+  """score: the judge gives each answer a number; pairwise: the judge says which of two answers of a
+  group is better.
   """
   against: Literal['all', 'next', 'first'] = 'all'
   """Mode `pairwise`. all: each attempt is compared with all others; next: with its two neighbours
@@ -120,8 +120,8 @@ class Judge(ServiceClient):
     self._cache.close()
 
   async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
-    """Returns the judge's answer to a prompt. Raises RemoteError if the judge gives none that
-    `read` accepts.
+    """Returns the judge's answer to a prompt. Raises RemoteError if `read` accepts none of the
+    judge's answers.
 
     Args:
       read: parses the verdict in a text; raises Malformed if it is malformed.

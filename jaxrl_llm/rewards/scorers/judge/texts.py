@@ -156,8 +156,8 @@ def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
-  """Returns the JSON object with the key `wanted` in a judge's answer; it may be fenced, or follow
-  prose or thoughts.
+  """Returns the JSON object with the key `wanted` in a judge's answer. The object may be fenced, or
+  follow prose or thoughts.
 
   Raises Malformed, with a message for the judge, if there is no such object, or if two differ: if a
   judge quotes a verdict from the text and then gives its own, it is unclear which counts.
@@ -186,7 +186,7 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
 
 
 def read_score(text: str) -> dict[str, Json]:
-  """Parses a score from 0 to 1 with its reasoning. Raises Malformed."""
+  """Parses a score from 0 to 1 with its reasoning. Raises Malformed for any other answer."""
   answer = read_answer(text, 'score')
   if not is_number(answer['score']) or not 0 <= answer['score'] <= 1:
     raise Malformed(f'"score" is {json.dumps(answer["score"]):.80}, wanted a number from 0 to 1')
@@ -197,7 +197,7 @@ def read_score(text: str) -> dict[str, Json]:
 
 
 def read_winner(text: str) -> dict[str, Json]:
-  """Parses a winner (A, B or tie) with its reasoning. Raises Malformed."""
+  """Parses a winner (A, B or tie) with its reasoning. Raises Malformed for any other answer."""
   answer = read_answer(text, 'winner')
   if answer['winner'] not in ('A', 'B', 'tie'):
     raise Malformed(f'"winner" is {json.dumps(answer["winner"]):.80}, wanted "A", "B" or "tie"')

@@ -115,7 +115,7 @@ def _is_literal(answer: str, reference: str) -> bool:
 
 GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'binary_matrix': _is_literal,
-  # It evaluates the task's problem, not the answer.
+  # This verifier evaluates the task's problem, not the answer.
   'bitwise_arithmetic': lambda answer, reference: True,
   'countdown': _is_arithmetic,
   'intermediate_integration': _is_symbolic,
@@ -132,8 +132,8 @@ answer may be evaluated. The answer is exactly the text that the verifier gets.
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text as code; false only for those in `PLAIN` and classes
-  derived from them.
+  """Whether verifier `name` may evaluate text as code; false only for verifiers in `PLAIN` and
+  those derived from them.
   """
   if name in PLAIN:
     return False
@@ -246,7 +246,8 @@ def score_in_sandbox(
 
   Raises:
     NoIsolation: this machine cannot provide the isolation.
-    SandboxError: the sandbox failed, or the verifier raises on the reference answer too.
+    SandboxError: the sandbox failed, or the verifier raises an exception even on the reference
+      answer.
   """
   program = json.dumps([name, answer, entry])
   outcome, printed = _within_budget(lambda: _sandboxes(isolation).output(_PROGRAM, program))

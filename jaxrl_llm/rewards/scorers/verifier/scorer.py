@@ -52,7 +52,7 @@ class VerifierOptions:
   strip: bool = True
   """Strip white space around the answer; extractions other than `whole` always strip it."""
   partial_credit: bool = False
-  """Use the verifier's number as the value, instead of 1.0 or 0.0."""
+  """Whether to use the verifier's number as the value, instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
   """How the sandboxes of verifiers that evaluate answers are isolated, as in scorer `code`."""
@@ -60,7 +60,8 @@ class VerifierOptions:
 
 @functools.cache
 def _score_answer(name: str) -> Callable[..., float]:
-  # Imported here, since it takes nearly a second in every launch script; workers preload it.
+  # Imported here, since the import would add nearly a second to every launch script; workers
+  # preload it.
   import reasoning_gym
 
   return reasoning_gym.get_score_answer_fn(name)
@@ -113,8 +114,8 @@ def runs_code(answer: str) -> bool:
 
 
 def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
-  """Returns the verifier's number; 0 if it raises on this answer but not on the reference
-  answer.
+  """Returns the verifier's number; 0 if the verifier raises an exception on this answer but not on
+  the reference answer.
   """
   score_answer = _score_answer(name)
   # Some verifiers (`number_sorting`) evaluate the reference answer, which is a list.
