@@ -38,7 +38,7 @@ MAX_BYTES = 32 << 20
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
   """Reads the bytes to which a `Media.reference` refers; paths are relative to `root`. Raises
-  ValueError if invalid.
+  ValueError if the reference is invalid.
   """
   if reference.startswith(_DATA):
     try:

@@ -27,7 +27,7 @@ to keep it.
 
 
 class Passed(NamedTuple):
-  """Numbers of tasks that a processor was given and dropped."""
+  """Counts of the tasks that a processor was given and of those it dropped."""
 
   name: str
   given: int
@@ -44,7 +44,7 @@ class Passed(NamedTuple):
 
 
 class ProcessorContext(NamedTuple):
-  """Context that a processor has besides its tasks."""
+  """What a processor's decisions may depend on besides its tasks."""
 
   others: Sequence[Task]
   """Tasks of the tasksets processed before this one."""
@@ -59,8 +59,8 @@ class DedupConfig:
   """
 
   near: bool = True
-  """Also drop tasks that differ from another only in case, spacing, sentence punctuation or the
-  system message.
+  """Whether to drop also tasks that differ from another only in case, spacing, sentence punctuation
+  or the system message.
   """
 
 

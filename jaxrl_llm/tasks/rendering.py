@@ -35,7 +35,7 @@ class RenderingLimits:
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Address space in bytes that the process may add to what it has at its start."""
+  """Address space in bytes that the process may use in addition to that at its start."""
   characters: int = 16 << 20
   """Maximum length of the rendered text in characters."""
   start_s: float = 120.0

@@ -36,25 +36,28 @@ class SamplerConfig:
   `target`.
   """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Relative share of each taskset in the draws, enforced by counting rather than randomly; each
-  taskset then has its own order. Empty: the tasks of all tasksets form one pool.
+  """Relative share of each taskset in the draws. Tasksets take turns by these shares, not at
+  random, and each has its own order. Empty: the tasks of all tasksets form one pool.
   """
   schedule: tuple[LaterWeights, ...] = ()
   """Weights for later batches, ordered by their first batch."""
   hardness: str | None = None
-  """easy_to_hard: numeric field of a task's row that holds its difficulty."""
+  """Order `easy_to_hard`: name of the numeric row field that holds a task's difficulty."""
   prior: float = 0.5
-  """prioritised: assumed success rate of a task that was never attempted."""
+  """Order `prioritised`: assumed success rate of a task that was never attempted."""
   newest: float = 0.5
-  """prioritised: weight of the newest group in the moving average of a task's success rate."""
+  """Order `prioritised`: weight of the newest group in the moving average of a task's success rate.
+  """
   floor: float = 0.05
-  """prioritised: minimum weight of a task, however often it is solved."""
+  """Order `prioritised`: minimum weight of a task, however often it is solved."""
   target: float = 0.5
-  """difficulty: target success rate."""
+  """Order `difficulty`: target success rate."""
   temperature: float = 0.1
-  """difficulty: distance from the target at which a task's weight falls by a factor of e."""
+  """Order `difficulty`: distance from the target at which a task's weight falls by a factor of e.
+  """
   discount: float = 0.2
-  """difficulty: share of the past evidence that a task's posterior forgets with each group."""
+  """Order `difficulty`: share of the past evidence that a task's posterior forgets with each group.
+  """
 
   def __post_init__(self):
     if (self.order == 'easy_to_hard') != (self.hardness is not None):
@@ -164,7 +167,7 @@ class TaskSampler:
     return begun[-1] if begun else self._config.weights
 
   def advance(self, batch: int) -> None:
-    """Sets the stage's batch to which later draws belong; it determines the weights."""
+    """Sets the batch of the stage to which later draws belong. The batch determines the weights."""
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:

@@ -95,8 +95,8 @@ class FailureRate:
 
 
 class TargetRate:
-  """P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta posterior that discounts
-  past evidence.
+  """Drawing probability P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta
+  posterior that discounts past evidence.
 
   α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence
   of BOTS (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not

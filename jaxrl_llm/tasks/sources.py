@@ -47,7 +47,7 @@ MAX_ROW_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceRow:
-  """A row as stored in its source, JSON only."""
+  """A row of a source, as JSON values."""
 
   where: str
   """File and line, or dataset and index, for messages."""
@@ -130,8 +130,8 @@ def missing_file(path: pathlib.Path) -> str:
 def _procedural_rows(
   name: str, options: Mapping[str, Any], size: int | None, seed: int
 ) -> Iterator[SourceRow]:
-  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so
-  items repeat.
+  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so that
+  a second reading yields the same items.
   """
   # imported here because the import takes 1 s
   from reasoning_gym.factory import DATASETS, create_dataset

@@ -69,13 +69,15 @@ class TasksetConfig:
   system: str | None = None
   """System message; None: the row's own, if any."""
   match: str | None = None
-  """Regular expression that must fully match the prompt's last message."""
+  """Regular expression. Tasks are dropped if it does not match the whole last message of their
+  prompt. None: no task is dropped.
+  """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
   """Fraction of prompts in 'eval', in [0, 1); the rest is 'train'."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
   processors: tuple[TaskProcessorConfig, ...] = ()
-  """Processors that then drop tasks, in this order."""
+  """Processors that drop tasks from the loaded taskset, in this order."""
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
@@ -113,8 +115,8 @@ class Taskset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationsConfig:
-  """Demonstrations made from templates: each task is answered with one of them, chosen at random by
-  weight.
+  """Demonstrations made from templates: each task is answered with one template, chosen at random
+  by weight.
   """
 
   templates: tuple[str, ...]
@@ -197,8 +199,8 @@ def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) ->
 
 
 def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
-  """Returns (task, answer) for the first `count` tasks; a task's template depends only on the seed
-  and its prompt.
+  """Returns (task, answer) for the first `count` tasks; the template depends only on the seed and
+  the task's prompt.
   """
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
@@ -353,7 +355,7 @@ def _messages(value: list[Json]) -> list[Message]:
 
 
 def own_truth(fields: Mapping[str, Json]) -> str | None:
-  """Returns a row's own reference answer as text, None if it has none."""
+  """Returns a row's own reference answer as text; None if the row has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   reward_model = source.get('reward_model')
   value = (

@@ -24,8 +24,8 @@ def names(fields: Mapping[str, Json]) -> dict[str, Json]:
   """Returns the names that a template may use for a row with these fields, and their values.
 
   For a reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. For any other
-  row: the keys of its `extra_info`, the `ground_truth` in its `reward_model`, and its own keys. On
-  conflicts, the later one wins.
+  row: the keys of its `extra_info`, the `ground_truth` in its `reward_model`, and its own keys. If
+  a name occurs twice, the value listed later wins.
   """
   if 'reasoning_gym' in fields:
     entry = fields['entry']

@@ -71,7 +71,8 @@ class TokenizerConfig:
   """An existing tokenizer, or one to train on the tasks' text."""
 
   path: str | None = None
-  """Directory of an existing tokenizer; the other fields are then ignored."""
+  """Directory of an existing tokenizer, for which the other fields are ignored; None: one is built.
+  """
   kind: Literal['character', 'bpe'] = 'character'
   template: Template = 'plain'
   vocab_size: int = 1024
@@ -353,8 +354,8 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
     chat_template=_TEMPLATES[template],
   )
   fast.save_pretrained(str(directory))
-  # transformers 5 writes its new class name here, which version 4 cannot load; both accept this
-  # one.
+  # transformers 5 writes its new class name here, which version 4 cannot load. Both versions accept
+  # the old name.
   path = directory / 'tokenizer_config.json'
   config = {**json.loads(path.read_text()), 'tokenizer_class': 'PreTrainedTokenizerFast'}
   path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
@@ -363,7 +364,7 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
   """Returns the contents of the tokenizer's files, keyed by name. Raises UserError for irregular
-  files and bad JSON.
+  files and invalid JSON.
   """
   files = {}
   try:
