@@ -425,12 +425,17 @@ METRICS: dict[str, str] = {
   'rollout.vllm.discover.',
   'run/engine_joined': 'Servers that joined since the previous step.',
   'run/engine_left': 'Servers that left, or whose leases expired, since the previous step.',
-  'run/scorers/breaks': 'Restarts of all scorer processes since the previous step; absent before the first.',
-  'run/scorers/<scorer>/<count>': 'Failures of a scorer since the previous step: calls by `timeout`, `error`, '
-  '`crashed` and `retried`; samples `unscorable` or `zeroed` and `dropped_groups` by its '
-  'on_failure. Absent before '
-  'the first; if more than a few, see the log.',
-  'run/dropped/<reason>': 'Samples dropped for this reason while the batch was collected; `groups` counts groups.',
+  'run/scorers/breaks': (
+    'Restarts of all scorer processes since the previous step; absent before the first.'
+  ),
+  'run/scorers/<scorer>/<count>': (
+    'Failures of a scorer since the previous step: calls by `timeout`, `error`, `crashed` and '
+    '`retried`; samples `unscorable` or `zeroed` and `dropped_groups` by its on_failure. Absent '
+    'before the first; if more than a few, see the log.'
+  ),
+  'run/dropped/<reason>': (
+    'Samples dropped for this reason while the batch was collected; `groups` counts groups.'
+  ),
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': (
     'Versions between a token and the update that trains on it. At most the bound for new '

@@ -1,5 +1,5 @@
-"""Lease files, changed in every way, unsigned and signed: each counts as what it says, or is skipped
-with one line, and the good one beside it counts.
+"""Lease files, changed in every way, unsigned and signed: each counts as what it says, or is
+skipped with one line; the good one beside it counts.
 """
 
 import dataclasses

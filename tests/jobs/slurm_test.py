@@ -43,7 +43,8 @@ def kill(workdir, word: str) -> None:
   victims = [
     process
     for process in psutil.process_iter(['cmdline'])
-    if f'--workdir={workdir}' in (line := process.info['cmdline'] or []) or f'--registry={workdir}/registry' in line
+    if f'--workdir={workdir}' in (line := process.info['cmdline'] or [])
+    or f'--registry={workdir}/registry' in line
     if word in line and line[0] == sys.executable
   ]
   assert victims

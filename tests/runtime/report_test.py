@@ -24,7 +24,10 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import events, report, transcripts, writers
 from jaxrl_llm.runtime.events import Edge
 
-HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
+HOSTILE = (
+  '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- '
+  '<script>'
+)
 WORDS = [
   'tree',
   'river',

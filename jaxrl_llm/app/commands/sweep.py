@@ -80,7 +80,7 @@ flags.DEFINE_integer(
   'trial', None, 'Run this trial alone, as a task of a job array does.', flag_values=FLAGS
 )
 
-TRAIN = (sys.executable, '-m', 'jaxrl_llm.app.commands.cli', 'train')
+TRAIN = (sys.executable, '-m', 'jaxrl_llm', 'train')
 """Command that trains with this Python."""
 
 

@@ -63,7 +63,7 @@ flags.DEFINE_bool(
 )
 flags.DEFINE_string(
   'topology', None,
-  'With --dry_run: compile for these devices, such as v5e:4x4, 2*v5e:4x4 or h100:8, which may be absent.',
+  'With --dry_run: compile for these devices, which may be absent: v5e:4x4, 2*v5e:4x4, h100:8, …',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool(

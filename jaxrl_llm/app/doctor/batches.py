@@ -175,7 +175,9 @@ class Trials:
         ):
           break
 
-  def _record(self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Experience]) -> None:
+  def _record(
+    self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Experience]
+  ) -> None:
     budgets = self._setup.config.rollout.mismatch
     row, exceeded = step_metrics(batch, updated, taken, budgets)
     trial.rows.append(row)

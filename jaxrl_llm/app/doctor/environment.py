@@ -111,9 +111,7 @@ def publication_bytes(config: Config, spec: ModelSpec) -> int:
   return sum(size * _product(entry.shape) for entry in entries(spec))
 
 
-def shared_memory(
-  config: Config, spec: ModelSpec, free: int | None = None
-) -> Iterator[Finding]:
+def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> Iterator[Finding]:
   """Compares the space for published weights with their size.
 
   Args:

@@ -15,7 +15,6 @@ from jaxrl_llm.app.dry_run.programs import Program, stage_programs
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.script import print_json
-from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as EXPERIENCE_PROCESSORS
 from jaxrl_llm.models.families import FAMILIES

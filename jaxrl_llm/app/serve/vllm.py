@@ -20,7 +20,6 @@ from jaxrl_llm.app.serve.listening import (
   check_addresses_file,
   define_registering,
   lease_of,
-  open_registry,
   registering,
   token_of,
   write_addresses,
