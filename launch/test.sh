@@ -15,7 +15,8 @@
 # may name a place that has it. The full and acceptance tiers also make the environments of the vLLM servers
 # (launch/install_vllm.sh), of TRL and Tunix (launch/install_peers.sh) and of the compilers for devices that are not
 # here (launch/install_aot.sh). Where root (or sudo without a password) permits it, they install Debian packages:
-# Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use these are skipped.
+# Chromium and its driver, iproute2, openssl, bubblewrap, and openssh-server where no systemd would start it; otherwise
+# the tests that use these are skipped.
 #
 # The output of each part is in runs/tests/*.log, and a report of the time it took in runs/tests/times.md.
 # Every part runs even if an earlier one failed; the exit code is 0 only if all of them passed.
@@ -48,13 +49,16 @@ done
 # Installs the Debian packages of commands that the full tier's tests run, where they are missing and root permits it.
 ensure_commands() {
   local command packages=() missing=() root=()
-  for command in chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl bwrap:bubblewrap; do
-    command -v "${command%%:*}" >/dev/null && continue
+  local commands=(chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl bwrap:bubblewrap)
+  # Where systemd runs, installing it would open this machine to the network.
+  [ -d /run/systemd/system ] || commands+=(sshd:openssh-server)
+  for command in "${commands[@]}"; do
+    PATH=$PATH:/usr/sbin command -v "${command%%:*}" >/dev/null && continue
     missing+=("${command%%:*}")
     packages+=("${command##*:}")
   done
   if [ ${#missing[@]} = 0 ]; then
-    say "chromium, chromedriver, ip, openssl and bwrap are there"
+    say "there already: ${commands[*]%%:*}"
     return
   fi
   if [ "$(id -u)" != 0 ]; then

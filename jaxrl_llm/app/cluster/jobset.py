@@ -79,7 +79,7 @@ class JobsetOptions:
   """Priority class of the pods."""
   queue: str | None = None
   """Kueue's local queue."""
-  gpu: str | None = None
+  gpu_type: str | None = None
   """GKE: type of the GPU nodes, such as nvidia-h100-80gb."""
   node_selector: tuple[str, ...] = ()
   """Labels of the nodes of every pod, each as KEY=VALUE."""
@@ -99,7 +99,7 @@ class JobsetOptions:
           f'--{name}={value}: wanted the name of a Kubernetes object: lower-case letters, digits, '
           'inner hyphens and dots'
         )
-    for name in ('queue', 'gpu'):
+    for name in ('queue', 'gpu_type'):
       if (value := getattr(self, name)) is not None and not _LABEL.fullmatch(value):
         raise UserError(f'--{name}={value}: wanted the value of a label, at most 63 characters')
     for name in ('image', 'python'):
@@ -329,8 +329,8 @@ def _pod(job: Job, group: Group, options: JobsetOptions) -> dict:
   if resources.tpu:
     selector['cloud.google.com/gke-tpu-accelerator'] = resources.tpu
     selector['cloud.google.com/gke-tpu-topology'] = resources.topology
-  if resources.gpus and options.gpu:
-    selector['cloud.google.com/gke-accelerator'] = options.gpu
+  if resources.gpus and options.gpu_type:
+    selector['cloud.google.com/gke-accelerator'] = options.gpu_type
   shared = {'medium': 'Memory'}
   if options.shm_gib is not None:
     shared['sizeLimit'] = f'{options.shm_gib}Gi'

@@ -59,7 +59,8 @@ class SshOptions:
 
   hosts: tuple[str, ...] = ()
   """Hosts, one for each node: those of the trainer first, then those of the other groups in their
-  order, each as HOST or USER@HOST. A host may be named several times. Required.
+  order, each as HOST or USER@HOST, separated by commas. A host may be named several times.
+  Required.
   """
   coordinator: str | None = None
   """Name or address under which all hosts reach the first one; unset: as in --hosts."""
@@ -69,7 +70,7 @@ class SshOptions:
   """Configuration file for ssh; unset: the user's."""
 
   def __post_init__(self):
-    for host in self.hosts:
+    for host in self.every_host:
       if not _HOST.fullmatch(host):
         raise UserError(f'--hosts: {host!r} is no host; wanted HOST or USER@HOST')
     if self.coordinator is not None and not _HOST.fullmatch(self.coordinator):
@@ -78,6 +79,11 @@ class SshOptions:
       raise UserError(f'--port={self.port}: wanted 1024 to 65535')
     if self.ssh_config is not None and not self.ssh_config.isprintable():
       raise UserError(f'--ssh_config={self.ssh_config}: wanted a path of printable characters')
+
+  @property
+  def every_host(self) -> tuple[str, ...]:
+    """The hosts one by one."""
+    return tuple(host for part in self.hosts for host in part.split(','))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +142,7 @@ def _read(name: str) -> str:
 
 
 def _processes(job: Job, options: SshOptions) -> list[_Process]:
-  hosts, nodes = options.hosts, sum(group.nodes for group in job.groups)
+  hosts, nodes = options.every_host, sum(group.nodes for group in job.groups)
   if len(hosts) != nodes:
     groups = ', '.join(f'{group.name} {group.nodes}' for group in job.groups)
     raise UserError(

@@ -26,7 +26,7 @@ JOBS = {
   'cpu': (cluster_jobs.cpu_job(), OPTIONS),
   'gpus': (
     cluster_jobs.gpu_job(),
-    dataclasses.replace(OPTIONS, gpu='nvidia-h100-80gb', shm_gib=64, queue='team', user=1000),
+    dataclasses.replace(OPTIONS, gpu_type='nvidia-h100-80gb', shm_gib=64, queue='team', user=1000),
   ),
   'v5e-64': (
     cluster_jobs.tpu_job(),
@@ -279,7 +279,7 @@ def test_a_job_that_kubernetes_cannot_run_is_one_line(job, options, words):
     {'namespace': '--all-namespaces'},
     {'namespace': 'a/b'},
     {'queue': 'a b'},
-    {'gpu': '-'},
+    {'gpu_type': '-'},
     {'node_selector': ('a',)},
     {'node_selector': ('a=b c',)},
     {'slices': 0},

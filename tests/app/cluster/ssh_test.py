@@ -53,7 +53,7 @@ def environment(job, options=OPTIONS) -> list[dict[str, str]]:
 def test_trainers_get_their_job_and_services_do_not():
   service = Group(name='rollout', command=('serve',))
   job = cluster_jobs.job(trainer=two('run'), services=[service])
-  options = ssh.SshOptions(hosts=('me@a', 'b', 'b'), port=9000)
+  options = ssh.SshOptions(hosts=('me@a,b', 'b'), port=9000)
   first, second, rollout = environment(job, options)
   assert first['JAX_COORDINATOR_ADDRESS'] == second['JAX_COORDINATOR_ADDRESS'] == 'a:9000'
   assert first['JAX_NUM_PROCESSES'] == '2'
@@ -85,6 +85,7 @@ def test_each_node_wants_a_host(hosts):
     {'hosts': ('$(reboot)',)},
     {'hosts': ('a\n',)},
     {'hosts': ('',)},
+    {'hosts': ('a,,b',)},
     {'hosts': ('@a',)},
     {'hosts': ('-a@b',)},
     {'coordinator': 'a:1'},
