@@ -24,9 +24,11 @@ fail() {
 
 now() { date +%s; }
 
-remote() { ssh -T -a -x -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 \
-  -o ServerAliveCountMax=3 -o ControlPath=none -o ClearAllForwardings=yes -o RemoteCommand=none \
-  -o LogLevel=ERROR "$@"; }
+remote() {
+  ssh -T -a -x -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 \
+    -o ServerAliveCountMax=3 -o ControlPath=none -o ClearAllForwardings=yes \
+    -o RemoteCommand=none -o LogLevel=ERROR "$@"
+}
 
 # note STATE CODE: what --status reads.
 note() {
