@@ -58,9 +58,14 @@ class Cluster:
     return int(described.partition(' ExitCode=')[2].partition(':')[0])
 
   def begin_now(self, job_id: str) -> None:
-    """Waits until a job has been requeued; Slurm would start it two minutes later."""
+    """Waits until a job has been requeued, and starts it: Slurm would do so two minutes later."""
     self.wait(job_id, lambda state: state.startswith('PENDING'))
-    self.call('scontrol', 'update', f'jobid={job_id}', 'StartTime=now')
+    deadline = time.monotonic() + 120
+    # While the job is being requeued, Slurm forgets what it is told.
+    while self.state(job_id) == 'PENDING BeginTime':
+      assert time.monotonic() < deadline
+      self.call('scontrol', 'update', f'jobid={job_id}', 'StartTime=now')
+      time.sleep(0.5)
 
   def wait(self, job_id: str, is_reached: Callable[[str], bool], timeout_s: float = 900) -> str:
     """The job's state once it is as wanted."""

@@ -13,8 +13,7 @@ import os
 import pathlib
 import re
 import secrets
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Resources
 from jaxrl_llm.app.schema import Config
@@ -27,6 +26,7 @@ KEY = 'key'
 """File in the registry that holds the job's key."""
 _CODE = 'code'
 """Scorer whose programs sandbox hosts run."""
+_REGISTRY = 'registry'
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'
 """Folder in the run directory through which weights reach servers on other nodes."""
@@ -102,6 +102,7 @@ def compose(
   overrides: Mapping[str, str],
   layout: Layout,
   *,
+  program: Sequence[str],
   workdir: str | os.PathLike[str] | None = None,
   one_machine: bool = False,
 ) -> Job:
@@ -110,6 +111,7 @@ def compose(
   Args:
     config_spec: `FILE.py[:VARIANT]` or the name of a shipped configuration.
     overrides: text of overrides, keyed by dotted key, as on the command line.
+    program: command that runs `jaxrl` on every node.
     workdir: run directory; None: `runs/<name of the configuration>`.
     one_machine: whether all processes run on this machine, so that services use unix sockets.
 
@@ -118,13 +120,14 @@ def compose(
   """
   config = apply_overrides(load_file(config_spec, Config), overrides)
   run = pathlib.Path(workdir or f'runs/{config.name}').absolute()
-  registry = run / 'registry'
+  registry = run / _REGISTRY
   _check_mesh(config, layout)
   _check_services(config, layout, one_machine)
   needed = _needed(config, layout, run, registry, one_machine)
   config = apply_overrides(config, needed)
   given = {**overrides, **needed}
-  train = _jaxrl(
+  train = (
+    *program,
     'train',
     f'--config={_absolute(config_spec)}',
     f'--workdir={run}',
@@ -143,7 +146,7 @@ def compose(
       topology=layout.topology,
     ),
   )
-  services = _services(config, layout, run, registry, one_machine)
+  services = _services(config, layout, run, (*program, 'serve'), one_machine)
   return Job(
     name=layout.name or _job_name(config.name),
     groups=(trainer, *services),
@@ -176,8 +179,10 @@ def _needed(
       needed['rollout.vllm.publish_dir'] = str(run / _PUBLISHED)
   for scorer in config.rewards.scorers:
     if layout.sandboxes and scorer.implementation == _CODE:
-      options = {'discover': '*', **({'ca_file': layout.ca_file} if layout.ca_file else {})}
-      for name, value in options.items():
+      found = {'discover': '*'}
+      if layout.ca_file:
+        found['ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
+      for name, value in found.items():
         needed[f'rewards.scorers.{scorer.name}.options.{name}'] = json.dumps(value)
   if layout.explorers and one_machine:
     needed['rollout.explorers.processes'] = str(layout.explorers)
@@ -234,26 +239,28 @@ def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
 
 
 def _services(
-  config: Config, layout: Layout, run: pathlib.Path, registry: pathlib.Path, one_machine: bool
+  config: Config, layout: Layout, run: pathlib.Path, serve: tuple[str, ...], one_machine: bool
 ) -> list[Group]:
+  """Returns the groups of services; `serve` is the command that runs `jaxrl serve`."""
   found = []
-  listen = [f'--registry={registry}', *([] if one_machine else _front(layout))]
+  registry = f'--registry={run / _REGISTRY}'
+  listen = [registry, *([] if one_machine else _front(layout))]
   cpus = Resources(cpus=layout.cpus, memory_gib=layout.memory_gib)
   if layout.rollout_nodes:
     group = Group(
       name='rollout',
-      command=_vllm(config, run, listen, one_machine),
+      command=(*serve, *_vllm(config, run, listen, one_machine)),
       nodes=layout.rollout_nodes,
       processes_per_node=layout.rollout_servers,
       resources=dataclasses.replace(cpus, gpus=layout.rollout_gpus),
     )
     found.append(group)
   if layout.sandboxes:
-    command = _jaxrl('serve', '--role=sandbox', *listen)
+    command = (*serve, '--role=sandbox', *listen)
     found.append(Group(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus))
   if layout.explorers and not one_machine:  # There the trainer starts them itself.
     trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
-    command = _jaxrl('serve', '--role=explorer', f'--registry={registry}', *trust)
+    command = (*serve, '--role=explorer', registry, *trust)
     found.append(Group(name='explorer', command=command, nodes=layout.explorers, resources=cpus))
   return found
 
@@ -272,10 +279,8 @@ def _front(layout: Layout) -> list[str]:
   return [f'--{name}' if value is True else f'--{name}={value}' for name, value in flags.items()]
 
 
-def _vllm(
-  config: Config, run: pathlib.Path, listen: list[str], one_machine: bool
-) -> tuple[str, ...]:
-  """Command of one server. The trainer writes config.json to --model before it wants servers."""
+def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: bool) -> list[str]:
+  """Arguments of one server. The trainer writes config.json to --model before it wants servers."""
   vllm = config.rollout.vllm
   flags = [
     f'--model={run / "vllm"}',
@@ -291,12 +296,7 @@ def _vllm(
   if not one_machine:
     flags.append(f'--publish_root={vllm.publish_dir or run / _PUBLISHED}')
   words = options(vllm.args)
-  return _jaxrl('serve', '--role=vllm', *flags, *(['--', *words] if words else []))
-
-
-def _jaxrl(*arguments: str) -> tuple[str, ...]:
-  """Command of this Python: it need not be on the nodes' PATH, and works in a checkout too."""
-  return (sys.executable, '-P', '-m', 'jaxrl_llm', *arguments)
+  return ['--role=vllm', *flags, *(['--', *words] if words else [])]
 
 
 def _absolute(config_spec: str) -> str:

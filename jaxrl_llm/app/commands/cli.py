@@ -1,8 +1,8 @@
 """Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same from a checkout.
 
   jaxrl train       trains a configuration; the same command resumes
-  jaxrl launch      launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
   jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
+  jaxrl launch      launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
   jaxrl evaluate    evaluates the commits of a run
   jaxrl report      rebuilds a run's report.html
   jaxrl sweep       runs the trials of a sweep file: grids, random and guided search, seeds
@@ -31,8 +31,8 @@ import jaxrl_llm
 COMMANDS = (
   *(
     'train',
-    'launch',
     'serve',
+    'launch',
     'evaluate',
     'report',
     'sweep',

@@ -38,6 +38,8 @@ LAUNCHERS = {
   'jobset': 'jaxrl_llm.app.cluster.jobset',
 }
 """Modules with a `LAUNCHER`, keyed by name."""
+_PROGRAM = (sys.executable, '-P', '-m', 'jaxrl_llm.app.commands.cli')
+"""Runs `jaxrl` where it is not on the PATH, from a wheel or a checkout."""
 _ACTIONS = ('submit', 'status', 'logs', 'cancel')
 
 
@@ -71,6 +73,7 @@ def _main(argv: Sequence[str]) -> int:
     config_spec,
     overrides,
     _read(Layout, values),
+    program=_PROGRAM,
     workdir=values.workdir,
     one_machine=launcher.one_machine,
   )

@@ -1,5 +1,6 @@
 """From a configuration to a job, and what cannot become one."""
 
+import functools
 import stat
 
 import pytest
@@ -9,6 +10,7 @@ from jaxrl_llm.app.cluster.files import write_files
 from jaxrl_llm.app.cluster.job import Group, Job
 from jaxrl_llm.core.errors import UserError
 
+compose = functools.partial(compose, program=('jaxrl',))
 VLLM = {'rollout.engine': 'vllm'}
 
 
@@ -19,8 +21,8 @@ def test_a_job_without_services_is_the_command_of_the_trainer(tmp_path):
     Layout(nodes=2, processes_per_node=2, cpus=4, restarts=1),
     workdir=tmp_path,
   )
-  assert job.trainer.command[3:] == (
-    'jaxrl_llm.app.commands.cli',
+  assert job.trainer.command == (
+    'jaxrl',
     'train',
     '--config=quickstart',
     f'--workdir={tmp_path}',
