@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -51,6 +52,8 @@ _LABEL_KEY = re.compile(rf'([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{_LABEL.pattern}')
 _RESOURCE = re.compile(r'[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?')
 _PRINTABLE = re.compile(r'[!-~]+')
 _TOPOLOGY = re.compile(r'[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}')
+_NOISE = re.compile(r'[IWE]\d{4} |Warning: |$')
+"""Lines of kubectl that are its log, and no message."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _SECONDS = 60
 """Maximum duration of a call of kubectl; logs may take longer."""
@@ -413,8 +416,13 @@ def _container(job: Job, group: Group, options: JobsetOptions) -> dict:
 
 
 def _in_image(command: Sequence[str], options: JobsetOptions) -> list[str]:
-  """Replaces the interpreter of a command `PYTHON -m MODULE …`."""
-  return [options.python, *command[1:]] if command[1:2] == ('-m',) else [*command]
+  """Replaces the interpreter of a command `PYTHON [-OPTION …] -m MODULE …`."""
+  flags = itertools.takewhile(_is_flag, command[1:])
+  return [options.python, *command[1:]] if '-m' in flags else [*command]
+
+
+def _is_flag(word: str) -> bool:
+  return word.startswith('-')
 
 
 def _devices(group: Group, options: JobsetOptions) -> dict[str, str]:
@@ -485,7 +493,8 @@ def _kubectl(
   except OSError as error:
     raise UserError(f'kubectl: cannot be run: {error.strerror}') from error
   if done.returncode != 0:
-    words = one_line(done.stderr) or f'exit code {done.returncode}'
+    said = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
+    words = one_line(' '.join(said)) or f'exit code {done.returncode}'
     raise UserError(f'kubectl {arguments[0]}: {words}')
   return done.stdout or ''
 

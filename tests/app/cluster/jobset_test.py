@@ -229,10 +229,15 @@ def test_unusable_input_ends_the_job_at_once_and_other_failures_restart_it():
 
 
 def test_the_images_interpreter_replaces_that_of_this_machine():
-  trainer = Group(name='trainer', command=(sys.executable, '-m', 'a.b', '-m'))
   options = dataclasses.replace(OPTIONS, python='/opt/bin/python')
-  [container] = pod(replicated(cluster_jobs.job(trainer=trainer), options)['trainer'])['containers']
-  assert container['command'] == ['/opt/bin/python', '-m', 'a.b', '-m']
+  for command, wanted in (
+    ((sys.executable, '-P', '-m', 'a.b', '-x'), ['/opt/bin/python', '-P', '-m', 'a.b', '-x']),
+    (('run', 'a', '-m'), ['run', 'a', '-m']),
+    (('run',), ['run']),
+  ):
+    job = cluster_jobs.job(trainer=Group(name='trainer', command=command))
+    [container] = pod(replicated(job, options)['trainer'])['containers']
+    assert container['command'] == wanted
 
 
 @pytest.mark.parametrize('directory, wanted', [('/data/code', '/data/code'), ('/home/me', None)])
@@ -355,7 +360,9 @@ def test_submit_refuses_a_name_that_the_cluster_has(kubectl):
 
 
 def test_a_refused_manifest_leaves_nothing_behind(kubectl):
-  kubectl.answer(apply=(1, '', 'error: forbidden\nsecond line\n'))
+  kubectl.answer(
+    apply=(1, '', 'E1124 03:12:35.8 log\nWarning: old\nerror: forbidden\nsecond line\n')
+  )
   with pytest.raises(UserError, match=r'^kubectl apply: error: forbidden second line$'):
     jobset.submit('manifest', *JOBS['cpu'])
   assert kubectl.calls[-1][0] == [

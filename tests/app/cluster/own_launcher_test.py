@@ -7,10 +7,10 @@ import sys
 
 import cluster_jobs
 import pytest
-from jaxrl_llm.app.commands.launch import main
 from paths import FIXTURES
 
 from jaxrl_llm.app.cluster.job import Group
+from jaxrl_llm.app.commands.launch import main
 
 NAME = 'own_launcher:LAUNCHER'
 STAND_IN = """\
