@@ -10,7 +10,7 @@
 # /etc are neither read nor written. Each node is a slurmd with a port of its own on loopback; it is
 # called 127.0.0.1, 127.0.0.2, ..., so that its name can be resolved. DIR must be an absolute
 # path of at most 80 characters (it holds a unix socket) that other users cannot write to. Jobs run as the current user.
-# Partition `main` is the default; jobs of partition `urgent` preempt its jobs, which are requeued.
+# KILL_WAIT (30): seconds between SIGTERM and SIGKILL when Slurm ends a job. Partition `main` is the default; jobs of partition `urgent` preempt its jobs, which are requeued.
 set -euo pipefail
 
 fail() {
@@ -52,13 +52,14 @@ start() {
   [[ $dir = /* && ${#dir} -le 80 ]] || fail "$dir: wanted an absolute path of at most 80 characters"
   [ ! -e "$dir/slurm.conf" ] || fail "$dir: has a cluster already; stop it, or name another directory"
   mkdir -p "$dir"/{state,spool,log,run}
-  chmod 711 "$dir" "$dir/run"
+  chmod 700 "$dir"
   user=$(id -un)
   host=$(hostname -s)
   port=$(free_ports $((nodes + 1)))
   head -c 1024 /dev/urandom >"$dir/munge.key"
   chmod 400 "$dir/munge.key"
-  munged --key-file="$dir/munge.key" --socket="$dir/run/munge" --pid-file="$dir/run/munged.pid" \
+  # --force: others need not reach its socket.
+  munged --force --key-file="$dir/munge.key" --socket="$dir/run/munge" --pid-file="$dir/run/munged.pid" \
     --log-file="$dir/log/munged" --seed-file="$dir/run/seed" --num-threads=1
   cat >"$dir/slurm.conf" <<END
 ClusterName=tests

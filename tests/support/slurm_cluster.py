@@ -16,6 +16,8 @@ import job
 from paths import ROOT, SUPPORT
 
 SCRIPT = SUPPORT / 'slurm.sh'
+KILL_WAIT_S = 15
+"""Seconds between SIGTERM and SIGKILL when Slurm ends a job."""
 
 
 def is_installed() -> bool:
@@ -58,8 +60,12 @@ class Cluster:
     return int(described.partition(' ExitCode=')[2].partition(':')[0])
 
   def begin_now(self, job_id: str) -> None:
-    """Waits until a job has been requeued, and starts it: Slurm would do so two minutes later."""
+    """Waits until a job has been requeued, and starts it: Slurm would do so two minutes later.
+
+    Before KillWait is over, a slurmd may yet kill what runs under the number of the job.
+    """
     self.wait(job_id, lambda state: state.startswith('PENDING'))
+    time.sleep(KILL_WAIT_S + 5)
     deadline = time.monotonic() + 120
     # While the job is being requeued, Slurm forgets what it is told.
     while self.state(job_id) == 'PENDING BeginTime':
@@ -102,7 +108,12 @@ def running(nodes: int = 3) -> Iterator[Cluster]:
   directory = pathlib.Path(tempfile.mkdtemp(prefix='slurm-'))
   cluster = directory / 'cluster'
   try:
-    subprocess.run(['bash', SCRIPT, 'start', cluster, str(nodes)], check=True, timeout=120)
+    subprocess.run(
+      ['bash', SCRIPT, 'start', cluster, str(nodes)],
+      env={**os.environ, 'KILL_WAIT': str(KILL_WAIT_S)},
+      check=True,
+      timeout=120,
+    )
     yield Cluster(cluster)
   finally:
     subprocess.run(['bash', SCRIPT, 'stop', cluster], check=True, timeout=120)
