@@ -14,7 +14,10 @@ import psutil
 import pytest
 import slurm_cluster
 from paths import ROOT
+from slurm_cluster import UNFINISHED
 
+from jaxrl_llm.app.cluster import slurm
+from jaxrl_llm.app.cluster.job import Group, Job, Resources
 from jaxrl_llm.replay.audit import audit
 
 pytestmark = [
@@ -125,3 +128,28 @@ def test_the_time_limit_ends_a_job_with_a_commit_and_it_comes_back(cluster, tmp_
   cluster.call('scontrol', 'update', f'jobid={job_id}', 'TimeLimit=60')
   assert cluster.wait_for_end(job_id).startswith('COMPLETED'), slurm_cluster.output(run, job_id)
   assert 'the time limit is near' in slurm_cluster.output(run, job_id)
+
+
+ELEMENT = """
+import os, pathlib, signal
+mine = pathlib.Path(os.environ['SLURM_ARRAY_TASK_ID'])
+starts = int(mine.read_text()) + 1 if mine.exists() else 1
+mine.write_text(str(starts))
+if mine.name == '2' and starts == 1:
+  os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_array_runs_each_element_once_and_a_killed_one_again(cluster, tmp_path, monkeypatch):
+  trainer = Group(
+    name='trainer', command=(sys.executable, '-c', ELEMENT), resources=Resources(cpus=1)
+  )
+  array = Job(name='array', workdir=str(tmp_path), directory=str(tmp_path), groups=(trainer,))
+  options = slurm.SlurmOptions(exclusive=False)
+  for name in ('SLURM_CONF', 'PATH'):
+    monkeypatch.setenv(name, cluster.environ[name])
+  job_id = slurm.submit(slurm.array_text(array, 4, options, at_once=3), array, options)
+  cluster.begin_now(f'{job_id}_2')
+  states = cluster.wait(job_id, lambda states: not any(word in states for word in UNFINISHED))
+  assert states.split() == ['COMPLETED', 'None'] * 4
+  assert [(tmp_path / str(i)).read_text() for i in range(4)] == ['1', '1', '2', '1']
