@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import job
 import psutil
@@ -115,8 +114,8 @@ def test_a_cancelled_job_commits_and_does_not_come_back(cluster, tmp_path):
   job_id = cluster.submit(run, *TWO)
   cluster.wait_for_rows(job_id, run, 12 + 2)
   cluster.call(sys.executable, 'launch/cluster/slurm.py', f'--cancel={job_id}')
-  assert cluster.wait_for_end(job_id).startswith('CANCELLED')
-  time.sleep(1)
+  assert cluster.wait_for_end(job_id).startswith('FAILED')
+  assert cluster.exit_code(job_id) == 143
   assert job.commits(run)[-1] >= 12
   assert 'committed in' in slurm_cluster.output(run, job_id)
 

@@ -122,6 +122,7 @@ asked=
 lost=
 # At the time limit Slurm tells this script, at all other ends every process.
 trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trainer' USR1
+trap 'asked=cancel; say "cancelled: stopping the trainer"; stop trainer' USR2
 trap 'asked=$${asked:-end}' TERM
 
 # Forgets the services that have ended; when one failed, the trainer stops too. One that ended well
@@ -147,7 +148,7 @@ while runs "$$trainer"; do
 done
 wait "$$trainer"
 code=$$?
-asked=$${asked:-end}
+asked=$${asked:-none}
 for group in $services; do
   stop "$$group"
 done
@@ -190,7 +191,7 @@ first_failure() {
 code=$$(first_failure)
 rm -f "$$ends"
 
-if ((code == 75 || code > 130)); then
+if [ "$$asked" != cancel ] && ((code == 75 || code > 130)); then
   # In another state, Slurm is ending or requeueing the job already.
   if [ "$$(squeue --noheader --jobs="$$id" --format=%T)" != RUNNING ]; then
     say "exit code $$code; Slurm decides whether the job starts again"
@@ -365,9 +366,14 @@ def logs(job_id: str, options: SlurmOptions) -> None:
 
 
 def cancel(job_id: str, options: SlurmOptions) -> None:
-  """Ends a job; its processes get SIGTERM, and SIGKILL after the cluster's KillWait (30 s)."""
+  """Ends a job for good. Its script stops the trainer, which has all the time that it needs to
+  commit; `scancel` alone may send SIGTERM twice, which cuts a commit short.
+  """
   _check_id(job_id)
-  _call(['scancel', job_id])
+  running = 'RUNNING' in status(job_id, options)
+  _call(['scancel', '--state=PENDING', job_id])
+  if running:
+    _call(['scancel', '--batch', '--signal=USR2', job_id])
 
 
 def _check_id(job_id: str) -> None:

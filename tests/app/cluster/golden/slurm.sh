@@ -77,6 +77,7 @@ asked=
 lost=
 # At the time limit Slurm tells this script, at all other ends every process.
 trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trainer' USR1
+trap 'asked=cancel; say "cancelled: stopping the trainer"; stop trainer' USR2
 trap 'asked=${asked:-end}' TERM
 
 # Forgets the services that have ended; when one failed, the trainer stops too. One that ended well
@@ -102,7 +103,7 @@ while runs "$trainer"; do
 done
 wait "$trainer"
 code=$?
-asked=${asked:-end}
+asked=${asked:-none}
 for group in rollout scorer; do
   stop "$group"
 done
@@ -145,7 +146,7 @@ first_failure() {
 code=$(first_failure)
 rm -f "$ends"
 
-if ((code == 75 || code > 130)); then
+if [ "$asked" != cancel ] && ((code == 75 || code > 130)); then
   # In another state, Slurm is ending or requeueing the job already.
   if [ "$(squeue --noheader --jobs="$id" --format=%T)" != RUNNING ]; then
     say "exit code $code; Slurm decides whether the job starts again"
