@@ -111,7 +111,7 @@ def test_a_configuration_error_is_the_jobs_exit_code_and_starts_nothing_again(cl
 
 def test_a_cancelled_job_commits_and_does_not_come_back(cluster, tmp_path):
   run = tmp_path / 'run'
-  job_id = cluster.submit(run, *TWO)
+  job_id = cluster.submit(run, *TWO, '--config.stages.grpo.steps=200')
   cluster.wait_for_rows(job_id, run, 12 + 2)
   cluster.call(sys.executable, 'launch/cluster/slurm.py', f'--cancel={job_id}')
   assert cluster.wait_for_end(job_id).startswith('FAILED')

@@ -367,7 +367,7 @@ def logs(job_id: str, options: SlurmOptions) -> None:
 
 def cancel(job_id: str, options: SlurmOptions) -> None:
   """Ends a job for good. Its script stops the trainer, which has all the time that it needs to
-  commit; `scancel` alone may send SIGTERM twice, which cuts a commit short.
+  commit; `scancel` alone would give it the cluster's KillWait.
   """
   _check_id(job_id)
   running = 'RUNNING' in status(job_id, options)
