@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Collection
 
 import jax
@@ -22,6 +23,8 @@ from jaxrl_llm.parallel.device import PeerFailed
 
 _LOOKS = 8
 """Looks within `heartbeat_s`."""
+_FIRST_S = 2.0
+"""Seconds for which process 0 lets the others name the lost one, since its end aborts them."""
 
 
 class PeerWatch:
@@ -86,4 +89,7 @@ class PeerWatch:
       f'{self._heartbeat_s:g} s (coordination.heartbeat_s): killed, stopped, or its host or '
       'network is gone; start the job again with the same command\n'
     )
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+      time.sleep(_FIRST_S)
     script.leave_at_once(PeerFailed.exit_code)

@@ -107,9 +107,13 @@ def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
   ('variables', 'program', 'line'),
   [
     (
-      {'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1'},
+      {
+        'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1',
+        'JAX_NUM_PROCESSES': '2',
+        'JAX_PROCESS_ID': '0',
+      },
       '',
-      'train: JAX_COORDINATOR_ADDRESS is set; start a job of several',
+      'train: this process is one of the 2 processes of the job at 127.0.0.1:1',
     ),
     (
       {},

@@ -25,6 +25,7 @@ from jaxrl_llm.app.schema import (
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.processors import ProcessorConfig
+from jaxrl_llm.parallel.coordination import CoordinationConfig
 
 BEFORE = FIXTURES / 'config_before_sources.json'
 SHOWN = dict(tasksets=('train',), templates=('{answer}', '{word}'), weights=(0.4, 0.6), count=400)
@@ -81,6 +82,14 @@ def test_todays_configuration_goes_on_with_it_and_a_changed_one_is_refused_by_to
     UserError, match=r' \(stages\.grpo\.source\.group_size: 4 in the run, 5 now\); resume'
   ):
     workdir.adopt(changed)
+
+
+def test_a_run_from_before_slices_and_coordination_goes_on_with_other_deadlines(run):
+  config = config_of_run(run)
+  assert config.learner.mesh.slices is None and config.coordination == CoordinationConfig()
+  Workdir(run).adopt(
+    dataclasses.replace(config, coordination=CoordinationConfig(heartbeat_s=60, grace_s=30.0))
+  )
 
 
 def test_what_is_saved_today_is_read_as_it_is(run):
