@@ -27,6 +27,8 @@ class Traffic(NamedTuple):
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*\) -> [^\n]*)?\{$')
 _OPERATION = re.compile(rf'^(?:ROOT )?%?[\w.\-]+ = (.+?) ({"|".join(KINDS)})(-start)?\(')
+_BETWEEN = re.compile(r'^(?:ROOT )?%?[\w.\-]+ = (.+?) send\(.*_xla_megascale_transfer_type="(\w+)"')
+"""A transfer between TPU slices, which the compiler turns into pairs of sends and receives."""
 _CALLED = re.compile(
   r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)'
 )
@@ -97,8 +99,9 @@ def traffic(text: str) -> Mapping[str, Traffic]:
       visit(called, times * trips)
 
   visit(entry, 1)
+  kinds = (*KINDS, *sorted(set(counts) - set(KINDS)))
   return {
-    kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in KINDS if counts[kind]
+    kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in kinds if counts[kind]
   }
 
 
@@ -142,6 +145,11 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
     computation.constants[constant[1]] = int(constant[2])
   elif below := _BELOW.match(line):
     computation.bound = computation.constants.get(below[1])
+  elif (sent := _BETWEEN.match(line)) is not None:
+    # The operand, without the context and the token of the asynchronous start.
+    array = _arrays(sent[1])[0]
+    kind = f'{sent[2].lower().replace("_", "-")} between slices'
+    computation.own.append(_Collective(kind, array.bytes, array, None))
   trips, condition = _TRIPS.search(line), _CONDITION.search(line)
   for attribute, names in _CALLED.findall(line):
     called = [name.strip(' %') for name in names.split(',')]

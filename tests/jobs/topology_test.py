@@ -108,6 +108,14 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
   assert 'does not fit' not in line_of('logprobs', sharded.text)
 
 
+@pytest.mark.acceptance
+def test_between_slices_goes_only_the_sum_of_gradients():
+  cut = ('--config.learner.mesh.data=2', *CUT)
+  text = dry_run('2*v5e:2x4', *cut, f'--config.learner.logits_budget_bytes={1 << 20}')
+  assert '16 × TPU v5 lite: data=2 fsdp=4 sequence=1 tensor=2' in text
+  assert set(re.findall(r'([\w-]+) between slices \d+', text)) == {'all-reduce'}
+
+
 def test_a_cut_vocabulary_is_never_gathered(sharded):
   """The largest gathers are of kernels, of the vocabulary's half: neither logits nor a whole
   kernel.
