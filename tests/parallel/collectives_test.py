@@ -157,7 +157,7 @@ ENTRY %main (a: bf16[128,1024]) -> bf16[128,1024] {
   %r = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   %d = token[] send-done(%s), channel_id=2, is_host_transfer=true
 }
-"""  # noqa: E501
+"""
 
 
 def test_what_crosses_slices_counts_apart_and_once():
