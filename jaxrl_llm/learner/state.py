@@ -110,7 +110,10 @@ def with_output(
   """Returns parameters of `model` with output `kernel` and the body of another model, sharing the
   body's arrays.
   """
-  placed = jax.device_put(kernel, param_shardings(model, mesh)['head']['kernel'])
+  host, sharding = np.asarray(kernel), param_shardings(model, mesh)['head']['kernel']
+  placed = jax.make_array_from_callback(
+    host.shape, sharding, lambda index: np.ascontiguousarray(host[index])
+  )
   return replace_head(body, model.spec, placed)
 
 
@@ -124,7 +127,8 @@ def init_state(
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
 
   def zero():
-    return jax.device_put(jnp.zeros((), jnp.int32), whole)
+    # In a job of several processes, `jax.device_put` of an array makes one that cannot be saved.
+    return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.int32))
 
   return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
 
