@@ -34,7 +34,7 @@ class Interrupted(RunError):
 
 
 class Stopping:
-  """Handles this process's signals; call `begin` once there is something to commit."""
+  """Handles the signals of this process; `begin` tells it when there is something to commit."""
 
   def __init__(
     self,

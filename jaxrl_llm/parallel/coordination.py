@@ -13,7 +13,7 @@ GRACE = 'JAXRL_GRACE_S'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinationConfig:
-  """Deadlines among the processes of a job, and for its end after a signal."""
+  """Deadlines among the processes of a job and after a signal; none affects results."""
 
   join_s: float = 300.0
   """Maximum wait in seconds, at the start, for all processes to reach process 0."""

@@ -1,6 +1,6 @@
 """Slices: groups of devices with a fast network within and a slow one between them.
 
-A mesh sends only gradients and sums between slices: its first axis, data, crosses them, and all
+Only the first axis of a mesh, data, crosses slices, so that mainly the sums of gradients do; all
 other axes stay within one.
 """
 

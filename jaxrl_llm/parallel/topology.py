@@ -67,7 +67,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(name: str) -> Topology:
-  """Parses 'v5e:4x4', or '2*v5e:4x4' (two slices); GPUs: 'h100:8', or 'h100:2x8' (two hosts)."""
+  """Parses 'v5e:4x4' or '2*v5e:4x4' (two slices); GPUs: 'h100:8' (a host) or 'h100:2x8' (two)."""
   match = re.fullmatch(r'(?:(\d{1,4})\*)?(\w+):(\d{1,6}(?:x\d{1,6})*)', name, re.ASCII)
   chip = match and match[2]
   shape = tuple(map(int, match[3].split('x'))) if match else ()
