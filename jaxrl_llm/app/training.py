@@ -27,7 +27,7 @@ from jaxrl_llm.config.load import apply_overrides, load_file, override_text
 from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.parallel.job import this_job
-from jaxrl_llm.parallel.mesh import available_devices
+from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.runtime.machine import use_compilation_cache
 from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
@@ -90,7 +90,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
       f'train: this process is one of {job}; start a job of several processes with jaxrl train'
     )
   path = pathlib.Path(workdir)
-  available_devices()  # Fails here, before anything is written.
+  build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   try:

@@ -31,7 +31,7 @@ from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.process.job import unjoined
 from jaxrl_llm.parallel.job import Membership, join, this_job
-from jaxrl_llm.parallel.mesh import available_devices
+from jaxrl_llm.parallel.mesh import available_devices, build_mesh
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
 
@@ -128,7 +128,9 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
   membership = _join(config)
-  available_devices()  # Fails here, before anything is written.
+  available_devices()
+  if not FLAGS.topology:
+    build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   # Programs for absent devices cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
