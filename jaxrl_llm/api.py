@@ -19,6 +19,7 @@ _NAMES = (
     'PastConfig PolicyConfig PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
+  ('jaxrl_llm.core.net.registry', 'RegistryConfig'),
   ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
   ('jaxrl_llm.master.evaluation', 'SuiteConfig'),
   ('jaxrl_llm.master.exploring.limits', 'TaskLimits'),

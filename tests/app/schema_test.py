@@ -33,6 +33,14 @@ def config():
   ('key', 'text', 'words'),
   [
     ('stages.grpo.minibatches', '0', ['stages.grpo.minibatches: 0', 'at least 1']),
+    ('rollout.vllm.discover', '2', ['rollout.vllm.discover: set', '--config.registry={}']),
+    ('rollout.explorers', '{"listen": {}}', ['rollout.explorers.listen.token_file: missing']),
+    (
+      'rewards.scorers',
+      '[{"name": "code", "options": {"discover": "*"}}]',
+      ['rewards.scorers.code.options.discover: set', '--config.registry={}'],
+    ),
+    ('registry.lease_s', '3', ['registry.lease_s: 3', 'at least 15']),
     ('stages.grpo.source.group_size', '-3', ['stages.grpo.source.group_size: -3']),
     ('stages.sft.steps', '0', ['stages.sft.steps: 0']),
     ('stages.sft.evaluate_every', '0', ['stages.sft.evaluate_every: 0']),

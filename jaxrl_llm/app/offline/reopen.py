@@ -24,6 +24,7 @@ from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.process import Process
@@ -149,7 +150,7 @@ async def reopen(
       process=Process(
         coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
       ),
-      registry=None if config.registry is None else config.registry.open(run),
+      registry=_registry(config, run),
       explorer_command=explorer.command,
       prepared=prepared,
     )
@@ -170,6 +171,14 @@ def _prepared(
   for rows in (run / DATA).glob('*.arrayrecord'):
     (scratch / DATA / rows.name).symlink_to(rows.absolute())
   return prepare(config, scratch, load)
+
+
+def _registry(config: Config, run: pathlib.Path) -> Registry | None:
+  """Opens the registry of the run in directory `run`, if a scorer finds its services there."""
+  scorers = config.rewards.scorers
+  if config.registry is None or all(scorer.options.get('discover') is None for scorer in scorers):
+    return None
+  return config.registry.open(run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -164,9 +164,7 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
 
 
 def _fingerprint(directory: pathlib.Path) -> dict[str, str]:
-  """Returns a digest of the model's configuration and of the ends of its weights' files, which
-  tells trained models apart.
-  """
+  """Returns a digest of the model's configuration and of the ends of its weights' files."""
   digest = hashlib.sha256()
   for file in sorted([directory / 'config.json', *directory.glob('*.safetensors')]):
     with file.open('rb') as opened:

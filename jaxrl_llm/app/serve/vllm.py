@@ -288,9 +288,7 @@ def _run(options: Sequence[str]) -> int:
 
 
 def _digests(model: pathlib.Path) -> dict[str, str]:
-  """Returns the fingerprint of the servers; of a judge's model no more is known than its
-  config.json.
-  """
+  """Returns the fingerprint of the servers; that of a judge is of its config.json alone."""
   if _ROLE.value == 'judge':
     return {'config': hashlib.sha256((model / 'config.json').read_bytes()).hexdigest()[:16]}
   file = model / 'tokenizer.json'

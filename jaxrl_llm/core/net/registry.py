@@ -175,9 +175,7 @@ def service_name(name: str) -> str:
 
 
 def public_address(address: str) -> str:
-  """Returns the address of a front as other hosts reach it: one that listens on all interfaces is
-  named by this host's name.
-  """
+  """Returns the address of a front for other hosts: this host's name for all interfaces."""
   parts = urllib.parse.urlsplit(address)
   if parts.hostname not in ('0.0.0.0', '::'):
     return address
@@ -247,9 +245,7 @@ class Registry:
       os.unlink(lease.file, dir_fd=folder)
 
   def remove_dead(self, lease: Lease) -> None:
-    """Removes leases of the same service on this host whose processes have ended: they were
-    killed. Raises as `put` does.
-    """
+    """Removes leases of this service whose processes were killed; raises as `put` does."""
     with _opened(self.directory, self._where) as folder:
       for file in _files(folder, lease.kind):
         with contextlib.suppress(OSError, ValueError, UserError):
@@ -313,8 +309,9 @@ def create_key(directory: str | os.PathLike, where: str = 'registry') -> pathlib
 
 
 def read_job_key(directory: pathlib.Path, where: str) -> str:
-  """Returns the job's key. Raises UserError if the file is missing, malformed, or another user
-  could have read or written it.
+  """Returns the job's key.
+
+  Raises UserError if its file is missing, malformed, or open to other users.
   """
   path = directory / KEY
   remedy = f'remove {directory}, so that the job makes another'
@@ -334,8 +331,10 @@ def read_job_key(directory: pathlib.Path, where: str) -> str:
 
 @contextlib.contextmanager
 def _opened(directory: pathlib.Path, where: str) -> Iterator[int]:
-  """Yields a descriptor of the directory, relative to which files are opened, so that nobody can
-  replace the directory after its check.
+  """Opens and checks the directory; yields its descriptor.
+
+  Files are opened relative to that, so that nobody can replace the directory after its check.
+  Raises UserError.
   """
   try:
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -549,14 +548,13 @@ class Watch:
     self._failures = 0
 
   def look(self, now: float) -> tuple[Lease, ...]:
-    """Returns the leases in force, in the order in which this reader saw them first; of several for
-    one address, the newest.
+    """Returns the leases in force, oldest first; of several for one address, the newest.
 
     Never raises: what cannot be read is logged, and while the directory itself cannot be read,
     the last answer holds.
 
     Args:
-      now: reader's clock in seconds; it never goes back.
+      now: reader's clock in seconds, which never goes back.
     """
     gap = 0.0 if self._last is None else min(now - self._last, _MOST_AT_ONCE * self._lease_s)
     self._last = now

@@ -1,5 +1,4 @@
-"""Keeps the addresses of scorers at those of the services in a registry, by the means of
-`scorers.json`.
+"""Keeps the addresses of scorers at those of services in a registry, as `scorers.json` would.
 
 Invariant: all services of a scorer serve the same: one whose fingerprint differs from that of the
 first is ignored with one log line, because scores of two models must not be mixed.

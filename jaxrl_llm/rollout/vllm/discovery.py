@@ -84,9 +84,7 @@ class Discovery:
     return await self._watch.look_async()
 
   def mismatch(self, lease: Lease) -> str | None:
-    """Returns why a server cannot serve the policy, by the digests that both have; None if
-    it may.
-    """
+    """Returns why a server cannot serve the policy, by the digests that both have, or None."""
     for name in sorted(self._fingerprint.keys() & lease.fingerprint.keys()):
       if lease.fingerprint[name] != (wanted := self._fingerprint[name]):
         return (

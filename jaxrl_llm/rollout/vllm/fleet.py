@@ -638,8 +638,9 @@ class Fleet:
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:
-    """Generates one completion, with up to `max_retries` retries, besides those on servers that
-    have left.
+    """Generates one completion, with up to `max_retries` retries.
+
+    A retry because its server has left does not count.
     """
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None

@@ -24,6 +24,7 @@ from jaxrl_llm.app.schema import (
 )
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.master.exploring.processors import ProcessorConfig
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 
@@ -68,6 +69,13 @@ def test_a_stage_of_each_kind_gets_its_source(run):
     'mix',
   )
   assert (past.epochs, past.optimizer.peak_lr) == (2, 5e-4)
+
+
+def test_a_run_from_before_registries_goes_on_with_and_without_one(run):
+  config = config_of_run(run)
+  assert config.registry is None and config.rollout.vllm.discover is None
+  assert 'registry' not in json.loads((run / 'config.json').read_text())
+  Workdir(run).adopt(dataclasses.replace(config, registry=RegistryConfig(directory='/shared')))
 
 
 def test_todays_configuration_goes_on_with_it_and_a_changed_one_is_refused_by_todays_place(run):
