@@ -16,6 +16,10 @@ join and leave. reward: a reward model on this machine's devices, for scorers of
 sandbox: runs up to --programs untrusted programs at once. Give its address to the option
 `addresses` of the scorer `code`, whose `key_file` names a file with the same token.
 
+With --registry=DIR, a directory that the job's hosts share, services register there and use its key
+as token, explorers wait there for a run (instead of --master), and runs with `registry.directory`
+find them: no address or token needs to be told.
+
 Services listen on unix sockets that only this user can reach. With --host a front listens there
 (vllm: one per server, on ports PORT, PORT + 1, ...) and rejects every request, whatever the path,
 without the token of --token_file. `--role=ROLE --help` lists a role's flags.

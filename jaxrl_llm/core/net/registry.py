@@ -28,6 +28,7 @@ import platform
 import re
 import secrets
 import stat
+import threading
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -541,6 +542,7 @@ class Watch:
     self.registry = registry
     self.expired: frozenset[str] = frozenset()
     self._kind, self._lease_s = kind, registry.lease_s
+    self._lock = threading.Lock()
     self._seen: dict[str, _Seen] = {}
     self._looks = 0
     self._last: float | None = None
@@ -556,6 +558,11 @@ class Watch:
     Args:
       now: reader's clock in seconds, which never goes back.
     """
+    # A look whose caller was cancelled goes on in its thread.
+    with self._lock:
+      return self._look(now)
+
+  def _look(self, now: float) -> tuple[Lease, ...]:
     gap = 0.0 if self._last is None else min(now - self._last, _MOST_AT_ONCE * self._lease_s)
     self._last = now
     try:
