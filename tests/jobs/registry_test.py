@@ -15,7 +15,7 @@ from jaxrl_llm.weights.hf import read_spec
 
 
 @pytest.mark.full
-def test_a_job_goes_on_while_servers_join_and_are_killed(tmp_path):
+def test_a_job_goes_on_when_another_server_takes_the_place_of_a_killed_one(tmp_path):
   """Also, its explorer registers and finds it, and a server of another model is ignored."""
   run, registry = tmp_path / 'run', Registry(tmp_path / 'registry', 'registry')
   flags = (
@@ -24,7 +24,7 @@ def test_a_job_goes_on_while_servers_join_and_are_killed(tmp_path):
     f'--config.registry.directory={registry.directory}',
     '--config.rollout.explorers={"processes":0,"listen":{}}',
     '--config.stages.sft.steps=2',
-    '--config.stages.grpo.steps=6',
+    '--config.stages.grpo.steps=4',
     '--config.evaluation=[]',
     '--config.stages.grpo.evaluate_every=null',
     *attached.POLICY,
@@ -47,7 +47,6 @@ def test_a_job_goes_on_while_servers_join_and_are_killed(tmp_path):
       )
       for lease in (leases[1], stranger):
         registry.put(lease)
-      job.wait_for_rows(run, 2 + 3, process)
       servers[0][0].kill()
       registry.remove(leases[0])
       _, said = process.communicate(timeout=300)
@@ -58,19 +57,17 @@ def test_a_job_goes_on_while_servers_join_and_are_killed(tmp_path):
       helper.communicate()
   assert Watch(registry, Kind.MASTER).look(0.0) == () == Watch(registry, Kind.EXPLORER).look(0.0)
   steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'actor/pg_loss' in row]
-  assert len(steps) == 6 and sum(row['run/engine_void'] for row in steps) == 0
+  assert len(steps) == 4 and sum(row['run/engine_void'] for row in steps) == 0
   assert sum(row['run/engine_joined'] for row in steps) == 1
   assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
   assert steps[-1]['run/engines'] == steps[-1]['run/engines_serving'] == 1
   events = [event.fields for event in read(run / 'events.jsonl') if event.edge == Edge.SERVER]
-  assert [(event['server'], event['how']) for event in events] == [
-    ('server-0', 'joined'),
-    ('server-1', 'joined'),
-    ('server-0', 'left'),
-  ]
+  first, *later = [(event['server'], event['how']) for event in events]
+  assert first == ('server-0', 'joined')
+  assert sorted(later) == [('server-0', 'left'), ('server-1', 'joined')]
   assert said.count('serves another model than the policy') == 1
   report = audit(run / 'replay')
-  assert report.ok and report.states['trained'] == 6 * 6 * 4, report.lines
+  assert report.ok and report.states['trained'] == 4 * 6 * 4, report.lines
 
 
 @pytest.mark.acceptance
