@@ -22,6 +22,7 @@ def test_a_job_goes_on_when_another_server_takes_the_place_of_a_killed_one(tmp_p
     '--config.rollout.engine=vllm',
     '--config.rollout.vllm.discover=1',
     f'--config.registry.directory={registry.directory}',
+    '--config.registry.lease_s=600',
     '--config.rollout.explorers={"processes":0,"listen":{}}',
     '--config.stages.sft.steps=2',
     '--config.stages.grpo.steps=4',
@@ -31,7 +32,7 @@ def test_a_job_goes_on_when_another_server_takes_the_place_of_a_killed_one(tmp_p
   )
   with attached.fake_servers(tmp_path, 2) as servers:
     ours = fingerprint(read_spec(tmp_path), None)
-    # A lease lasts longer than this test without a renewal.
+    # Nobody renews these leases; they last longer than this test.
     leases = [
       Lease(kind=Kind.VLLM, name=f'server-{i}', address=address, fingerprint=ours)
       for i, (_, address) in enumerate(servers)
