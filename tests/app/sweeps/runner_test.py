@@ -11,7 +11,6 @@ import time
 import pytest
 from sweeping import RATE, executed, open_sweep, sweep_file
 
-from jaxrl_llm.app.sweeps.array import task_arguments
 from jaxrl_llm.app.sweeps.ledger import State
 from jaxrl_llm.app.sweeps.runner import Machine
 from jaxrl_llm.core.errors import RunError
@@ -174,18 +173,3 @@ def test_trials_share_cores_and_gpus(monkeypatch):
   monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '7,GPU-a,3')
   assert machine.gpus(0) == ['7', 'GPU-a'] and machine.gpus(1) == ['3']
   assert Machine().environment(0)['CUDA_VISIBLE_DEVICES'] == '7,GPU-a,3'
-
-
-def test_tasks_of_an_array_get_the_flags_of_the_sweep_alone():
-  given = [
-    '--sweep=x',
-    '--config.a=1',
-    '--launcher=slurm',
-    '--submit',
-    '--cpus',
-    '4',
-    '--parallel=2',
-  ]
-  assert task_arguments([*given, '--retry_failed', '--nosubmit']) == [
-    '--sweep=x', '--config.a=1', '--retry_failed'
-  ]  # fmt: skip
