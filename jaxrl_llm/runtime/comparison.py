@@ -1,5 +1,4 @@
-"""compare.html: several runs on one page: their curves, what differs, and the same tasks side by
-side.
+"""compare.html: curves of several runs, what differs, and the same tasks side by side.
 
 Like the report, the page is built from the runs' logs alone and needs no network; log contents are
 data (`runtime.report`).
@@ -283,9 +282,7 @@ def _last(rows: list[Row]) -> dict[str, Json]:
 
 
 def _differences(configs: Sequence[Row]) -> list[Row]:
-  """Fields of the configurations that are not equal in all runs, each with the runs' values as
-  text.
-  """
+  """Fields that are not equal in all configurations, each with the runs' values as text."""
   return [
     {'key': key, 'values': [_shown(value) for value in values]}
     for key, values in _differing('', list(configs))
@@ -293,8 +290,9 @@ def _differences(configs: Sequence[Row]) -> list[Row]:
 
 
 def _differing(key: str, values: list[Json]) -> Iterator[tuple[str, list[Json]]]:
-  """Yields the dotted keys below which the values differ, with the values there; a part that a
-  value lacks is `_ABSENT`. Elements with names go by name.
+  """Yields the dotted keys below which values differ, with the values there or `_ABSENT`.
+
+  Elements with names go by name.
   """
   texts = {json.dumps(value, sort_keys=True) for value in values}
   if len(texts) == 1:
@@ -412,8 +410,9 @@ def _warnings(
 
 
 def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
-  """Returns the group of each run, keyed by the run's name: runs with equal configurations up to
-  the seed form one, named by what differs.
+  """Returns the label of each run's group, keyed by the run's name.
+
+  Runs with equal configurations up to the seed form a group, named by what differs.
   """
   configs = {name: _config(path) for name, path in workdirs.items()}
   for config in configs.values():

@@ -45,9 +45,7 @@ class Array:
 
 
 def task_arguments(arguments: Sequence[str]) -> list[str]:
-  """Returns the arguments of `jaxrl sweep` for a task: those given, without the flags of the
-  array.
-  """
+  """Returns the arguments of `jaxrl sweep` without the flags of the array."""
   kept, value_follows = [], False
   for argument in arguments:
     name, equals, _ = argument.lstrip('-').partition('=')

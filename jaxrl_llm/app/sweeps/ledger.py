@@ -23,7 +23,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.sweeps.trials import Trial, trial_id
 from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import from_json, to_json
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.types import Json
 
 FILE = 'ledger.sqlite'
@@ -223,9 +223,7 @@ class Ledger:
     return {change[0].partition('.')[0] for change in changes}
 
   def add(self, trials: Sequence[Trial]) -> list[Entry]:
-    """Appends the trials that the ledger lacks, in one transaction; returns the entries of them
-    all.
-    """
+    """Appends the trials that the ledger lacks; returns the entries of `trials`."""
     with self._transaction():
       known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
       (count,) = self._db.execute('SELECT count(*) FROM trials').fetchone()
@@ -270,8 +268,9 @@ class Ledger:
     return self.sweepdir / TRIALS / entry.id
 
   def recover(self, numbers: Sequence[int] | None = None) -> None:
-    """Settles trials that a killed sweep left running: they wait, or are stopped if that was
-    decided.
+    """Settles trials that a killed sweep left running.
+
+    They wait, or are stopped if that was decided.
 
     Args:
       numbers: trials to settle; None: all.
@@ -293,9 +292,7 @@ class Ledger:
       self._set(number, state=State.RUNNING, started=time.time(), error=None)
 
   def report(self, number: int, step: int, measured: Sequence[tuple[int, float]]) -> int:
-    """Notes a trial's last step and the objective where it was measured; returns how many
-    measurements are new.
-    """
+    """Notes a trial's last step and its measurements; returns how many of these are new."""
     with self._transaction():
       self._db.execute('UPDATE trials SET step = max(step, ?) WHERE number = ?', (step, number))
       before = self._db.total_changes
@@ -352,9 +349,7 @@ class Ledger:
 def values(
   entries: Sequence[Entry], reports: Sequence[Report], meta: Mapping[str, Json]
 ) -> dict[int, float]:
-  """Returns each trial's value of the objective, keyed by number; trials without one are left
-  out.
-  """
+  """Returns the objective of the trials that have measured it, keyed by number."""
   better = max if meta['direction'] == 'maximize' else min
   found: dict[int, float] = {}
   for report in sorted(reports, key=lambda report: report.step):

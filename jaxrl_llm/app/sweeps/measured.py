@@ -25,9 +25,7 @@ class Measurements:
     self.keys: set[str] = set()
 
   def read(self) -> tuple[int | None, list[tuple[int, float]]]:
-    """Returns the last step and the (step, objective) pairs of rows since the last call; None:
-    there are no rows.
-    """
+    """Returns the last step of the new rows (None: there are none) and (step, objective) pairs."""
     try:
       with self._path.open('rb') as file:
         if file.seek(0, 2) < self._offset:

@@ -12,8 +12,11 @@ from jaxrl_llm.runtime.writers import METRICS_FILE
 
 
 def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Path | None:
-  """Writes the page of the trials that have started (by default <sweepdir>/compare.html) and
-  returns its path; None: there are none.
+  """Writes the page of the trials that have started and returns its path; None: there are none.
+
+  Args:
+    target: file to write; None: compare.html in the directory of the sweep.
+
   """
   entries, meta = ledger.entries(), ledger.meta()
   found = values(entries, ledger.reports(), meta)

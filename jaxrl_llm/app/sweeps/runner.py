@@ -161,9 +161,7 @@ class Runner:
     return [entry for entry in self._ledger.entries() if entry.number in self._numbers]
 
   def _fill(self) -> bool:
-    """Starts trials while slots are free; returns whether one waits for an earlier process of
-    it.
-    """
+    """Starts trials while slots are free; returns whether one waits for its earlier process."""
     held = False
     for entry in self._startable():
       if len(self._live) >= self._machine.parallel:

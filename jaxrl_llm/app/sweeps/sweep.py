@@ -63,8 +63,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedianRule:
-  """Stops a trial whose best objective so far is worse than the median of earlier trials at the
-  same step.
+  """Stops a trial that is worse than the median of the finished ones at the same step.
 
   Vizier's median stopping rule (Golovin et al., 2017), as Optuna's `MedianPruner` computes it.
   """
@@ -81,8 +80,7 @@ class MedianRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving:
-  """At rungs of the step, the best 1/factor of the trials that reached the rung go on; the others
-  stop.
+  """Lets the best 1/factor of the trials that reach a step go on, and stops the others.
 
   Asynchronous successive halving (Li et al., arXiv:1810.05934), as Optuna's
   `SuccessiveHalvingPruner` computes it. A trial goes on in its own run, so no step is repeated.
@@ -100,8 +98,9 @@ class SuccessiveHalving:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-  """A run that the trials branch from: it runs once for each seed, and the trials of that seed
-  start from its final weights instead of repeating it.
+  """A run that the trials branch from.
+
+  It runs once for each seed; the trials of that seed start from its final weights.
   """
 
   base: str
@@ -112,9 +111,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-  """Trials of one configuration, compared by an objective. `get_sweep()` of a sweep file returns
-  it.
-  """
+  """Trials of one configuration, compared by an objective."""
 
   base: str
   """Configuration that the trials share: a file or a shipped name, with an optional :VARIANT."""
@@ -260,8 +257,7 @@ def load_sweep(spec: str) -> tuple[pathlib.Path, Sweep]:
 
 
 def points(sweep: Sweep) -> list[dict[str, Json]]:
-  """Returns the overrides of each point, without seeds, in order; empty for 'tpe', which draws
-  them as it goes.
+  """Returns the overrides of each point, without seeds; none for 'tpe', which draws them later.
 
   Raises:
     UserError: a point repeats another one, or there are too many.
@@ -309,9 +305,7 @@ def start_config(path: pathlib.Path, start: Start) -> Config:
 
 
 def trial_config(path: pathlib.Path, base: Config, overrides: Mapping[str, Json]) -> Config:
-  """Returns a trial's configuration. Raises UserError that names the axis for a key that names no
-  field.
-  """
+  """Returns a trial's configuration. Raises UserError for a key that names no field."""
   return _overridden(path, base, overrides)
 
 
