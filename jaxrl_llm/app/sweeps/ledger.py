@@ -210,7 +210,8 @@ class Ledger:
     fixed = [change for change in changes if change[0].partition('.')[0] not in may_change]
     if fixed:
       listed = '; '.join(
-        f'{key}: {old!r} in the ledger, {new!r} now' for key, old, new in fixed[:3]
+        f'{key}: {one_line(repr(old), 80)} in the ledger, {one_line(repr(new), 80)} now'
+        for key, old, new in fixed[:3]
       )
       more = f' and {len(fixed) - 3} more' if len(fixed) > 3 else ''
       raise UserError(
