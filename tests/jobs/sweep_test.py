@@ -113,6 +113,33 @@ def test_a_sweep_killed_twice_ends_with_six_trials_and_a_page(tmp_path):
   job.assert_equal_runs(workdir, tmp_path / 'alone')
 
 
+@pytest.mark.acceptance
+def test_a_sweep_of_four_is_one_job_array(tmp_path):
+  slurm_cluster = pytest.importorskip('slurm_cluster')
+  if not slurm_cluster.is_installed():
+    pytest.skip('no Slurm: bash tests/support/slurm.sh install')
+  file = sweep_file(tmp_path, f"axes={{'{RATE}': (2e-4, 5e-4)}}, seeds=(1, 2)")
+  sweepdir = tmp_path / 's'
+  flags = sweep_flags(
+    file, sweepdir, '--launcher=slurm', '--submit', '--cpus=1', '--parallel=2', '--grace_s=60'
+  )
+  with slurm_cluster.running(nodes=2) as cluster:
+    said = cluster.call(sys.executable, 'launch/sweep.py', *flags)
+    job_id = said.split()[1].rstrip(':')
+    wait_for(lambda: any(entry.step >= 14 for entry in entries_of(sweepdir)[:2]))
+    number = next(entry.number for entry in entries_of(sweepdir) if entry.step >= 14)
+    cluster.call('scontrol', 'requeue', f'{job_id}_{number}')
+    cluster.begin_now(f'{job_id}_{number}')
+    cluster.wait_for_end(job_id)
+  entries = entries_of(sweepdir)
+  assert [entry.state for entry in entries] == [State.FINISHED] * 4
+  assert entries[number].attempts == 2 and sum(entry.attempts for entry in entries) == 5
+  for entry in entries:
+    run = sweepdir / 'trials' / entry.id
+    assert entry.step == 20 and entry.failures == 0 and audit(run / 'replay').ok
+    assert updates(run) == dict.fromkeys(range(1, 21), 1), 'requeued with a commit'
+
+
 BRANCHES = """import dataclasses
 from jaxrl_llm.api import load_config
 

@@ -37,6 +37,7 @@ from jaxrl_llm.app.sweeps.table import (
   state_table,
   trials_table,
 )
+from jaxrl_llm.app.sweeps.task import in_slurm_step
 from jaxrl_llm.config.load import parse_flags, split_argv
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
@@ -141,6 +142,7 @@ def _machine() -> Machine:
     parallel=FLAGS.parallel if FLAGS.trial is None else 1,
     gpus_per_trial=FLAGS.gpus_per_trial,
     grace_s=FLAGS.grace_s,
+    in_step=FLAGS.trial is not None and in_slurm_step(),
   )
 
 

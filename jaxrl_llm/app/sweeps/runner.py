@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from jaxrl_llm.app.sweeps.ledger import ENDED, LOGS, Entry, Ledger, State, in_us
 from jaxrl_llm.app.sweeps.measured import Measurements
 from jaxrl_llm.app.sweeps.search import next_point, should_stop
 from jaxrl_llm.app.sweeps.sweep import Sweep
+from jaxrl_llm.app.sweeps.task import StepChild
 from jaxrl_llm.app.sweeps.trials import arguments, with_seeds
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core import script
@@ -45,6 +47,9 @@ class Machine:
   grace_s: float = 600.0
   """Seconds between SIGTERM and SIGKILL, in which a run commits."""
 
+  in_step: bool = False
+  """Whether this is a step of Slurm, whose signals reach the trials' processes as well."""
+
   def environment(self, slot: int) -> dict[str, str]:
     """Returns the environment of a trial in one of the `parallel` slots."""
     env = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
@@ -67,7 +72,7 @@ class _Live:
   """A trial that has a process."""
 
   entry: Entry
-  child: Child
+  child: Child | StepChild
   slot: int
   measurements: Measurements
   told: bool = False
@@ -143,7 +148,7 @@ class Runner:
     stopping = self._signal is not None or self._lacking is not None
     if stopping:
       for live in self._live.values():
-        self._tell(live)
+        self._tell(live, passed_on=self._signal is not None and self._machine.in_step)
     held = False if stopping else self._fill()
     self._show()
     return bool(self._live) or held
@@ -222,7 +227,7 @@ class Runner:
     number, workdir = entry.number, self._ledger.workdir(entry)
     self._held_since.pop(number, None)
     log = self._ledger.sweepdir / LOGS / f'{entry.id}.log'
-    child = Child(f'trial {entry.id}', log=log, grace_s=self._machine.grace_s)
+    child = self._child(f'trial {entry.id}', log)
     used = {live.slot for live in self._live.values()}
     slot = next(i for i in range(self._machine.parallel) if i not in used)
     flags = self.arguments(entry)
@@ -240,6 +245,11 @@ class Runner:
     )
     again = f', start {entry.attempts + 1}' if entry.attempts else ''
     self._note(f'{entry.id}: runs{again}')
+
+  def _child(self, name: str, log: pathlib.Path) -> Child | StepChild:
+    if self._machine.in_step:
+      return StepChild(name, log=log)
+    return Child(name, log=log, grace_s=self._machine.grace_s)
 
   def arguments(self, entry: Entry) -> list[str]:
     """Returns the arguments of `jaxrl train` for a trial."""
@@ -303,10 +313,16 @@ class Runner:
       f'finished; {one_line(known)}; correct it in the sweep file, and start the same command again'
     )
 
-  def _tell(self, live: _Live) -> None:
+  def _tell(self, live: _Live, *, passed_on: bool = False) -> None:
+    """Lets a trial's process stop, once.
+
+    Args:
+      passed_on: whether it has got the signal already.
+    """
     if not live.told:
       live.told = True
-      live.child.terminate()
+      if not passed_on:
+        live.child.terminate()
 
   def _on_signal(self, number: int, frame: object) -> None:
     if self._signal is not None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -13,6 +14,7 @@ from sweeping import RATE, executed, open_sweep, sweep_file
 
 from jaxrl_llm.app.sweeps.ledger import State
 from jaxrl_llm.app.sweeps.runner import Machine
+from jaxrl_llm.app.sweeps.task import StepChild
 from jaxrl_llm.core.errors import RunError
 
 STEPS = "overrides={'stages.grpo.steps': 8}"
@@ -160,6 +162,19 @@ def test_a_run_that_is_still_alive_is_waited_for(tmp_path):
   assert runner.run() == 0
   assert notes[0] == '000-peak_lr-0.01: waits for its earlier process to end'
   assert [entry.attempts for entry in ledger.entries()] == [1, 1]
+
+
+def test_in_a_step_of_slurm_a_run_gets_each_signal_once(tmp_path):
+  log = tmp_path / 'log'
+  child = StepChild('trial', log=log)
+  child.start([sys.executable, '-c', 'print(7); exit(3)'], dict(os.environ), first_line='sweep:')
+  deadline = time.monotonic() + 30
+  while child.is_running() and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert child.exit_code == 3 and child.lines() == ['7']
+  ledger, runner, _ = open_sweep(sweep_file(tmp_path, TWO), tmp_path)
+  runner._machine = Machine(parallel=2, in_step=True)
+  assert runner.run() == 0 and states(ledger) == ['finished'] * 2
 
 
 def test_trials_share_cores_and_gpus(monkeypatch):
