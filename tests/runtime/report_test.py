@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import string
 import subprocess
 import sys
