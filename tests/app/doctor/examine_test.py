@@ -1,4 +1,4 @@
-"""The doctor on a healthy run, and on the same run with one fault at a time."""
+"""The doctor on a small run with planted faults; tests/jobs/doctor_test.py has the healthy run."""
 
 import asyncio
 import pathlib
@@ -22,19 +22,6 @@ def found(config, workdir: pathlib.Path) -> list[Finding]:
   asyncio.run(examine(config, workdir, findings))
   assert not workdir.exists(), 'the run directory is only read'
   return list(findings)
-
-
-def checks(findings: list[Finding], status: Status) -> list[str]:
-  return [finding.line for finding in findings if finding.status == status]
-
-
-def test_a_healthy_run_has_no_fault(folder, tmp_path):
-  (folder / 'healthy').mkdir()
-  findings = found(faults.healthy(folder / 'healthy'), tmp_path / 'run')
-  assert checks(findings, Status.FAILURE) == []
-  examined = {finding.check.partition(' ')[0] for finding in findings}
-  assert set(faults.FAULTS.values()) - examined == {'shared_memory'}
-  assert {'step_time', 'duration', 'memory', 'evaluation', 'gradients', 'truncated'} <= examined
 
 
 def failed_checks(findings: list[Finding]) -> set[str]:
