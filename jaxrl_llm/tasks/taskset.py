@@ -8,11 +8,12 @@ disjoint whatever the seeds.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import xxhash
@@ -142,13 +143,46 @@ class DemonstrationsConfig:
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
   """Returns a function that returns the taskset with a given name and loads each taskset only
   once.
+
+  Rows that several tasksets read, such as the two sides of a split, are also read only once.
   """
   named = {config.name: config for config in configs}
-  return functools.cache(lambda name: load_taskset(named[name]))
+  readers = collections.Counter(_reading(config) for config in named.values())
+  shared: dict[str, list[sources.SourceRow | sources.Corrupt]] = {}
+
+  @functools.cache
+  def load(name: str) -> Taskset:
+    config = named[name]
+    reading = _reading(config)
+    if reading not in shared:
+      if readers[reading] == 1:
+        return load_taskset(config)
+      shared[reading] = [*_rows(config)]
+    readers[reading] -= 1
+    # The last taskset that reads them frees them.
+    return load_taskset(config, shared[reading] if readers[reading] else shared.pop(reading))
+
+  return load
 
 
-def load_taskset(config: TasksetConfig) -> Taskset:
+def _reading(config: TasksetConfig) -> str:
+  """Identifies the rows that a taskset reads."""
+  return json.dumps([config.source, dict(config.options), config.size, config.seed], default=repr)
+
+
+def _rows(config: TasksetConfig) -> Iterator[sources.SourceRow | sources.Corrupt]:
+  return sources.read_rows(
+    config.source, options=config.options, size=config.size, seed=config.seed
+  )
+
+
+def load_taskset(
+  config: TasksetConfig, rows: Iterable[sources.SourceRow | sources.Corrupt] | None = None
+) -> Taskset:
   """Reads, filters, deduplicates and splits a taskset.
+
+  Args:
+    rows: rows of its source; None: they are read.
 
   Raises:
     UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is
@@ -158,9 +192,7 @@ def load_taskset(config: TasksetConfig) -> Taskset:
     ('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0
   )
   tasks, seen = [], set()
-  for row in sources.read_rows(
-    config.source, options=config.options, size=config.size, seed=config.seed
-  ):
+  for row in _rows(config) if rows is None else rows:
     counts['read'] += 1
     task = _task_or_corrupt(row, config)
     if isinstance(task, sources.Corrupt):

@@ -10,6 +10,7 @@ from jaxrl_llm.tasks.taskset import (
   demonstrations,
   drop_long,
   load_taskset,
+  taskset_loader,
 )
 
 FATES = ('kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long')
@@ -294,3 +295,14 @@ def test_bad_configuration_is_one_line(spell):
   ]:
     with pytest.raises(UserError, match=message):
       make()
+
+
+def test_tasksets_that_share_their_rows_are_as_if_each_had_read_them():
+  sides = [
+    TasksetConfig(name=split, size=300, split=split, holdout=0.3, **SPELL)
+    for split in ('train', 'eval')
+  ]
+  other = TasksetConfig(name='other', size=200, **SPELL)
+  load = taskset_loader([*sides, other])
+  for config in (sides[1], other, sides[0], sides[1]):
+    assert load(config.name) == load_taskset(config)
