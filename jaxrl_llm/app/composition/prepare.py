@@ -113,7 +113,7 @@ def prepare(
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
-  _check_names(config, tasksets)
+  check_names(config, tasksets)
   for name in sorted(scored_tasksets(config)):
     check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
@@ -250,7 +250,7 @@ def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
   return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))
 
 
-def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
+def check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
   """Raises UserError if a stage names a taskset or preferences that are not configured."""
   known = [source.name for source in config.preferences]
   for stage in config.stages:

@@ -182,6 +182,18 @@ def check_configuration(path: pathlib.Path, config: Config) -> bool:
   return False
 
 
+def is_live(path: pathlib.Path) -> bool:
+  """Whether a live process runs in the run directory `path`. Writes nothing."""
+  try:
+    with (path / 'lock').open() as lock:
+      fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:  # No lock file, or no right to read it.
+    return False
+  return False
+
+
 def has_commits(path: pathlib.Path) -> bool:
   """Whether the run in the directory `path` has committed a step."""
   return any(path.glob('checkpoints/*/COMMIT'))

@@ -34,6 +34,8 @@ _DESCRIPTORS = 256
 """Descriptors that a run needs besides those of its workers, servers and requests."""
 _EACH = 8
 """Descriptors for each worker and server."""
+_VLLM_SHARE = 0.9
+"""vLLM's default of gpu_memory_utilization."""
 _SPARE = 1.1
 """Memory or disk that must be free, relative to what is needed."""
 
@@ -142,6 +144,37 @@ def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> I
     yield warning('shared_memory', found, 'free some of it before the run', **detail)
   else:
     yield ok('shared_memory', found, **detail)
+
+
+def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
+  """Adds up the shares of a GPU's memory that the trainer and owned servers reserve on it.
+
+  Args:
+    devices: devices of the trainer.
+  """
+  vllm = config.rollout.vllm
+  if config.rollout.engine != 'vllm' or vllm.addresses or devices[0].platform != 'gpu':
+    return
+  visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+  ours = None if visible is None else visible.split(',')
+  named = [names.split(',') for names in vllm.devices] or [None] * vllm.servers
+  beside = sum(names is None or ours is None or not set(names).isdisjoint(ours) for names in named)
+  preallocates = os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'true').lower() != 'false'
+  trainer = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.75')) if preallocates else 0.0
+  each = float(vllm.args.get('gpu_memory_utilization', _VLLM_SHARE))
+  total = trainer + beside * each
+  found = f'the trainer reserves {trainer:.0%} of a GPU, {beside} servers on it {each:.0%} each'
+  detail = dict(trainer_share=trainer, servers=beside, server_share=each)
+  if beside and total > 1:
+    yield failure(
+      'sharing',
+      found,
+      'give the servers GPUs of their own (rollout.vllm.devices, CUDA_VISIBLE_DEVICES), or lower '
+      'rollout.vllm.args.gpu_memory_utilization and XLA_PYTHON_CLIENT_MEM_FRACTION',
+      **detail,
+    )
+  else:
+    yield ok('sharing', found, **detail)
 
 
 def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:

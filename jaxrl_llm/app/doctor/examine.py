@@ -16,11 +16,11 @@ import psutil
 from absl import logging
 
 from jaxrl_llm.app.composition.chosen import settle
-from jaxrl_llm.app.composition.prepare import load_all_preferences, load_tokenizer
+from jaxrl_llm.app.composition.prepare import check_names, load_all_preferences, load_tokenizer
 from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.state import committed_state, critic_model
-from jaxrl_llm.app.composition.workdir import check_configuration, has_commits
+from jaxrl_llm.app.composition.workdir import check_configuration, has_commits, is_live
 from jaxrl_llm.app.doctor import data as texts
 from jaxrl_llm.app.doctor import environment
 from jaxrl_llm.app.doctor.batches import Trials, duration, memory
@@ -28,7 +28,7 @@ from jaxrl_llm.app.doctor.data import Data
 from jaxrl_llm.app.doctor.findings import Findings, failure, ok, warning
 from jaxrl_llm.app.doctor.scorers import truths
 from jaxrl_llm.app.dry_run.programs import held
-from jaxrl_llm.app.offline.reopen import Reopened, reopen
+from jaxrl_llm.app.offline.reopen import Reopened, reopen, with_local_explorers
 from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import RunError, UserError, first_cause, one_line
@@ -40,7 +40,9 @@ _SPARE = 0.95
 """Share of the memory that parameters, gradients and optimizers may take."""
 
 
-_DECISIVE = ('template', 'vllm', 'shared_memory', 'memory', 'disk')
+_EXPLAINS = ('preferences', 'tokenizer', 'template', 'lengths', 'leakage')
+"""Checks whose failure explains why a run cannot be opened."""
+_DECISIVE = ('template', 'vllm', 'shared_memory', 'sharing', 'memory', 'disk', 'servers', 'engine')
 """Checks after whose failure no batch can be run, or none would mean anything."""
 
 
@@ -57,10 +59,14 @@ async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> 
     data = await asyncio.to_thread(_data, config, load, scratch, findings)
     if data is not None:
       await asyncio.to_thread(_texts, data, findings)
+    same = False
     with findings.guarding('run_directory'):
       same = await asyncio.to_thread(check_configuration, workdir, config)
+    await asyncio.to_thread(_services, config, workdir, findings)
+    with findings.guarding('configuration'):
       # The run's own tokenizer, if it is that of this configuration.
-      await _opened(config, workdir if same else scratch / 'none', load, data, workdir, findings)
+      run = workdir if same else scratch / 'none'
+      await _opened(with_local_explorers(config), run, load, data, workdir, findings)
 
 
 def _settled(
@@ -71,8 +77,7 @@ def _settled(
 ) -> Config | None:
   """Loads the tasks and fills in open options; None if that fails."""
   try:
-    for taskset in config.tasksets:
-      load(taskset.name)
+    check_names(config, {taskset.name: load(taskset.name) for taskset in config.tasksets})
     config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
     build_scorers(config.rewards)
   except UserError as error:
@@ -117,7 +122,7 @@ async def _opened(
     except UserError as error:
       if data is not None:
         findings.add(*texts.leakage(data))
-      if not findings.failed():
+      if not findings.failed(*_EXPLAINS):
         found, _, remedy = str(error).rpartition('; ')
         findings.add(failure('configuration', found or remedy, remedy if found else 'correct it'))
       _cut_short(findings)
@@ -136,6 +141,33 @@ async def _opened(
       await _tried(past, kept, state, findings)
 
 
+def _services(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
+  """Checks what the run's other processes need."""
+  findings.add(
+    *environment.servers(config),
+    *environment.sharing(config, jax.local_devices()),
+    *environment.descriptors(config),
+    *environment.cores(config),
+  )
+  with findings.guarding('engine'):
+    if config.rollout.engine_spec().addresses and is_live(workdir):
+      findings.add(
+        failure(
+          'servers',
+          f'the attached servers serve the live run in {workdir}, and would get other weights',
+          'wait for the run, or name other servers or another --workdir',
+        )
+      )
+  if with_local_explorers(config) != config:
+    findings.add(
+      warning(
+        'explorers',
+        'explorers of other machines are left out',
+        'nothing, if they use the same version and configuration',
+      )
+    )
+
+
 def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   config, model = past.config, past.model
   parameters = sum(
@@ -144,10 +176,7 @@ def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   roles = held(past.stages, model, critic_model(model), past.process.mesh)
   findings.add(
     *environment.accelerators(config, parameters),
-    *environment.servers(config),
     *environment.shared_memory(config, past.prepared.spec),
-    *environment.descriptors(config),
-    *environment.cores(config),
     *environment.disk(config, workdir, roles),
   )
   stats = jax.local_devices()[0].memory_stats() or {}
@@ -206,7 +235,7 @@ async def _tried(past: Reopened, data: Data, state: LoopState, findings: Finding
   """Starts the run's scorers, workflow and engine, and runs a few batches of each stage."""
   resources = open_resources(past, past.prepared, None)
   try:
-    async with resources.heartbeat.running(), asyncio.TaskGroup() as starts:
+    async with asyncio.TaskGroup() as starts:
       starts.create_task(_scorers(past, data, resources, findings))
       starts.create_task(_engine(resources, findings))
     if findings.failed('engine', 'scorers_start'):

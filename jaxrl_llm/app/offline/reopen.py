@@ -92,14 +92,18 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
       'others with '
       f'--config.{addresses}=[…]'
     )
-  explorers = config.rollout.explorers
-  if (
-    explorers is None
-    or explorers.listen is None
-    or any(key.startswith('rollout.explorers') for key in overrides)
-  ):
+  if any(key.startswith('rollout.explorers') for key in overrides):
     return config
-  # Explorers that connect from outside, and the port they connect to, belong to the run.
+  return with_local_explorers(config)
+
+
+def with_local_explorers(config: Config) -> Config:
+  """Returns the configuration without explorers that connect from outside: they, and the port they
+  connect to, belong to the run.
+  """
+  explorers = config.rollout.explorers
+  if explorers is None or explorers.listen is None:
+    return config
   local = dataclasses.replace(explorers, listen=None) if explorers.processes else None
   return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=local))
 

@@ -10,7 +10,14 @@ import sys
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.workdir import Workdir, WorkdirInUse, is_below, made_files
+from jaxrl_llm.app.composition.workdir import (
+  Workdir,
+  WorkdirInUse,
+  check_configuration,
+  is_below,
+  is_live,
+  made_files,
+)
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
@@ -296,3 +303,17 @@ def test_the_configuration_and_the_number_of_a_start_are_on_the_disk_before_they
   assert (
     str(tmp_path) in synced and {f'{tmp_path}/config.json.tmp', f'{tmp_path}/attempt.tmp'} <= synced
   )
+
+
+def test_whether_a_run_is_live_and_whose_it_is_can_be_asked_without_writing(config, tmp_path):
+  path = tmp_path / 'run'
+  assert not is_live(path) and not check_configuration(path, config)
+  assert not path.exists()
+  held = Workdir(path)
+  held.adopt(config)
+  before = {file: file.read_bytes() for file in path.rglob('*') if file.is_file()}
+  assert is_live(path) and check_configuration(path, config)
+  assert not check_configuration(path, dataclasses.replace(config, seed=1)), 'no commit yet'
+  held.close()
+  assert not is_live(path)
+  assert {file: file.read_bytes() for file in path.rglob('*') if file.is_file()} == before

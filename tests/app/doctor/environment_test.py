@@ -1,8 +1,10 @@
 """The doctor's checks of the machine, with limits on either side of what a run needs."""
 
 import dataclasses
+import types
 
 import faults
+import jax
 import pytest
 
 from jaxrl_llm.app.doctor import environment
@@ -67,6 +69,37 @@ def test_the_disk_must_hold_the_kept_commits_and_the_export(config, free, status
   (finding,) = environment.disk(config, tmp_path / 'run', roles, free=free * 10**9)
   assert finding.detail['needed_bytes'] == 10 * 10**9
   assert finding.status == status
+
+
+@pytest.mark.parametrize(
+  ('devices', 'visible', 'share', 'status'),
+  [
+    ((), '0', 0.2, Status.OK),
+    ((), '0', 0.5, Status.FAILURE),
+    (('1',), '0', 0.9, Status.OK),
+    (('0',), '0', 0.9, Status.FAILURE),
+    (('1',), None, 0.9, Status.FAILURE),
+  ],
+)
+def test_trainer_and_servers_must_fit_on_a_gpu(
+  config, devices, visible, share, status, monkeypatch
+):
+  for name in ('XLA_PYTHON_CLIENT_PREALLOCATE', 'XLA_PYTHON_CLIENT_MEM_FRACTION'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+  if visible is not None:
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+  owned = served(
+    config,
+    addresses=(),
+    servers=1,
+    devices=devices,
+    args={'gpu_memory_utilization': share},
+  )
+  gpu = types.SimpleNamespace(platform='gpu')
+  (finding,) = environment.sharing(owned, [gpu])
+  assert finding.status == status
+  assert list(environment.sharing(owned, jax.devices())) == [], 'no GPU here'
 
 
 def test_an_environment_without_vllm_is_a_failure_with_the_command_that_makes_it(config, tmp_path):

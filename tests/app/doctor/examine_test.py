@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.app.doctor.examine import examine
 from jaxrl_llm.app.doctor.findings import Finding, Findings, Status
+from jaxrl_llm.config.load import apply_overrides
 
 pytestmark = pytest.mark.full
 
@@ -28,6 +29,24 @@ def failed_checks(findings: list[Finding]) -> set[str]:
   failed = [finding for finding in findings if finding.status == Status.FAILURE]
   assert all(finding.remedy for finding in failed)
   return {finding.check.partition(' ')[0] for finding in failed}
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'words'),
+  [
+    ('stages.grpo.source.tasksets', '["nothing"]', "no taskset 'nothing'"),
+    ('learner.mesh.data', '7', 'does not match the number of devices'),
+    ('rewards.scorers.0.kind', 'nothing', 'no scorer'),
+  ],
+)
+def test_what_the_run_refuses_is_a_failure_of_the_configuration(
+  key, value, words, folder, tmp_path
+):
+  place = folder / key
+  place.mkdir()
+  findings = found(apply_overrides(faults.healthy(place), {key: value}), tmp_path / 'run')
+  (failed,) = [finding for finding in findings if finding.status == Status.FAILURE]
+  assert failed.check == 'configuration' and words in failed.found
 
 
 def test_faults_planted_together_have_a_line_each(folder, tmp_path):
