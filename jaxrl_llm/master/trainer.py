@@ -340,8 +340,9 @@ class StageTrainer:
   def programs(
     self, learned: Learned, batch: Batch
   ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """Yields the name of each role's update, and a function that lowers it for arrays like these,
-    which may have been donated.
+    """Yields the name of each role's update, and a function that lowers it for arrays like these.
+
+    The arrays may have been donated; the functions do not keep them.
     """
 
     def like(tree: Any) -> Any:
@@ -351,16 +352,13 @@ class StageTrainer:
 
     chunks, used = like(batch.steps[0].chunks), batch.steps[0].used
     constants = _scalars(batch.annotation.constants)
-    base = like(learned.base)
-    yield (
-      'update',
-      lambda: self._policy.update.lower(like(learned.policy), chunks, used, constants, base),
-    )
+
+    def lowering(update: Update, state: TrainState, base: Params | None):
+      return lambda: update.lower(state, chunks, used, constants, base)
+
+    yield 'update', lowering(self._policy.update, like(learned.policy), like(learned.base))
     if learned.critic is not None:
-      yield (
-        'critic update',
-        lambda: self._critic.update.lower(like(learned.critic), chunks, used, constants, None),
-      )
+      yield 'critic update', lowering(self._critic.update, like(learned.critic), None)
 
   async def _measured(
     self, learned: Learned, plan: StepPlan, constants: Constants

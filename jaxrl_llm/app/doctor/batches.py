@@ -12,7 +12,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,8 +71,8 @@ class Trial:
   samples: list[Experience] = dataclasses.field(default_factory=list)
   """Rollouts of all steps."""
   dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-  programs: dict[str, Compilation] = dataclasses.field(default_factory=dict)
-  """Compiled updates, keyed by name."""
+  programs: tuple[tuple[str, Callable[[], jax.stages.Lowered]], ...] = ()
+  """Names of the updates, and functions that lower them."""
   constants: Constants = dataclasses.field(default_factory=dict)
   """Constants of the loss in the last batch."""
 
@@ -168,7 +168,7 @@ class Trials:
         if done >= compiling:
           measured.append(took)
         elif stage.trains:
-          await process.device.run(self._measure_programs, trial, trainer, state, batch)
+          trial.programs = tuple(trainer.programs(state.learned, batch))
         done += 1
         if not all(
           math.isfinite(trial.rows[-1].get(k, 0.0)) for k in ('actor/loss', 'actor/grad_norm')
@@ -187,13 +187,19 @@ class Trials:
     trial.constants = batch.annotation.constants
     self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
 
-  def _measure_programs(
-    self, trial: Trial, trainer: StageTrainer, state: LoopState, batch: Batch
-  ) -> None:
-    for name, lower in trainer.programs(state.learned, batch):
-      trial.programs[name] = compile_program(
-        Program(name, lower, 0), self._setup.process.mesh, None
+  async def compilations(self) -> dict[str, Compilation]:
+    """Compiles the updates once more, which reads the cache, for their statistics.
+
+    Call it last: what it takes is no memory of the run.
+    """
+    device, mesh = self._setup.process.device, self._setup.process.mesh
+    return {
+      f'{name} of {trial.stage.name}': await device.run(
+        compile_program, Program(name, lower, 0), mesh, None
       )
+      for trial in self.trials
+      for name, lower in trial.programs
+    }
 
   async def _evaluation(self, state: LoopState) -> list[Finding]:
     """Evaluates a part of each suite, and estimates the time of the whole."""
@@ -414,13 +420,13 @@ def duration(
     yield ok('duration', found, **detail)
 
 
-def memory(used: Memory, trials: Sequence[Trial]) -> Iterator[Finding]:
-  """Compares the peak memory with what the devices and the machine have."""
-  programs = {
-    f'{name} of {trial.stage.name}': compiled.needed
-    for trial in trials
-    for name, compiled in trial.programs.items()
-  }
+def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Finding]:
+  """Compares the peak memory with what the devices and the machine have.
+
+  Args:
+    compilations: statistics of the updates, keyed by name.
+  """
+  programs = {name: compiled.needed for name, compiled in compilations.items()}
   largest = max(programs, key=programs.get, default=None)
   detail = dict(
     process_bytes=used.process,

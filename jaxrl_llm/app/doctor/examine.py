@@ -256,7 +256,8 @@ async def _tried(past: Reopened, data: Data, state: LoopState, findings: Finding
         failure('batch', f'{name}{found or remedy}', remedy if found else 'see the log above')
       )
     if trials.trials:
-      findings.add(*memory(trials.memory, trials.trials))
+      used = trials.memory
+      findings.add(*memory(used, await trials.compilations()))
       findings.add(*duration(past, trials.trials, trials.suites_s))
   finally:
     await resources.close()
