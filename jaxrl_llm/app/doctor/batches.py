@@ -248,6 +248,7 @@ def _of_trial(trial: Trial, config: StageConfig, error: UserError | None) -> Ite
   stage = trial.stage
   if error is not None:
     found, _, remedy = one_line(error, 1000).rpartition('; ')
+    found += '' if trial.first else ', after stages that were cut short here'
     yield (failure if trial.first else warning)(
       f'signal {stage.name}', found, remedy, stage=stage.name
     )
