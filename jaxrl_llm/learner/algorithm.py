@@ -1,5 +1,4 @@
-"""Interface of algorithms: the passes they read, how they annotate a batch before its update, and
-their loss terms.
+"""Interface of algorithms: the inputs they need, their annotation of a batch, and their loss.
 
 Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the
 host, and enter the loss as constants; the loss itself sees one micro-batch at a time.
@@ -23,8 +22,8 @@ from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
-"""Passes over a batch before its first update. 'proximal', 'reference': logprobs of the policy and
-of the reference; 'values': values of the critic.
+"""Extra passes over a batch before its first update. 'proximal' and 'reference' compute logprobs
+under the policy and under the reference; 'values' computes the critic's values.
 """
 TokenColumn = Literal[
   'loss_mask',
@@ -38,7 +37,9 @@ TokenColumn = Literal[
 token and require 'values' in `Algorithm.reads`.
 """
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""Outputs of a model for a micro-batch if its head is 'lm', 'value' or 'scalar', respectively."""
+"""Outputs of a model for a micro-batch: logprobs with head 'lm', values with 'value', scores with
+'scalar'.
+"""
 Constants = Mapping[str, Any]
 """Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]
@@ -59,7 +60,7 @@ class ReferenceRule:
   """Update rule of the reference policy, initially the policy at the beginning of the stage."""
 
   every: int | None = None
-  """Number of batches between refreshes, which set the reference to the current policy; None: none.
+  """Number of batches after which the reference is set to the current policy again; None: never.
 
   With 1 the reference is the policy before each batch, so no separate copy of the reference is
   kept.
@@ -98,9 +99,9 @@ class Annotation(NamedTuple):
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
   """For each row, one advantage for all its trained tokens or one per token."""
   in_loss: Bool[np.ndarray, 'rows']
-  """Whether each row takes part in the loss; unscorable rows do not."""
+  """Whether each row takes part in the loss; False for unscorable rows."""
   metrics: Mapping[str, tuple[float, float]]
-  """Batch statistics as (sum, count)."""
+  """Batch statistics as (sum, count), keyed by metric."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
   """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
@@ -110,11 +111,11 @@ class Annotation(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-  """A learning algorithm. `loss(outputs, chunks, constants)` returns named terms and statistics of
-  one micro-batch.
+  """A learning algorithm.
 
-  Denominators of terms depend on `chunks` alone: the update computes them first, over the whole
-  optimizer step.
+  `loss(outputs, chunks, constants)` returns named terms and statistics of one micro-batch. The
+  denominators of terms depend on `chunks` alone, so that the update can compute them first, over
+  the whole optimizer step.
   """
 
   annotate: Callable[[Closed], Annotation]
@@ -152,8 +153,11 @@ def term(
   weight: Any = 1.0,
   scale: float = 1.0,
 ) -> Term:
-  """Aggregates per-token values to a loss term; `scale` is the divisor in mode
-  'seq-mean-token-sum-norm'.
+  """Aggregates per-token values to a loss term.
+
+  Args:
+    weight: weight of the term in the loss.
+    scale: divisor in mode 'seq-mean-token-sum-norm'; other modes ignore it.
   """
   numerator, denominator = aggregate(
     values, mask, chunks.segment_ids, segments=chunks.segments, mode=mode, loss_scale_factor=scale

@@ -16,7 +16,7 @@ class Need(NamedTuple):
   met: Callable[[Any], bool]
   """Returns whether the given options meet the condition."""
   text: str
-  """The condition in words, which end the message '… has no effect without <text>'."""
+  """The condition in words. It completes the message '… has no effect without <text>'."""
 
 
 def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
@@ -47,8 +47,8 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that
-  reads the option.
+  """Returns the need of each option that only surrogates read: `policy_loss` must name a surrogate
+  that reads the option.
   """
 
   def fields(kind):

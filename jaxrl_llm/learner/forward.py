@@ -103,8 +103,8 @@ def build_value(critic: Model, mesh: Mesh) -> Value:
 def _build_pass(
   outputs: Callable[[Params, Chunks], Any], mesh: Mesh
 ) -> Callable[[Params, Chunks, Any], Any]:
-  """Jits `outputs` for each of the first `used` micro-batches. The results have a leading
-  micro-batch axis; they are 0 for the other micro-batches.
+  """Jits a pass that applies `outputs` to each of the first `used` micro-batches. The results have
+  a leading micro-batch axis; they are 0 for the other micro-batches.
   """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:

@@ -1,4 +1,5 @@
-"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and expert imitation in a step.
+"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and expert imitation in one
+step.
 
 L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the
 whole step. Usual rows are rollouts; only they have the KL and entropy terms. A micro-batch or step
@@ -46,7 +47,7 @@ class MixConfig(PolicyGradientConfig):
 
 
 def mix(config: MixConfig, setting: Setting) -> Algorithm:
-  """Builds MIX (formula in the module docstring); the stage's `experts` configures source and
+  """Builds MIX (formula in the module docstring); the stage's `experts` configures the source and
   number of expert rows.
   """
   usual = policy_gradient(config, setting)

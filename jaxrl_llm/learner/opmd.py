@@ -1,8 +1,8 @@
 """Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, 2.3.2).
 
 The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ). By
-default, the reference is the policy at the beginning of each batch, and the optimizer is reset
-there. No ratio is clipped, and there is no critic.
+default, the reference is the policy at the beginning of each batch, and the optimizer is reset at
+that point. No ratio is clipped, and there is no critic.
 """
 
 from __future__ import annotations

@@ -98,10 +98,11 @@ def optimizer_shardings(
   *,
   offload: bool = False,
 ):
-  """Returns the optimizer state's shardings: a parameter's for leaves of its shape, else `whole`.
+  """Returns the optimizer state's shardings: moments are sharded like their parameters, other
+  leaves as `whole`.
 
   Args:
-    offload: whether the parameter-shaped leaves are in host memory.
+    offload: whether the moments are in host memory.
   """
   shapes = jax.eval_shape(optimizer.init, params)
 
@@ -122,12 +123,12 @@ def apply_update(
   *,
   take: Bool[Array, ''],
 ) -> tuple[Params, Any]:
-  """Returns parameters and state after one update, or unchanged if `take` is false; call it in a
-  jitted function.
+  """Returns the parameters and optimizer state after one update, or both unchanged if `take` is
+  false.
 
-  Offloaded moments are moved to the devices one parameter at a time, each after the previous one
-  has moved back, so a device never holds the moments of two parameters. No moment moves before
-  `take` is known: until then activations need the memory.
+  Call it in a jitted function. Offloaded moments are moved to the devices one parameter at a time,
+  each after the previous one has moved back, so a device never holds the moments of two parameters.
+  No moment moves before `take` is known: until then activations need the memory.
 
   Args:
     grads: clipped gradients.

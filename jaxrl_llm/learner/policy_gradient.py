@@ -132,7 +132,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite wherever they are read; warns of each other row.
+  """Selects rows whose columns are finite at all positions that are read; warns of each other row.
 
   Raises:
     RunError: no row is finite.
@@ -171,7 +171,9 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns whitened per-token advantages of each row and, with a critic, its targets."""
+  """Returns each row's whitened per-token advantages and, with a critic, the critic's targets (else
+  None).
+  """
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -236,14 +238,14 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
 
 
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """Returns each row's worth, from which per-sample advantages are estimated: its reward plus those
-  of its turns.
+  """Returns each row's worth: its reward plus the rewards of its turns. Per-sample advantages are
+  estimated from worths.
   """
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
 
 def refuse_steps(rows: Sequence[Row], reason: str) -> None:
-  """Raises UserError, with the reason, if a trajectory is recorded as several rows."""
+  """Raises UserError with `reason` if a trajectory is recorded as several rows."""
   recorded = collections.Counter(row.trajectory for row in rows if row.trajectory)
   for row in rows:
     if row.step_index or recorded[row.trajectory] > 1:
@@ -275,7 +277,7 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Estimates advantages from the rows' `worths`, each among the rows that share its baseline."""
+  """Estimates advantages from the rows' `worths`, comparing the rows that share a baseline."""
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
@@ -287,15 +289,17 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose baseline averages at least two different worths; without length terms."""
+  """Selects rows whose baseline averages at least two different worths, before length terms are
+  added.
+  """
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
 def _token_rewards(
   config, closed: Closed, rewards, masks, coef: float
 ) -> list[Float64[np.ndarray, '...']]:
-  """Rewards per token: the row's at its last trained token, each turn's at the turn's last token,
-  plus KL penalties.
+  """Rewards per token: the row's reward at its last trained token, each turn's reward at the turn's
+  last token, plus KL penalties.
   """
   dense = [
     by_token.place_rewards(mask, reward or 0.0, row.turn_rewards)
@@ -322,7 +326,9 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """Returns the current KL coefficients, their metrics (over `finite` rows), and the next state."""
+  """Returns the current KL coefficients, their metrics (over `finite` rows), and the algorithm's
+  next state.
+  """
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None

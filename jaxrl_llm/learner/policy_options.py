@@ -55,12 +55,12 @@ class AdvantageOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapingOptions:
-  """Reward shaping before advantage estimation. The metric `critic/score` is taken before,
-  `critic/rewards` after.
+  """Reward shaping before advantage estimation. The metric `critic/score` is the reward before
+  shaping, `critic/rewards` the reward after it.
   """
 
   overlong_buffer_len: int = 0
-  """DAPO: responses longer than max_response_length minus this many are penalised; 0: off."""
+  """DAPO: responses are penalised from this many tokens before max_response_length on; 0: off."""
   overlong_penalty_factor: float = 1.0
   """DAPO: size of the penalty at max_response_length."""
   length_reward_weight: float = 0.0
@@ -82,10 +82,12 @@ class KlOptions:
   allow_zero_gradient_kl: bool = False
   """Allows k1 in the loss, which has zero expected gradient on-policy."""
   kl_reward_coef: float = 0.0
-  """Coefficient of the KL penalty in token rewards; needs them (reinforce_plus_plus, gae)."""
+  """Coefficient of the KL penalty in token rewards, which only reinforce_plus_plus and gae have."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Target mean KL per token to which the (loss or reward) coefficient is adapted; None: fixed."""
+  """Mean KL per token to which the coefficient in use (loss or reward) is adapted; None: a fixed
+  coefficient.
+  """
   kl_horizon: float = 10_000.0
   """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
@@ -115,8 +117,8 @@ class CorrectionOptions:
   """
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
-  """Masks tokens with a negative advantage if their sequence's mean(sampler's - current logprob) is
-  above this (DeepSeek-V3.2); None: no masking.
+  """Masks tokens with a negative advantage if the mean of (sampler's logprob - current logprob)
+  over their sequence exceeds this (DeepSeek-V3.2); None: no masking.
   """
 
 
@@ -133,7 +135,9 @@ class PolicyGradientConfig(
   log-likelihoods; sapo: a soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own."""
+  """Options of the surrogate named in policy_loss; leave empty if it reads the algorithm's own
+  options.
+  """
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
@@ -226,8 +230,8 @@ class PpoConfig(PolicyGradientConfig):
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
-  """Whether the return of a truncated answer ends with the critic's value at the cut; False: with
-  0, as after an end token.
+  """Whether the return of a truncated answer ends with the critic's value at the cut. False: it
+  ends with 0, as after an end token.
   """
 
 
@@ -237,8 +241,8 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # 0 or 1: population or sample standard deviation. A ddof of the group size would make every
-  # advantage 0.
+  # 0: population standard deviation; 1: sample standard deviation. A ddof of the group size would
+  # make every advantage 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -346,7 +350,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for an overlong buffer beyond the response length or negative penalties."""
+  """Raises UserError for an overlong buffer longer than the response, or for negative penalties."""
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '

@@ -123,7 +123,7 @@ def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
     losses = bradley_terry_loss(difference, target_margin=config.margin)
     terms = {'actor/rm_loss': _pair_term(losses, there)}
     if config.center_rewards_coefficient:
-      # The sum, as label² is 1.
+      # As label² is 1, this yields the sum of the pair's scores, not their difference.
       both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)
       terms['actor/center_loss'] = _pair_term(
         centering_penalty(both), there, config.center_rewards_coefficient
@@ -145,8 +145,8 @@ def _pair_term(
 
 
 def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> Stats:
-  """Statistics under TRL's names. A margin of 0 is half a hit: a policy equal to its reference
-  prefers neither.
+  """Returns statistics under TRL's names. A margin of 0 counts as half correct: a policy equal to
+  its reference prefers neither answer.
   """
   hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
   count = there.sum().astype(jnp.float32)

@@ -30,13 +30,13 @@ class TrainState(Generic[Leaf]):
   """State of one trained model."""
 
   params: Params
-  """Trained parameters: the whole model, or adapters (`models.lora.split`)."""
+  """Trainable parameters: the whole model, or adapters (`models.lora.split`)."""
   opt_state: PyTree
   """State of the `optax` optimizer of `params`."""
   updates: Leaf
   """i32[], number of updates taken by this optimizer."""
   skipped: Leaf
-  """i32[], number of most recent consecutive updates that were skipped."""
+  """i32[], number of updates skipped since the last one that was applied."""
 
 
 class Learned(NamedTuple):
@@ -46,18 +46,20 @@ class Learned(NamedTuple):
   """State of the policy, or of the reward model if the stage trains one."""
   critic: TrainState[Array] | None = None
   reference: Params | None = None
-  """Reference parameters, like `policy.params`. None if unread, or the policy before each batch."""
+  """Reference parameters, with the structure of `policy.params`. None if the stage reads no
+  reference, or if the reference is the policy before each batch.
+  """
   reference_step: int = 0
   """Completed batches of the run when the reference was last updated."""
   algorithm_state: Json = None
   """State that the algorithm's annotation carries from batch to batch."""
   base: Params | None = None
-  """Base parameters under the adapters of policy and reference: never trained, donated or
+  """Frozen base parameters under the adapters of policy and reference: never updated, donated or
   committed. None: no adapters.
   """
 
   def whole(self, params: Params) -> Params:
-    """Returns the full model parameters, given the trained ones."""
+    """Returns the full model's parameters: `params`, joined with the base if there are adapters."""
     return lora.join(params, self.base)
 
   def committed(self) -> dict[str, PyTree]:
@@ -72,7 +74,7 @@ def param_shardings(model: Model, mesh: Mesh) -> Any:
 
 
 def trained_shardings(model: Model, mesh: Mesh) -> Any:
-  """Returns the shardings of the trained parameters."""
+  """Returns the shardings of the trainable parameters."""
   return lora.split(param_shardings(model, mesh), model.spec, model.options)[0]
 
 
@@ -82,7 +84,7 @@ def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
-  """Initialises only the trained parameters of `init_params`."""
+  """Initialises only the trainable parameters of `init_params`."""
 
   def trained(key):
     return lora.split(model.init(key), model.spec, model.options)[0]
@@ -120,7 +122,7 @@ def with_output(
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[Array]:
-  """Creates a fresh state that takes over `params`; with `offload` moments are in host memory."""
+  """Creates a fresh state that takes over `params`; with `offload`, moments are in host memory."""
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
@@ -136,8 +138,8 @@ def init_state(
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[jax.ShapeDtypeStruct]:
-  """Returns shapes, dtypes and shardings of a state, to which a checkpoint can be restored, without
-  allocating it.
+  """Returns the shapes, dtypes and shardings of a state, for restoring a checkpoint into it.
+  Allocates nothing.
   """
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
@@ -158,7 +160,7 @@ def abstract_state(
 
 
 def abstract_base(model: Model, mesh: Mesh) -> Params | None:
-  """Returns shapes, dtypes and shardings of the base under adapters; None without adapters."""
+  """Returns shapes, dtypes and shardings of the frozen base parameters; None without adapters."""
   parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
   shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
   return jax.tree.map(

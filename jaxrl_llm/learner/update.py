@@ -1,8 +1,8 @@
-"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, jitted as one.
+"""One jitted optimizer step: accumulates gradients over micro-batches, then applies or skips them.
 
 Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
 not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
-use is a run-time argument: one program serves every batch.
+use is a run-time argument: one compiled program serves every batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Report(NamedTuple):
   outputs: Float[Array, 'micro chunks ...']
   """Logprobs, values or scores of the model before the update."""
   skipped: Bool[Array, '']
-  """Whether the update was skipped because its gradient was unusable."""
+  """Whether the update was skipped because its gradient norm was not finite or too large."""
   empty: Bool[Array, '']
   """Whether the update was skipped because its gradient was exactly zero."""
   in_a_row: Int[Array, '']
@@ -67,13 +67,13 @@ def gradients(
   """Computes loss and gradient over the first `used` micro-batches of an optimizer step.
 
   Args:
-    params: trained parameters, which are differentiated.
+    params: trainable parameters; gradients are taken with respect to them.
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no
       loss_mask).
     constants: constants from the batch's annotation for the loss.
-    on_policy: fields of `batch` that hold logprobs of the policy before this update; they are
-      filled with the logprobs that the update itself computes, held constant.
-    base: base parameters under adapters.
+    on_policy: fields of `batch` for logprobs of the policy before this update. They are
+      filled, as constants, with the logprobs that this update's forward pass computes.
+    base: frozen base parameters under adapters; None: no adapters.
   """
 
   def outputs_of(params, chunks):
@@ -124,7 +124,8 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 def _denominators(
   loss: Loss, outputs: Any, batch: Chunks, constants: Constants
 ) -> dict[str, Float[Array, '']]:
-  """Returns each term's denominator of the step, from the loss on zeros, without a forward pass.
+  """Returns each term's denominator over the step, by calling the loss on zeros instead of model
+  outputs.
 
   A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """
@@ -138,7 +139,7 @@ def _denominators(
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the
+"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the frozen
 parameters under adapters, is not.
 """
 
