@@ -1,10 +1,11 @@
-"""Off-policy correction: weights and rejections of tokens of another policy, all without gradients.
+"""Off-policy correction: constant weights and masks for tokens that another policy sampled.
 
-They change the numerator of the loss, never its denominator, which still counts rejected tokens: if
-the loss were divided by the number of kept tokens, their gradient would grow by N / N_kept. In all
-functions, `mask` marks the trained tokens that a sampler drew: where it is False, behaviour
-logprobs are meaningless, the weight is 1 and the token is not rejected, so that expert tokens in
-the same batch are unaffected.
+They change the numerator of the loss, never its denominator. The denominator still counts rejected
+tokens: a loss divided by the number of kept tokens would have a gradient larger by N / N_kept.
+
+In all functions, `mask` marks the trained tokens that a sampler drew. Where it is False, behaviour
+logprobs are ignored, the weight is 1 and the token is kept, so that expert tokens in the same batch
+are unaffected.
 """
 
 from __future__ import annotations
@@ -35,11 +36,10 @@ def importance_weights(
   threshold: float = 2.0,
   lower: float | None = None,
 ) -> Float[Array, 'chunks time']:
-  """Weight of each token's loss that corrects the difference d = proximal - behaviour between
-  trainer and sampler.
+  """Loss weights that correct for the difference d = proximal - behaviour of the logprobs.
 
   token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training").
+  framework secretly brings you off-policy RL training").
   sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
   icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
 
@@ -47,8 +47,8 @@ def importance_weights(
 
   Args:
     threshold: C; IcePop's authors use 5.
-    lower: lower bound, to which token and sequence clamp (OpenRLHF); None: no lower bound, but 0.5
-      for icepop.
+    lower: lower bound of the ratio. token and sequence raise smaller weights to it (OpenRLHF).
+      None: no lower bound, but 0.5 for icepop.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
   if mode == 'sequence':
@@ -72,11 +72,11 @@ def sequence_mask(
   low: float,
   high: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens of kept sequences: low ≤ exp(mean over valid tokens of (proximal - behaviour)) ≤ high.
+  """Marks tokens of sequences to keep: low ≤ exp(mean of (proximal - behaviour)) ≤ high.
 
-  NeMo-RL calls it seq-mask-TIS (bounds 0.999 and 1.002), SkyRL geometric mask (0.99 and 1.01). In
-  these libraries, kept tokens have their own weights, untruncated. The result is True where `mask`
-  is False.
+  The mean is over the sequence's valid tokens. NeMo-RL calls the rule seq-mask-TIS (bounds 0.999
+  and 1.002), SkyRL geometric mask (0.99 and 1.01). In these libraries, kept tokens also have their
+  own weights, untruncated. The result is True where `mask` is False.
   """
   means = _means(
     _difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments
@@ -95,12 +95,13 @@ def negative_sequence_mask(
   segments: int,
   threshold: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens to keep by DeepSeek-V3.2 (arXiv:2512.02556), which drops failed far off-policy samples.
+  """Marks the tokens that DeepSeek-V3.2 (arXiv:2512.02556) keeps.
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 
-  Here old are the sampler's own logprobs. If advantages differ by token, the sign of each token's
-  own one decides. The result is True where `mask` is False.
+  The rule drops failed samples that are far off-policy. Here old are the sampler's own logprobs. If
+  advantages differ by token, each token's own sign decides. The result is True where `mask` is
+  False.
   """
   means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)
   return ~mask | ~((advantages < 0) & (by_segment(means, segment_ids) > threshold))

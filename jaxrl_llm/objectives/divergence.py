@@ -55,13 +55,13 @@ def unbiased_kl(
   limit: float = 10.0,
   ratio_limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """An estimate times the ratio ρₜ = exp(logprobsₜ - proximalₜ), with the reverse KL's gradient.
+  """A KL estimate times ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse KL.
 
   Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ
-  ∇logprobsₜ, whose mean over samples of the proximal policy is the gradient of KL(policy ||
+  ∇logprobsₜ. Its mean over samples of the proximal policy is the gradient of KL(policy ||
   reference). Without limits, ρₜ k3ₜ (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this
-  gradient; it is written directly, so that a limit of the value changes neither its sign nor its
-  direction. Value and gradient are 0 where `mask` is False.
+  gradient. The code computes the gradient directly, so that a limit of the value changes neither
+  its sign nor its direction. Value and gradient are 0 where `mask` is False.
 
   Args:
     ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly
@@ -70,8 +70,8 @@ def unbiased_kl(
     log_ratio_limit: as in `kl_estimate`; also limits |dₜ| in the gradient.
 
   Raises:
-    ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ
-      added.
+    ValueError: `kind` is k1. ρₜ k1ₜ has the same mean gradient as k3, with the noise of ρₜ
+      ∇logprobsₜ added.
   """
   if kind == 'k1':
     raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')
@@ -89,14 +89,17 @@ def unbiased_kl(
 def has_expected_gradient(
   kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool
 ) -> bool:
-  """Whether a KL term so configured moves the policy at all, on average over on-policy samples.
+  """Whether a KL term with these settings moves the policy, on average over on-policy samples.
 
-  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it
-  adds only noise; and if it is divided by sampled lengths, the remaining gradient does not point to
-  the reference either. `unbiased` does not help: `unbiased_kl` refuses k1. k2 in the loss has the
-  reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's gradient, E[(1 - exp(-d))
-  ∇log π]: it is not zero, but biased as a gradient of the reverse KL unless `unbiased`
-  (`unbiased_kl`). In the reward every estimator is a penalty whose value acts through the policy
-  gradient: the means of k1 and k3 are the KL itself, that of k2 is close to it.
+  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0. Summed over sequences, it adds
+  only noise; divided by sampled lengths, the remaining gradient does not point to the reference
+  either. `unbiased` does not help: `unbiased_kl` refuses k1.
+
+  k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's
+  gradient, E[(1 - exp(-d)) ∇log π]. It is not zero, but it is a biased gradient of the reverse KL;
+  `unbiased` (`unbiased_kl`) removes the bias.
+
+  In the reward every estimator is a penalty whose value acts through the policy gradient: the means
+  of k1 and k3 are the KL itself, that of k2 is close to it.
   """
   return not (kind == 'k1' and place == 'loss')

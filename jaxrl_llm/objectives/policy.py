@@ -1,4 +1,4 @@
-"""Policy-gradient losses per token, or per sequence where said; masked positions may be NaN."""
+"""Policy-gradient losses per token (`opmd_loss`: per sequence); masked positions may be NaN."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxrl_llm.ops.reduce import by_segment, segment_sums
 class ClippedSurrogate(NamedTuple):
   loss: Float[Array, 'chunks time']
   clipped: Bool[Array, 'chunks time']
-  """Tokens whose clipped branch is in force (`actor/pg_clipfrac`)."""
+  """Tokens at which the clip takes effect (`actor/pg_clipfrac`)."""
   clipped_lower: Bool[Array, 'chunks time']
-  """Tokens with a negative advantage whose loss is held at the dual-clip bound
+  """Tokens with a negative advantage whose loss is limited by the dual-clip bound
   (`actor/pg_clipfrac_lower`).
   """
 
@@ -30,7 +30,7 @@ def token_log_ratio(
 ) -> Float[Array, 'chunks time']:
   """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 outside `mask`.
 
-  Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their
+  Where the limit applies, the gradient is 0. `proximal_logprobs` are constants: stop their
   gradients before calling.
   """
   return jnp.clip(jnp.where(mask, logprobs - proximal_logprobs, 0.0), -limit, limit)
@@ -45,13 +45,13 @@ def sequence_log_ratio(
   segments: int,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of a sequence; 0
-  where `mask` is False.
+  """GSPO's log ratio of each token's sequence (arXiv:2507.18071); 0 outside `mask`.
 
   sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over valid tokens of (logprobs - proximal)), limit)
 
-  The value is the sequence's, the gradient the token's own, so that advantages and weights may
-  differ by token. The upper limit is verl's; where it is in force the gradient is 0.
+  This is the paper's GSPO-token. The value is the sequence's, the gradient the token's own, so that
+  advantages and weights may differ by token. The upper limit is verl's; where it applies, the
+  gradient is 0.
   """
   policy = jnp.where(mask, logprobs, 0.0)
   held = jax.lax.stop_gradient(policy)
@@ -69,12 +69,12 @@ def clipped_surrogate(
   clip_ratio_high: float,
   clip_ratio_c: float | None,
 ) -> ClippedSurrogate:
-  """PPO's loss with separate clip ranges and dual clipping; GSPO's with the sequence's log ratio.
+  """PPO's loss with separate clip ranges and dual clip; given a sequence's log ratio, GSPO's loss.
 
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `log_ratio` comes from one of the functions above, which bound and mask it; `advantages` are
+  `log_ratio` comes from one of the functions above, which bound and mask it. `advantages` are
   constants: stop their gradients before calling. The caller reduces the result. `clip_ratio_c` None
   switches the dual clip off. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye
   et al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10.

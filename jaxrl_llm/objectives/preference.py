@@ -1,5 +1,6 @@
-"""Preference losses per pair, on one number per sequence: its logprob or its reward; absent pairs
-have no gradient.
+"""Preference losses per pair, from one number per sequence: its logprob or its reward.
+
+Pairs that are absent from a micro-batch have no gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 class PairSums(NamedTuple):
   difference: Float[Array, 'pairs']
-  """Chosen - rejected; 0 for absent pairs."""
+  """Value of the chosen member minus that of the rejected one; 0 for absent pairs."""
   present: Bool[Array, 'pairs']
   """Whether exactly one chosen and one rejected member are in the micro-batch."""
 

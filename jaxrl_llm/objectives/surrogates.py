@@ -1,7 +1,7 @@
 """Policy-gradient surrogates: token losses before correction, aggregation, KL and entropy.
 
-A surrogate is a pair of an options dataclass and a function of the tokens and these options, see
-`Surrogate`.
+A surrogate consists of an options dataclass and a function of the tokens and these options
+(`Surrogate`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric; the step's metric is their mean over `mask`."""
+  """Numbers or flags per token, keyed by metric. The step's metric is their mean over the tokens in
+  `mask`.
+  """
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]

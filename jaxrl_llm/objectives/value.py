@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 class ValueLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   clipped: Bool[Array, 'chunks time']
-  """Tokens whose clipped branch is in force (`critic/vf_clipfrac`)."""
+  """Tokens at which the clip takes effect (`critic/vf_clipfrac`)."""
 
 
 def value_loss(
@@ -38,8 +38,8 @@ def value_loss(
   plain = (values - returns) ** 2
   if cliprange_value is None:
     return ValueLoss(0.5 * plain, jnp.zeros_like(plain, bool))
-  # Equal to the formula, but without the rounding of its subtraction, which would count tokens
-  # within the range as clipped.
+  # Equal to the formula, but without the rounding error of its subtraction, which would count some
+  # tokens within the range as clipped.
   near = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
   clipped = (near - returns) ** 2
   return ValueLoss(0.5 * jnp.maximum(plain, clipped), clipped > plain)
