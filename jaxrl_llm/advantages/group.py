@@ -18,11 +18,13 @@ class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
   """Advantage per sample; 0 if unscorable, alone in its group, or its group has zero variance."""
   scored: Bool[np.ndarray, 'samples']
-  """False for unscorable samples (reward None): they are in no baseline and in no loss."""
+  """False for unscorable samples (reward None), which enter neither a baseline nor the loss."""
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these groups with only one scored sample or equal rewards, so no learning signal."""
+  """Number of these groups with only one scored sample or equal rewards, so without a learning
+  signal.
+  """
 
 
 def group_advantages(
@@ -35,9 +37,9 @@ def group_advantages(
 ) -> GroupAdvantages:
   """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
 
-  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), whose result
-  REINFORCE++-baseline and OPMD start from. Equality of rewards is tested directly (max = min): a
-  floating-point mean is not exact, so identical rewards would otherwise give a signal.
+  Source: GRPO (arXiv:2402.03300). Dr.GRPO (arXiv:2503.20783) omits the division;
+  REINFORCE++-baseline and OPMD start from its result. Equality of rewards is tested directly (max =
+  min): a floating-point mean is not exact, so identical rewards would otherwise give a signal.
 
   Args:
     rewards: one per sample; None: unscorable.

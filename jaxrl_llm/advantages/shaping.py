@@ -1,4 +1,4 @@
-"""Reward shaping and coefficients that change with the step, as pure functions."""
+"""Reward shaping, and coefficients that depend on the step; pure functions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Training between noticeable changes, in the unit of `n` in `adapted` (samples or tokens)."""
+  """Amount of training after which the coefficient changes noticeably, in the unit of `n` in
+  `adapted` (samples or tokens).
+  """
 
   def __post_init__(self):
     for field in dataclasses.fields(self):

@@ -44,7 +44,8 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens, with t' the next valid one; only they are discounted.
+  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid token; holes are not
+  discounted.
 
   Source: REINFORCE++ (arXiv:2501.03262). Holes do not reset the return: otherwise the reward of a
   trajectory with tool tokens would reach only its last turn.
@@ -55,10 +56,11 @@ def token_returns(
 def place_rewards(
   mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at turn i's last token.
+  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of
+  turn i.
 
   A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row
-  without valid tokens (one that is left out of the loss) gives zeros, whatever the rewards of its
+  without valid tokens, which is left out of the loss, gets zeros, whatever the rewards of its
   turns.
 
   Raises:
@@ -91,7 +93,7 @@ def whiten(
 
   PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer
   than two valid tokens, or if all are equal (max = min, tested before the division), the result is
-  zeros whatever `shift_mean`.
+  all zeros, whether or not `shift_mean` is set.
 
   Args:
     rows: one array per row, of any lengths.
@@ -124,8 +126,8 @@ def kl_penalty(
 
   Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are
   those of `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score
-  function, where k1 is the one that gives the gradient of the reverse KL (as in Ziegler et al.
-  2019, arXiv:1909.08593).
+  function. There, k1 gives the gradient of the reverse KL (as in Ziegler et al. 2019,
+  arXiv:1909.08593).
   """
   difference = _compact(logprobs, mask) - _compact(reference, mask)
   if kind == 'k1':
