@@ -1,4 +1,4 @@
-"""Attention with shared key-value heads: the contract, reference implementation, and alternatives.
+"""Attention with shared key-value heads: its interface, reference implementation, and alternatives.
 
 Invariant: a query that sees no key yields 0 and has no gradient; finite inputs never produce NaN.
 """
@@ -21,8 +21,8 @@ KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
 """Number of scores per head (queries × keys of a row) up to which masked attention is as fast as
-blockwise on a CPU; at 512 × 512 blockwise takes at most a third of the time, for any number of
-heads and segments.
+blockwise attention on a CPU. At 512 × 512 blockwise takes at most a third of the time, for any
+number of heads and segments.
 """
 
 
@@ -30,8 +30,8 @@ class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Block size in tokens for blockwise attention: small enough for a CPU's caches; elsewhere, large
-  enough to hide the cost of a step.
+  """Block size in tokens for blockwise attention. On a CPU, blocks are small enough for the caches;
+  elsewhere, large enough to hide the cost of a step.
   """
 
 
@@ -50,8 +50,8 @@ def choose(
   """Chooses the implementation of an attention, with the reason.
 
   Args:
-    asked: implementation from the configuration. A fused kernel named here applies to tokens that
-      attend to one another; for attention over a cache, the choice is that of 'auto'.
+    asked: implementation from the configuration. A fused kernel named here applies only if
+      `same_tokens` is true; attention over a cache uses the choice of 'auto'.
     platform: platform of the devices.
     time: number of queries per row.
     keys: number of keys per row.
@@ -105,7 +105,7 @@ def attention(
   Args:
     of_queries: places of the queries' tokens; `visible` defines the rule.
     of_keys: places of the keys' tokens. A fused kernel requires the very object `of_queries` here,
-      as the sign that queries and keys are the same tokens; each row then holds its segments one
+      which marks queries and keys as the same tokens. Each row must then hold its segments one
       after the other, with consecutive positions.
     window: number of tokens that a query sees, including its own; None: back to the segment's
       start.
@@ -147,8 +147,9 @@ def masked(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Reference implementation: computes all scores at once and masks those of unseen keys.
 
-  Keys and values are never copied. Weights are cast to the values' dtype for the second product and
-  normalised after it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
+  Keys and values are never copied. Weights are cast to the values' dtype for the second product.
+  Normalising after that product, as in flash attention (arXiv:2205.14135), saves a pass over the
+  scores.
   """
   batch, time, heads, head_dim = query.shape
   kv_heads, keys = key.shape[2], key.shape[1]

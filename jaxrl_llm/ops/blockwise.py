@@ -61,12 +61,12 @@ def blockwise(
   softcap: float | None = None,
   block: int = BLOCK,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention`; each block of queries iterates over the blocks of keys from the first to
-  the last it may see.
+  """Computes `attention` block by block.
 
-  If rows hold packed segments in order, a block of queries visits only the blocks of keys of its
-  own segments, up to itself: neither later tokens nor other segments cost anything. Rows of the
-  batch are processed sequentially, each with its own range of blocks.
+  Each block of queries iterates over the blocks of keys from the first to the last that it may see.
+  If rows hold packed segments in order, these are only the blocks of its own segments, up to
+  itself: neither later tokens nor other segments cost anything. Rows of the batch are processed
+  sequentially, each with its own range of blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -123,8 +123,8 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """Arguments in blocks. Heads that share keys are rows of one matrix product
-  (`rows` = heads / kv_heads · block).
+  """Arguments in blocks. Heads that share keys become rows of one matrix product (`rows` = heads /
+  kv_heads · block).
   """
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']
@@ -184,7 +184,7 @@ def _unblocked(
 
 
 def _placed(places: Places, block: int) -> Places:
-  """Splits places into blocks, with padding at the end."""
+  """Splits places into blocks and pads the last block."""
 
   def fill(x):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(x.shape[0], -1, block)
@@ -198,9 +198,9 @@ def _ranges(
   """Returns `_Rows.first` and `_Rows.end`; both are 0 for a block of queries that may see no keys.
 
   A block of keys is skipped if it lies wholly after the last query of the block of queries, or
-  wholly before the first key that the first of these queries sees, ordered by segment and then
-  position. No visible key is skipped, whatever the order of the tokens; for packed tokens the range
-  is exact except for padding.
+  wholly before the first key that the first of these queries sees. Tokens are ordered by segment,
+  then by position. No visible key is skipped, whatever the order of the tokens; for packed tokens
+  the range is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))

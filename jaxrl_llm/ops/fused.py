@@ -18,15 +18,15 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxrl_llm.ops.places import Places
 
 BLOCKS = (512, 256, 128)
-"""Block sizes of splash attention in tokens, largest first; `splash_length` pads rows to a multiple
-of one of them. For the GPU kernel, rows are padded to a multiple of the last.
+"""Block sizes of splash attention in tokens, largest first. `splash_length` pads rows to a multiple
+of one of them; for the GPU kernel, rows are padded to a multiple of the smallest.
 """
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 
 def why_not_splash(dtype: Any) -> str | None:
-  """Returns the reason why splash attention cannot take this dtype; None if it can. Any length and
-  head size works.
+  """Returns the reason why splash attention does not support this dtype; None if it does. Any
+  length and head size is supported.
   """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
     return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
@@ -36,7 +36,7 @@ def why_not_splash(dtype: Any) -> str | None:
 def why_not_pallas_gpu(
   dtype: Any, *, window: int | None, softcap: float | None, shards: int
 ) -> str | None:
-  """Returns why the GPU kernel cannot take inputs with `shards` shards of time; None if it can."""
+  """Returns why the GPU kernel does not support inputs in `shards` time shards; None if it does."""
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
@@ -50,8 +50,8 @@ def why_not_pallas_gpu(
 
 def splash_length(time: int, *, shards: int = 1) -> int:
   """Returns the padded length of a row of `time` tokens, so that whole blocks fill each shard."""
-  # The largest block for which no shard grows by more than an eighth; shards² must divide the
-  # length too.
+  # The largest block for which no shard grows by more than an eighth. The length must also be
+  # divisible by shards².
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
   step = math.lcm(shards * block, shards**2)
@@ -66,17 +66,17 @@ def splash_kernel(
   shards: int = 1,
   interpret: bool = False,
 ) -> Any:
-  """Builds the kernel for rows of `length` tokens, any number of heads: a callable pytree with the
-  blocks to visit.
+  """Builds the kernel for rows of `length` tokens and any number of heads.
 
-  Blocks above the diagonal or beyond the window are never visited. The backward pass uses two
-  kernels, one for queries and one for keys and values: the single-kernel variant keeps a gradient
-  of the queries per block of keys, which is quadratic in time.
+  The kernel is a callable pytree that lists the blocks to visit. Blocks above the diagonal or
+  beyond the window are never visited. The backward pass uses two kernels, one for queries and one
+  for keys and values: the single-kernel variant keeps a gradient of the queries per block of keys,
+  which is quadratic in time.
 
   Args:
     length: result of `splash_length`.
-    shards: number of shards of the queries' time, if the kernel runs under `jax.shard_map` and is
-      passed as an argument with its `manual_sharding_spec`.
+    shards: number of shards of the queries' time, if the kernel runs under `jax.shard_map`. Pass
+      the kernel there as an argument, with its `manual_sharding_spec`.
     interpret: runs in interpreter mode on any platform, for tests.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as library
@@ -153,10 +153,10 @@ def pallas_gpu(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Runs JAX's Triton kernel, which compares segments on the fly.
 
-  Why not cuDNN: JAX's public interface to it supports segments only as a bias, `[batch, 1, time,
-  time]` in memory, the very array that this kernel avoids. The kernel compiles only where a GPU is
-  present and has not yet run on one: it is tested against the reference in Pallas's interpreter
-  mode. JAX 0.12 announces the kernel's removal.
+  cuDNN is not used: JAX's public interface to it supports segments only as a bias, `[batch, 1,
+  time, time]` in memory, the very array that this kernel avoids. The kernel compiles only where a
+  GPU is present and has not yet run on one; tests compare it with the reference in Pallas's
+  interpreter mode. JAX 0.12 announces the kernel's removal.
 
   Args:
     interpret: runs the kernel in interpreter mode on any platform, for tests.
@@ -166,8 +166,8 @@ def pallas_gpu(
   batch, time, heads, head_dim = query.shape
   length, kv_heads = -(-time // BLOCKS[-1]) * BLOCKS[-1], key.shape[2]
   query, key, value, ids = (fill(x, length) for x in (query, key, value, places.segment_ids))
-  # Mapped over the heads that share keys: unmapped keys and values are indexed by the kernel, not
-  # copied.
+  # Mapped over the heads that share keys. The kernel indexes the unmapped keys and values, without
+  # copying them.
   shared = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
   options = head_dim**-0.5, True, BlockSizes.get_default(), 'triton', None, 2, None, interpret
   mixed = jax.vmap(lambda q: mha(q, key, value, ids, *options), in_axes=3, out_axes=3)(shared)

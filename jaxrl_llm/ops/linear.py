@@ -1,7 +1,7 @@
-"""Product of activations with a kernel `[out, in]` with gradients accumulated in its precision.
+"""Product of activations and a kernel `[out, in]`; its gradient is summed in the kernel's dtype.
 
 Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it
-is summed over tokens or devices: only its two factors are.
+is summed over tokens or devices. Only the two factors of that product are rounded.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _by_kernel(x, dy, dtype: jnp.dtype):
   if dy.shape[-1] <= x.shape[-1]:
     return plain(x, dy)
 
-  # XLA:CPU takes a third less time if the second factor is the wider; without the barrier it swaps
-  # the factors back.
+  # XLA:CPU takes a third less time if the second factor is the wider one. Without the barrier, XLA
+  # swaps the factors back.
   def turned(x, dy):
     return jax.lax.optimization_barrier(product(x, dy)).T
 

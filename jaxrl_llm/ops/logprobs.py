@@ -1,6 +1,6 @@
 """Token logprobs, values and scores from hidden states, never materialising `[batch, time, vocab]`.
 
-This is the only module that shifts tokens.
+No other module shifts tokens relative to hidden states.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxrl_llm.ops.reduce import segment_sums
 
 
 class TokenLogprobs(NamedTuple):
-  """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`; 0
-  at a segment's first token and where not wanted.
+  """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`.
+  Entries are 0 at a segment's first token and where not wanted.
   """
 
   logprobs: Float[Array, 'chunks time']
@@ -81,7 +81,7 @@ def token_logprobs(
   distribution's entropy.
 
   Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the
-  backward pass; with `wanted`, only as many chunks are computed as the wanted positions fill. With
+  backward pass. With `wanted`, only as many chunks are computed as the wanted positions fill. With
   all positions in one chunk, which is preferable if memory allows, a compiler that sees both passes
   computes the logits only once. If `kernel` is sharded over its vocabulary, so are the logits:
   devices exchange only maxima, sums and the targets' logits.
@@ -99,7 +99,7 @@ def token_logprobs(
     wanted: tokens to compute; others get 0. None: all.
     token_chunk: positions computed at a time; must divide `time`.
     time_shards: number of equal contiguous shards of time over devices; a chunk takes equally many
-      positions of each, so that nothing moves between them. Must divide `token_chunk`.
+      positions of each shard, so that no data move between shards. Must divide `token_chunk`.
     row_shards: number of shards of the rows. The kernel's gradient is summed over both kinds of
       shards once, after all chunks, instead of in every chunk. Must divide the rows.
   """
@@ -165,7 +165,7 @@ def state_values(
   kernel: Float[Array, 'one embed'],
   segment_ids: Int[Array, 'chunks time'],
 ) -> StateValues:
-  """Computes hidden · kernel at the positions before and of each token, in at least float32."""
+  """Computes hidden · kernel before and after each token, in at least float32."""
   after = _scalar(hidden, kernel)
   return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
@@ -204,8 +204,8 @@ def _delayed(x, segment_ids):
 
 @jax.custom_vjp
 def _moved(states, order, places):
-  """Reorders the states of each part; `places` is the inverse order, so that gradients are
-  gathered, not scattered.
+  """Reorders the states of each part. `places` is the inverse of `order`, with which the backward
+  pass gathers gradients instead of scattering them.
   """
   return jnp.take_along_axis(states, order[..., None], axis=2)
 
@@ -226,12 +226,12 @@ def _head(positions, hidden, kernel, targets, temperature, used):
   Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The
   derivative of log p[target] by z is onehot(target) - p, as in any softmax cross-entropy; that of H
   is -p · (log p + H), because ∂p[i] / ∂z[j] = p[i] · (δ[i, j] - p[j]). So with cotangents g and h
-  of the two outputs
+  of the logprobs and entropies,
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
 
-  for which the only residuals besides the arguments are each token's log-normalizer and H (logits
-  are recomputed as in arXiv:2411.09009).
+  and the only residuals besides the arguments are each token's log-normalizer and H. Logits are
+  recomputed, as in arXiv:2411.09009.
   """
   return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
 
@@ -291,8 +291,8 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _repeat(used, chunk, start, *, once: bool):
-  """Runs the used chunks in sequence; a single chunk runs without a loop, so that compilers can
-  keep its logits.
+  """Runs the used chunks in sequence. A single chunk runs without a loop, so that compilers can
+  reuse its logits in the backward pass.
   """
   return chunk(0, start) if once else jax.lax.fori_loop(0, used, chunk, start)
 

@@ -1,8 +1,8 @@
 """Sums over packed tokens: named loss terms with their denominators, and usual loss aggregations.
 
-A loss is never a mean of means: each term is (numerator, denominator), both summed over
-micro-batches and ranks, and divided once, so that it does not depend on how sequences were packed
-and split.
+A loss is never a mean of means. Each term is (numerator, denominator), both summed over
+micro-batches and ranks and divided once, so that the loss does not depend on how sequences were
+packed and split.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def segment_sums(
 def by_segment(
   per_segment: Float[Array, 'chunks segments'], segment_ids: Int[Array, 'chunks time']
 ) -> Float[Array, 'chunks time']:
-  """Gives each token its segment's value; padding gets that of segment 1."""
+  """Gives each token its segment's value. Padding gets the value of segment 1."""
   return jnp.take_along_axis(per_segment, jnp.maximum(segment_ids - 1, 0), axis=1)
 
 
@@ -67,11 +67,13 @@ def aggregate(
 ) -> tuple[Float[Array, ''], Float[Array, '']]:
   """Returns (numerator, denominator) of a masked aggregation of per-token values.
 
-  token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476). seq-mean-token-sum: sum
-  over tokens / number of sequences. seq-mean-token-mean: sum over sequences of their
-  token means / number of sequences (GRPO, arXiv:2402.03300). seq-mean-token-sum-norm: sum over
-  tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
-    (arXiv:2503.20783) with the factor set to the maximal response length.
+  - token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476).
+  - seq-mean-token-sum: sum over tokens / number of sequences.
+  - seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO,
+    arXiv:2402.03300).
+  - seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`); Dr.GRPO
+    (arXiv:2503.20783) if the factor is the maximum response length.
+
   Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences
   without a valid token. `values` at masked positions may be anything, finite or not.
   """

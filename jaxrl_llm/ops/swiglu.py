@@ -1,6 +1,6 @@
-"""The MLP's gate, silu(gate) · up, with a backward pass that needs only the two factors.
+"""The MLP's gate, silu(gate) · up, with a backward pass that needs only `gate` and `up`.
 
-Invariant: the only residuals are the arguments; automatic differentiation would keep one more array
+Invariant: the only residuals are the arguments. Automatic differentiation would save one more array
 of the MLP's width per layer.
 """
 
