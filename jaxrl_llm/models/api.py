@@ -37,8 +37,8 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of each module's kernel. Its bias and adapter matrix B have the first, A
-has the second.
+"""Logical axes (out, in) of each module's kernel. The bias and adapter matrix B have the out axis,
+adapter matrix A has the in axis.
 """
 
 
@@ -67,7 +67,9 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations; None: the compiler decides by the arguments."""
+  """Mesh over which `apply` shards activations; None: the compiler decides from the arguments'
+  shardings.
+  """
 
 
 def build_model(

@@ -29,7 +29,7 @@ QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', No
 def chosen(
   options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool
 ) -> Choice:
-  """Chooses the implementation for `time` queries of a row over `keys` keys, with the reason."""
+  """Chooses the implementation for rows of `time` queries and `keys` keys, and gives the reason."""
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
     options.attention,
@@ -55,7 +55,9 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention` on each device's shard; the compiler partitions masked attention."""
+  """Computes `attention` on each device's shard. Masked attention is left to the compiler to
+  partition.
+  """
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(
     attention, implementation=choice.implementation, block=choice.block, **rule
@@ -67,7 +69,8 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # Object identity marks the same tokens, also on each device if time is not sharded.
+    # `attention` requires the same object for the same tokens. On a device, queries and keys are the
+    # same tokens only if time is not sharded.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 
@@ -75,7 +78,9 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """Passes the kernel's block list as an argument, so that each device gets its queries' blocks."""
+  """Runs splash attention over the mesh. The kernel's block list is an argument, so that each
+  device gets its queries' blocks.
+  """
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
@@ -92,7 +97,7 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
 def _over(
   mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more
 ) -> Array:
-  """Maps `local` over the mesh by the sharding rules; `more` are arguments with their specs."""
+  """Maps `local` over the mesh by the sharding rules; `more` are (argument, spec) pairs."""
 
   def spec(x, axes):
     return sharding(mesh, axes, x.shape).spec

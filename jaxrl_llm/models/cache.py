@@ -41,7 +41,7 @@ def write(
   value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
 ) -> LayerCache:
-  """Writes each token's key and value at its row's `position`; those past the end are dropped."""
+  """Writes each token's key and value at its position in its row; drops tokens past the end."""
   rows = jnp.arange(positions.shape[0])[:, None]
   return {
     name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')

@@ -82,7 +82,7 @@ class UnrolledLayers(nn.Module):
 def scanned_layers(
   spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str
 ) -> nn.Module:
-  """Builds a module that scans one layer over stacked parameters. It is for training only, so it
+  """Builds a module that scans one layer over stacked parameters. Only training uses it, so it
   takes no cache.
   """
   layer = remat_layer(options.remat, in_scan=True)
@@ -127,6 +127,6 @@ class Decoder(nn.Module):
     x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
-      # Only creates the parameter in `init`: callers compute the product with it themselves.
+      # This only creates the parameter in `init`; callers compute the product with it themselves.
       table(head_size(spec), name='head')()
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -1,4 +1,4 @@
-"""Model families: an entry holds all that distinguishes a family; adding one takes no other code.
+"""Model families: an entry holds all that distinguishes a family; a new family needs no other code.
 
 Invariant: no module checks a family's name; the decoder and the weights' names follow from the
 `ModelSpec`.
@@ -23,8 +23,8 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Settings that `transformers` fixes for a model_type, and its defaults for keys that are absent
-  from config.json.
+  """Settings that `transformers` fixes for a model_type, and its defaults for keys missing from
+  config.json.
   """
 
   name: str
@@ -41,7 +41,9 @@ class Family:
   qk_norm: bool = False
   """Whether queries and keys are normalised per head."""
   full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Settings of config.json that switch sliding windows off; empty if the class has no windows."""
+  """Settings of config.json that switch sliding windows off; empty if the class has no sliding
+  windows.
+  """
   sliding_window: int | None = None
   """Default of the key `sliding_window`, in tokens; None: no window."""
   num_key_value_heads: int | None = None
@@ -54,8 +56,8 @@ class Family:
   rope_theta: float = 10_000.0
   rms_norm_eps: float = 1e-6
   tokenizers: tuple[str, ...] = ()
-  """Names of the tokenizer class that AutoTokenizer creates whichever class a directory names.
-  Empty: AutoTokenizer creates the class that the directory names.
+  """Names of the tokenizer class that AutoTokenizer creates for this family, even if a directory
+  names another class. Empty: AutoTokenizer creates the class that the directory names.
   """
 
 

@@ -13,8 +13,8 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
-  """Number of parameters in matrix products per token: projections, MLP and head; not lookups,
-  norms and biases.
+  """Number of parameters in matrix products per token: projections, MLP and head. Lookups, norms
+  and biases do not count.
 
   A tied embedding counts once, as the head.
   """
@@ -32,10 +32,10 @@ def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = Tr
   """Operations of a forward pass or, with `backward`, of a training step: three times as many.
 
   forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and
-  an addition for each parameter and token, and twice that (scores, and their product with the
-  values) for each pair, head and dimension. The backward pass has two products where the forward
-  pass has one. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, counting only pairs within
-  the causal mask.
+  an addition for each parameter and token, and two of each (for the scores, and for their product
+  with the values) per pair, head and dimension. The backward pass has two products where the
+  forward pass has one. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, counting only pairs
+  within the causal mask.
 
   Args:
     tokens: number of tokens in all sequences, without padding.

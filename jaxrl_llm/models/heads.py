@@ -30,8 +30,8 @@ def is_tied(spec: ModelSpec) -> bool:
 
 
 def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
-  """Returns the spec with another head. Single-output heads are never tied, nor are 'lm' heads
-  derived from them.
+  """Returns the spec with another head. Single-output heads are never tied, nor is an 'lm' head
+  that replaces one of them.
   """
   return dataclasses.replace(
     spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings
@@ -60,8 +60,8 @@ def replace_head(
     kernel: kernel of the new head, already in the right dtype and on the right devices.
 
   Raises:
-    ValueError: the kernel has another shape, or the spec is tied, so that its head is the
-      embedding.
+    ValueError: the kernel's shape does not match the spec, or the spec is tied, so that its head is
+      the embedding.
   """
   if is_tied(spec):
     raise ValueError(f'a {spec.family} spec with tied embeddings has no separate head to replace')

@@ -1,7 +1,7 @@
 """LoRA adapters as data: separate from the base parameters, joined with them, or merged into them.
 
-Invariant: a model with adapters is a nested dict like any other; `split` and `join` only take it
-apart and reassemble it without copying arrays, and the trained parameters are the first result of
+Invariant: a model with adapters is a nested dict like any other. `split` and `join` only take it
+apart and reassemble it, without copying arrays. The trainable parameters are the first result of
 `split`.
 """
 
@@ -25,7 +25,7 @@ def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2
   """Creates adapters for a tree of kernels, initially without effect: as in PEFT, A is uniform in
   ±1/√in, and B is 0.
 
-  They are at least float32, as required of master weights.
+  Both are at least float32, as required of master weights.
   """
   targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
   adapters = {}
@@ -48,10 +48,10 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
 
 
 def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Params, Params | None]:
-  """Splits parameters into trained and frozen base parameters.
+  """Splits parameters into trainable and frozen base parameters.
 
-  Adapters are trained, and so is the newly initialised head of a model that is not an 'lm'. Without
-  adapters all parameters are trained and the base is None.
+  Adapters are trainable, and so is the newly initialised head of a model whose head is not 'lm'.
+  Without adapters all parameters are trainable and the base is None.
 
   Args:
     params: tree of arrays or of their shapes, shardings or axes.
@@ -67,7 +67,8 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
 
 
 def join(params: Params, others: Params | None) -> Params:
-  """Joins both trees, the inverse of `split`; if both have an array, `params` takes precedence."""
+  """Joins both trees, the inverse of `split`; if both have an array, the one in `params` is used.
+  """
   return params if others is None else unflatten(flatten(others) | flatten(params))
 
 

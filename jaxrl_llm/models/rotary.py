@@ -1,8 +1,8 @@
 """Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3
 frequency scaling.
 
-Invariant: angles, sines and cosines are computed in float32 (float64 for float64 models) whatever
-the compute dtype.
+Invariant: angles, sines and cosines are computed in float32, or float64 for float64 models,
+whatever the compute dtype.
 """
 
 from __future__ import annotations

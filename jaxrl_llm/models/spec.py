@@ -23,7 +23,9 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes: far above any real model, and small enough to list parameters within a second."""
+"""Maximum sizes. They are far above any real model's, and small enough to list parameters within a
+second.
+"""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -59,7 +61,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """Architecture of a decoder, with Hugging Face's names; families differ only in these values, not
+  """Architecture of a decoder, with Hugging Face's names. Families differ only in these values, not
   in decoder code.
   """
 
@@ -86,7 +88,9 @@ class ModelSpec:
   initializer_range: float = 0.02
   """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: a value per token; scalar: a score at the last token."""
+  """lm: logits over the vocabulary; value: a value per token; scalar: one score per sequence, at
+  the last token.
+  """
 
   def __post_init__(self):
     for name, most in _MOST.items():
@@ -139,7 +143,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-  """Compute options of a model; results agree for all values up to rounding."""
+  """Compute options of a model. Results are the same for all options, up to rounding."""
 
   scan_layers: bool = False
   """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on CPU."""
