@@ -64,8 +64,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
-  """Reads special token ids from generation_config.json, falling back to config.json for missing
-  ones.
+  """Reads special token ids from generation_config.json, and ids missing there from config.json.
 
   Raises UserError for an id outside the vocabulary.
   """
@@ -111,8 +110,8 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
 
 
 def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
-  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and splits text as
-  # Qwen2 does.
+  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and always splits text
+  # as Qwen2 does.
   path = tokenizer_dir / 'tokenizer_config.json'
   name = read_json(path).get('tokenizer_class') if path.exists() else None
   if family.tokenizers and name not in family.tokenizers:
@@ -140,9 +139,9 @@ def export(
   bos_id: int | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes a directory that transformers and vLLM load unchanged; the weights, written last, mark
-  it as complete.
+  """Writes a directory that transformers and vLLM load unchanged.
 
+  The weights are written last; their presence marks the directory as complete.
   AutoModelForSequenceClassification loads a model with a 'scalar' head,
   AutoModelForTokenClassification one with a 'value' head. Both have one label and no
   generation_config.json.

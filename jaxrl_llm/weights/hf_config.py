@@ -46,7 +46,7 @@ _SAME_NAMES = (
 
 
 class _HfConfig:
-  """Settings of one config.json; every error names its path."""
+  """Settings of one config.json; error messages name the file."""
 
   def __init__(self, path: Path, values: Mapping[str, Any]):
     self.path, self.values = path, values
@@ -61,8 +61,8 @@ class _HfConfig:
     kind: type,
     values: Mapping[str, Any] | None = None,
   ) -> Any:
-    """Returns a positive number. If it is null or absent, returns `default`, or raises UserError if
-    that is None.
+    """Returns a positive number. If it is null or absent, returns `default`; if `default` is None
+    too, raises UserError.
     """
     values = self.values if values is None else values
     value = values.get(name)
@@ -126,8 +126,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   _refuse_unsupported(config, family)
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
-  # A null num_key_value_heads means one per attention head; only an absent key means the class's
-  # default.
+  # A null num_key_value_heads means one key-value head per attention head. Only an absent key means
+  # the class's default.
   kv_default = None if 'num_key_value_heads' in config.values else family.num_key_value_heads
   head_default = None if 'head_dim' in config.values else family.head_dim
   positions = config.number('max_position_embeddings', family.max_position_embeddings, int)
@@ -182,8 +182,8 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
   # Without layer_types, the window of a family with use_sliding_window applies from layer
-  # max_window_layers on, and only if that key is true. If a family has no windows, the meaning of
-  # one in its file is unknown, so it is refused.
+  # max_window_layers on, and only if use_sliding_window is true. If a family has no windows, a
+  # window in its file has no known meaning and is refused.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')
@@ -191,7 +191,7 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
     'use_sliding_window' not in family.full_attention
     or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
-  # A family whose default is a window takes it for all layers, whatever layer_types says.
+  # A family that has a window by default applies it to all layers, whatever layer_types says.
   if any(kind != 'full_attention' for kind in kinds) or (
     windowed and (not kinds or family.sliding_window is not None)
   ):
@@ -207,8 +207,8 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
 
 
 def _head(config: _HfConfig, family: Family) -> str:
-  """Returns the head of the class in `architectures`; rejects unknown classes and more than one
-  output.
+  """Returns the head of the class in `architectures`. Refuses unknown classes, and single-output
+  classes configured for several outputs.
   """
   names, classes = config.values.get('architectures'), family.architectures
   if not names:
@@ -248,7 +248,7 @@ def _attention_bias(config: _HfConfig, family: Family) -> bool:
 def _read_rope(
   config: _HfConfig, default_theta: float, positions: int
 ) -> tuple[float, RopeScaling | None]:
-  """Reads base and scaling; rejects a file whose two forms disagree."""
+  """Reads rope base and scaling; refuses a file whose v4 and v5 forms disagree."""
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
   if v4 and v5:

@@ -44,7 +44,8 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
 
   Yields:
     (name, array). Arrays are views of host memory where possible, including layers of a scanned
-    tree: copy those that must outlive a donation. All layers of a parameter are consecutive;
+      tree: copy an array that must outlive the donation of its parameter. All layers of a parameter
+      are consecutive;
     `tables.zeros` come last.
   """
   flat = flatten(params)
@@ -121,14 +122,14 @@ def fill(
   dtype: np.dtype,
   place: Callable[[str, np.ndarray], Any],
 ) -> Params:
-  """Builds a tree array by array; each is placed and released before the next is read.
+  """Builds a tree array by array; each array is placed and released before the next is read.
 
   Args:
     read: returns the tensor of an entry, with the entry's shape.
     spec: spec of the model.
     scan_layers: whether to stack the layers.
     dtype: data type of the tree's arrays.
-    place: maps (name in the tree, array) to the tree's leaf; it may keep the array, which is never
+    place: maps (name in the tree, array) to the tree's leaf. It may keep the array, which is never
       modified later.
   """
   flat = {}

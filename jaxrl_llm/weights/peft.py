@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT format (adapter_config.json and weights), as the `peft` library, vLLM and
-others load them.
+"""LoRA adapters in PEFT format (adapter_config.json and weights), which the `peft` library, vLLM
+and others load.
 
-Invariant: tensor names derive from the family's weights table, as for models; A and B are stored as
+Invariant: tensor names derive from the family's weights table, as for models. A and B are stored as
 trained (`[rank, in]` and `[out, rank]`, which is also PEFT's layout).
 """
 
@@ -29,8 +29,8 @@ _HEAD = 'score'
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trained parameters such
-  as the head.
+  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trainable parameters
+  such as the head.
   """
   flat = flatten(params)
   for entry in entries(spec):
@@ -51,14 +51,15 @@ def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]
 def export_adapter(
   directory: str | Path, params: Params, spec: ModelSpec, lora: LoraConfig, *, base: str | None
 ) -> None:
-  """Writes an adapter directory; the weights, written last, mark it as complete.
+  """Writes an adapter directory. The weights are written last; their presence marks the directory
+  as complete.
 
   Args:
     directory: output directory, created if missing.
-    params: trained parameters (`models.lora.split`), NumPy or addressable JAX arrays.
+    params: trainable parameters (`models.lora.split`), NumPy or addressable JAX arrays.
     spec: spec of the adapters' model.
     lora: rank, alpha and targets of the adapters.
-    base: directory or hub id of the base model; None: the reader must know it.
+    base: directory or hub id of the base model, recorded for readers; None: not recorded.
   """
   directory = Path(directory)
   of = {

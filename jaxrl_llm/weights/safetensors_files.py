@@ -1,8 +1,8 @@
 """Reading and writing of a model directory's safetensors files, shard by shard.
 
 Invariant: names and shapes in all files are checked before the first parameter is read. Reading
-needs host memory for one array of the parameter tree, besides those that the caller keeps; writing
-needs it for one shard.
+needs host memory for one array of the parameter tree, besides those that the caller keeps. Writing
+needs host memory for one shard.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
 from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
-"""Default size in bytes above which weights are sharded; many small and few large files are both
-awkward to copy.
+"""Default size in bytes above which weights are sharded: a compromise, because many small files and
+few large ones are both awkward to copy.
 """
 
 _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
@@ -163,8 +163,8 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
 
 
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Checks the files' headers, and values that must be 0; returns the file of each of the model's
-  tensors.
+  """Checks the files' headers, and that values which must be 0 are 0; returns the file of each of
+  the model's tensors.
   """
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():

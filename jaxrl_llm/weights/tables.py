@@ -24,8 +24,8 @@ class ParameterRow:
   hf: str
   """Name in the safetensors file."""
   ours: str
-  """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer
-  axis.
+  """Name in the unrolled tree. The name in the scanned tree lacks `{i}/`, and its array has a
+  leading layer axis.
   """
   axes: tuple[str, ...]
   """Name of each axis, a key of `_sizes`."""
@@ -109,13 +109,13 @@ _DERIVED = (
   ),
   ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
-"""Redundant tensors that a file may contain, because they follow from its parameters or
+"""Redundant tensors that a file may contain although they follow from its parameters or
 configuration: the buffers of old Llama files, and the unembedding of a tied model, which is the
 embedding.
 """
 
 _ZERO = (ParameterRow('score.bias', 'head/bias', ('one',), 'one_output'),)
-"""Tensors that a file may contain only with value 0, because our models do not have them."""
+"""Tensors that a file may contain only if they are 0, because our models do not have them."""
 
 
 def _sizes(spec: ModelSpec) -> Mapping[str, int]:
@@ -168,8 +168,8 @@ def _expand(rows: Iterable[ParameterRow], spec: ModelSpec) -> tuple[TensorEntry,
 
 
 def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in
-  layer order.
+  """Returns a model's tensors. Tensors of one table row (one array of the scanned tree) are
+  consecutive, in layer order.
   """
   return _expand(ROWS, spec)
 
@@ -182,7 +182,7 @@ def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
 
 
 class Inventory:
-  """Checks the names and shapes of one source's tensors against a table; `finish` raises one error
+  """Checks the names and shapes of one source's tensors against a table. `finish` raises one error
   for all findings.
   """
 
@@ -199,16 +199,15 @@ class Inventory:
   def see(
     self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]
   ) -> TensorEntry | None:
-    """Returns the entry to load the tensor into.
+    """Returns the entry to load the tensor into, or None if there is nothing to load.
 
-    None: there is nothing to load, or the tensor is unknown, duplicate or mis-shaped, which
-    `finish` reports.
+    None also stands for an unknown, duplicate or mis-shaped tensor, which `finish` reports.
 
     Args:
       name: name in the file.
       shape: shape of the tensor.
-      read: returns the tensor; called only if its value must be 0, and any other value raises a
-        UserError.
+      read: returns the tensor. It is called only if the tensor's values must be 0; any other value
+        raises a UserError.
     """
     shape = tuple(shape)
     if name in self._seen:
