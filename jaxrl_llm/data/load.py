@@ -1,7 +1,7 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
-Each process reads only the rows that its own devices hold. Host arrays are allocated anew for every
-step: JAX may alias them, so a buffer is never written after it was handed over.
+Each process reads only the rows that its own devices hold. Host arrays are newly allocated for
+every step: JAX may alias them, so a buffer must not be written after it was handed over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
-# Otherwise Grain appends advice about itself to one-line errors.
+# Otherwise Grain adds advice on its own traceback filtering to one-line errors.
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 
@@ -38,9 +38,9 @@ class PackedStep(NamedTuple):
   rows: tuple[int, ...]
   """Plan row number of each row of the packing."""
   grid: Grid
-  """This process's part of the arrays."""
+  """The part of the step's arrays that this process's devices hold."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
-  """This process's part of the loss mask, on the host."""
+  """The loss mask of this process's part of the arrays, on the host."""
 
   @property
   def used(self) -> np.int32:
@@ -56,7 +56,9 @@ Column = (
 
 
 class _PlannedRows:
-  """Grain source of the rows of one plan that this process needs, by reference."""
+  """Grain data source for those rows of one plan that this process needs; rows are read by
+  reference.
+  """
 
   def __init__(self, reader: SegmentReader, rows: Sequence[Row]):
     self._reader, self._rows = reader, rows
@@ -84,7 +86,9 @@ class RowLoader:
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Loads the plan's step `number`, packed, onto the devices; annotated fields are 0."""
+    """Loads, packs and places the plan's optimizer step `number` on the devices; annotated fields
+    are 0.
+    """
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -110,7 +114,7 @@ class RowLoader:
   def fill(
     self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']
   ) -> PackedStep:
-    """Returns the step with derived columns filled in.
+    """Returns the step with the annotated columns filled in.
 
     Args:
       columns: one entry per row of the plan, keyed by field of Chunks; tokens outside the loss_mask
@@ -132,7 +136,9 @@ class RowLoader:
 
 
 def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
-  """Pair number of each row of the step, from 1 in each micro-batch; 0 for rows without a pair."""
+  """Pair number of each row of the step, counted from 1 in each micro-batch; 0 for rows without a
+  pair.
+  """
   known: dict[tuple[int, str | None], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   pairs = []
@@ -157,7 +163,7 @@ class Grid(NamedTuple):
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Column that each local chunk has in the local arrays, keyed by chunk number."""
+  """Column of each local chunk in the local arrays, keyed by chunk number."""
   local: tuple[int, ...]
   """Rows of the packing that this process holds."""
   sharding: NamedSharding

@@ -17,12 +17,12 @@ class RowStream:
   """Endless stream over the rows of one ArrayRecord file of Samples, reshuffled in each epoch."""
 
   def __init__(self, workdir: pathlib.Path, source: str, *, rows: int, seed: int, unit: int = 1):
-    """
+
     Args:
       workdir: the run directory.
       source: the file, relative to `workdir`.
       rows: number of rows per `next()`.
-      seed: shuffle seed; epoch and seed fix the order.
+      seed: shuffle seed. The order of rows depends only on the epoch and the seed.
       unit: number of consecutive records that stay together (2 for pairs).
     """
     self._units = rows // unit
@@ -39,7 +39,7 @@ class RowStream:
     ]
 
   def state(self) -> Any:
-    """Returns the position as JSON, from which `restore` continues exactly."""
+    """Returns the position in the stream as JSON; `restore` continues exactly from there."""
     return self._iterator.get_state()
 
   def restore(self, state: Any) -> None:
@@ -55,8 +55,8 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
 def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:
-  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples; those of a
-  unit are adjacent.
+  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples. The rows of
+  a unit are adjacent in the result.
   """
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)
