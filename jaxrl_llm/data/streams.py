@@ -17,7 +17,7 @@ class RowStream:
   """Endless stream over the rows of one ArrayRecord file of Samples, reshuffled in each epoch."""
 
   def __init__(self, workdir: pathlib.Path, source: str, *, rows: int, seed: int, unit: int = 1):
-
+    """
     Args:
       workdir: the run directory.
       source: the file, relative to `workdir`.

@@ -69,7 +69,7 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # `attention` requires the same object for the same tokens. On a device, queries and keys are the
+    # `attention` requires the same object for the same tokens. A device's queries and keys are the
     # same tokens only if time is not sharded.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)

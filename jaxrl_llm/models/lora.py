@@ -67,8 +67,7 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
 
 
 def join(params: Params, others: Params | None) -> Params:
-  """Joins both trees, the inverse of `split`; if both have an array, the one in `params` is used.
-  """
+  """Joins both trees, the inverse of `split`; if both have an array, that of `params` is used."""
   return params if others is None else unflatten(flatten(others) | flatten(params))
 
 
