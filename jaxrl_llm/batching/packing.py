@@ -38,7 +38,7 @@ class Packing:
   chunk: Int32[np.ndarray, 'rows']
   """Chunk index in the micro-batch, across all ranks."""
   offset: Int32[np.ndarray, 'rows']
-  """Position of the first token in the chunk."""
+  """Position in the chunk of the row's first token."""
   segment: Int32[np.ndarray, 'rows']
   """1-based index of the row in its chunk, by offset; 0 is padding."""
 
@@ -53,7 +53,7 @@ class Packing:
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
-  """Distributes units over optimizer steps by a seeded permutation; sizes differ by at most one.
+  """Distributes units over optimizer steps by a seeded permutation; counts differ by at most one.
 
   Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very
   different mean lengths, which is a different algorithm.
@@ -179,7 +179,7 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """Returns each row's chunk: in the fullest micro-batch that fits all, else in a new one."""
+    """Returns each row's chunk: in the fullest micro-batch with room for all, else in a new one."""
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}
     for frees in free.values():
@@ -222,7 +222,8 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fits sizes (descending) into `free`; returns their indices, or None if one cannot fit."""
+  """Best-fits sizes (descending) into `free`; returns indices of `free`, or None if one is too big.
+  """
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

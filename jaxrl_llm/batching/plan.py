@@ -17,9 +17,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 _DRAWS = 16
-"""Number of optimizer steps drawn to plan a shape."""
+"""Number of optimizer steps drawn at random to choose the chunks per micro-batch."""
 _KEPT = 0.97
-"""Minimum utilisation, relative to that of the narrowest micro-batches."""
+"""Minimum utilisation, relative to that with the fewest possible chunks per micro-batch."""
 
 
 _ABSENT: Mapping[str, Json] = {'version_step': -1, 'trajectory': '', 'pair': '', 'label': 0}
@@ -42,17 +42,18 @@ class Row:
   """None: unscorable, or not a rollout."""
   is_expert: bool
   truncated: bool
-  """Whether the length limit ended it."""
+  """Whether the length limit ended the sequence."""
   version_step: int | None
-  """Step of the oldest policy version that made any of its tokens; None if none of this run did."""
+  """Step of the oldest policy version that sampled any of its tokens; None: not of this run."""
   correct: bool | None = None
   """Correctness by the taskset's own measure; None: unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str | None = None
-  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole one."""
+  """Id shared by a trajectory's rows if it is recorded step by step; None: the row is all of it."""
   step_index: int = 0
-  """Index of the row's step in its trajectory."""
+  """Id shared by the rows of one trajectory recorded step by step; None: a trajectory in one row.
+  """
   masked: bool = False
   """Whether the row is not trained on, although it counts in its group's baseline."""
   pair: str | None = None
@@ -90,9 +91,9 @@ class StepPlan:
   commit: bool = False
   commit_by_clock: bool = False
   stop: int = 0
-  """0, or the signal that ends the run after a commit of the completed batches; it has no rows."""
+  """Signal that ends the run after a commit of the completed batches (plan without rows), or 0."""
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
-  """Counters from collecting the batch (dropped samples and groups by reason)."""
+  """Counters from collecting the batch: dropped samples and groups, keyed by reason."""
 
   def to_json(self) -> Json:
     rows, held_out = ([row.to_json() for row in part] for part in (self.rows, self.held_out))
@@ -111,8 +112,8 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; a program for
-  it compiles once.
+  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`. Each program
+  compiles once for it.
   """
 
   ranks: int
@@ -141,8 +142,8 @@ class Shape:
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
 ) -> Shape:
-  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even at one
-  sequence per chunk.
+  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even if each
+  chunk holds only one.
 
   Args:
     chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch
@@ -173,11 +174,11 @@ def plan_shape(
 def _plan_chunks(
   lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int
 ) -> int:
-  """Returns the most chunks per micro-batch at which each drawn step keeps `_KEPT` of its best use.
+  """Returns the largest number of chunks per micro-batch that keeps every drawn step well utilised.
 
-  A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average:
-  a large share if a step has few of them. Fewer chunks per micro-batch waste less, but give a
-  device less work at a time.
+  Well utilised: at least `_KEPT` of the best utilisation. A rank's chunks are rounded up to whole
+  micro-batches, so half a micro-batch is empty on average: a large share if a step has few of them.
+  Fewer chunks per micro-batch waste less, but give a device less work at a time.
   """
   groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
   count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))
@@ -204,7 +205,8 @@ def units_of(rows: Sequence[Row]) -> list[list[int]]:
   """Row numbers of each unit: the rows of a preference pair, or a single row."""
   units: dict[str, list[int]] = {}
   for i, row in enumerate(rows):
-    # Pairs are named after their samples, so no name ends in '/'.
+    # A pair's id is made of sample names and never ends in '/', so it differs from the key of a
+    # single row.
     units.setdefault(row.pair or f'{i}/', []).append(i)
   return list(units.values())
 
