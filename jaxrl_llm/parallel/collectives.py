@@ -1,8 +1,8 @@
 """Communication volume of a compiled program, parsed from its text.
 
-A collective in the body of a loop with a trip count known to the compiler (scanned layers) counts
-that many times; in other loops (micro-batches and chunks of the head, whose number is known only at
-run time) it counts once.
+A collective in the body of a loop counts once per iteration if the compiler knows the number of
+iterations (scanned layers). In other loops it counts once: the number of micro-batches, and of
+chunks of the head, is known only at run time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Agreement among the trainer's processes: process 0 decides, and all get the same value at the
 same program point.
 
-While process 0 is busy it exchanges heartbeats with the waiting processes, so that a dead peer is
-noticed at the next heartbeat, which also tells process 0 about a signal that reached only one
+While process 0 is busy, it exchanges heartbeats with the waiting processes. A dead peer is
+therefore noticed at the next heartbeat, and process 0 learns of a signal that reached only another
 process.
 """
 

@@ -1,4 +1,4 @@
-"""Device thread: the only one of a process that uses its devices, so the event loop never blocks.
+"""Device thread: the only thread that uses a process's devices, so the event loop never blocks.
 
 A collective that fails because another process is gone raises PeerFailed, whatever error the
 runtime raises.
@@ -43,7 +43,7 @@ class DeviceThread:
     self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='device')
 
   async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Awaits `function(*args, **kwargs)` on the device thread.
+    """Runs `function(*args, **kwargs)` on the device thread and returns its result.
 
     Raises:
       PeerFailed: another process of the job is gone.

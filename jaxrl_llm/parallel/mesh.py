@@ -37,8 +37,8 @@ class MeshConfig:
   gathered where used, and each shard has different sequences.
   """
   sequence: int | None = 1
-  """Context parallelism: sequences are sharded over tokens, and keys and values are gathered;
-  parameters are sharded as with fsdp.
+  """Context parallelism: the tokens of each sequence are sharded, and keys and values are gathered.
+  Parameters are sharded as with fsdp.
   """
   tensor: int | None = 1
   """Tensor parallelism: heads, MLP and vocabulary are sharded."""

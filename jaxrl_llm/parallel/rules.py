@@ -27,7 +27,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Returns an array's sharding: each dimension over as many of its rule's mesh axes as divide it.
+  """Returns an array's sharding: a dimension is split over as many of its mesh axes as divide it.
 
   Args:
     mesh: device mesh.
@@ -62,7 +62,7 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
 def constrain(
   x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None
 ) -> Shaped[Array, '*shape']:
-  """Constrains the sharding of `x` by the table, inside a jitted function; no-op without a mesh."""
+  """Constrains the sharding of `x` by the table, inside a jitted function; no mesh: no effect."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 
