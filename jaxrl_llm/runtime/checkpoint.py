@@ -44,7 +44,7 @@ class CheckpointConfig:
 
   every_steps: int = 10
   every_minutes: float = 5.0
-  """Commits triggered by the clock do not affect the run's results, only where it can resume."""
+  """Minutes between commits by the clock, which affect where a run can resume, not its results."""
   keep: int = 3
   """Number of newest commits to keep; the best one by evaluation is kept in addition."""
 

@@ -25,9 +25,7 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Adding a line writes the buffer if the last write is more than this many seconds ago. Each step
-writes it anyway.
-"""
+"""Minimum seconds between writes of the buffered lines to the file. Each step also writes them."""
 
 
 class Edge(enum.StrEnum):

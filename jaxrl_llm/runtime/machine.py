@@ -45,11 +45,10 @@ def use_compilation_cache(directory: str) -> None:
 
 
 def resources(directory: pathlib.Path) -> dict[str, float]:
-  """Returns metrics: memory (GB of 10⁹ bytes) and open descriptors of this process, free disk space
-  at `directory`.
+  """Returns metrics: memory and open descriptors of this process, free disk space at `directory`.
 
-  Peak device memory is the maximum over this process's devices; it is absent if a device does not
-  report it (CPUs).
+  Memory and disk space are in GB of 10⁹ bytes. Peak device memory is the maximum over this
+  process's devices; it is absent if a device does not report it (CPUs).
   """
   process = psutil.Process()
   metrics = {

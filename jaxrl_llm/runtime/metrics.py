@@ -107,7 +107,7 @@ def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, 
 
 
 def resolve(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
-  """Resolves metrics to the numbers to write. A mean of nothing is omitted: unknown, not 0."""
+  """Resolves metrics to the numbers to write. Omits a mean of no values: it is unknown, not 0."""
   row = {}
   for key, metric in metrics.items():
     value = metric.value() if isinstance(metric, Mean | Sum | Max | Min) else float(metric)

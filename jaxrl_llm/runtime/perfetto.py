@@ -1,8 +1,8 @@
 """Export of a run's events as a trace for ui.perfetto.dev and chrome://tracing.
 
-Each attempt is a process. Each timeline lane is one thread, or as many as it takes for no two spans
-of a thread to overlap. Each requester has its own thread, with marks where a request leaves and
-where its reply arrives; an arrow leads from the first mark through the span to the second.
+Each attempt is a process. Each timeline lane is one thread, or several if its spans overlap. Each
+requester has its own thread, with marks where a request leaves and where its reply arrives; an
+arrow leads from the first mark through the span to the second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Converts a timeline's spans to trace events. Times are microseconds since the first starts."""
+  """Converts a timeline's spans to trace events, in microseconds since the first span's start."""
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   output: list[Row] = []

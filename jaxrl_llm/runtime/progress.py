@@ -50,7 +50,7 @@ _WINDOW = 20
 
 
 class ProgressDisplay:
-  """Shows a run's steps. A context manager; `step` and `note` are called inside it."""
+  """Shows a run's steps. A context manager: `step` and `note` are called inside its block."""
 
   def __init__(
     self,
@@ -126,8 +126,8 @@ class ProgressDisplay:
     return sum(self._stages[name] for name in names[: names.index(stage)])
 
   def _eta(self, stage: str, step: int) -> str:
-    """Formats remaining steps times the median step time; '~' marks that later stages may have
-    other step times.
+    """Formats the remaining steps times the median step time. A '~' marks that later stages may
+    have other step times.
     """
     if not self._times:
       return '?'
@@ -149,7 +149,7 @@ class ProgressDisplay:
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 %."""
+    """Returns ▲ or ▼ if the reward is over 1 % above or below its recent mean, otherwise ''."""
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name, such as `gen`, which lasts until the rows of a batch are final,
-  `annotate` and `train`.
-  """
+  """Adds up seconds by name: `annotate`, `train`, `gen` (until a batch's rows are final), …."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Writer of TensorBoard scalar event files, flushed after each event.
 
-The format is small and frozen: TFRecord framing (length, masked CRC-32C of it, bytes, masked
-CRC-32C of them) around the protocol buffer `tensorflow.Event`. This module writes it because
+The format is small and frozen: TFRecord framing (length, masked CRC-32C of the length, data, masked
+CRC-32C of the data) around the protocol buffer `tensorflow.Event`. This module writes it because
 tensorboardX imports torch wherever torch is installed (which takes seconds, and trainer processes
 must not import it) and names its files by the second, so that a quick restart overwrites one. The
 tests read these files with tensorboardX.
@@ -22,7 +22,7 @@ _HEADER_RECORDS = 2
 
 
 class EventFile:
-  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard."""
+  """New event file; TensorBoard finds only paths named `events.out.tfevents.<anything>`."""
 
   def __init__(self, path: pathlib.Path, wall_time: float):
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Timeline of a run: the exchanges of events.jsonl as spans on lanes, and the idle time of trainer
 and rollout.
 
-A step lasts from the end of one batch's training to the end of the next: evaluation and commit of
-the previous batch, publishing, rollout, training. The first step of an attempt begins with the
-attempt's first event.
+A step lasts from the end of one batch's training to the end of the next batch's: evaluation and
+commit of the previous batch, publishing, rollout, training. The first step of an attempt begins
+with the attempt's first event.
 """
 
 from __future__ import annotations

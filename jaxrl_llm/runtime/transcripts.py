@@ -91,7 +91,7 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """Selects `count` items at even spacing, including the first and last; or all, if fewer."""
+  """Selects `count` items at even spacing, including the first and last; all items if fewer."""
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -182,7 +182,8 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
-  """Converts a rollout to the page's compact form; None if its lists are malformed or unequal."""
+  """Converts a rollout to the page's compact form; None if its lists are bad or unequal in length.
+  """
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {
     name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')

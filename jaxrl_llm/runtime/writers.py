@@ -1,13 +1,13 @@
 """The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
 
 Invariant: after a resume each log equals that of an uninterrupted run. metrics.jsonl is the source
-of truth and is truncated to the byte offset committed by the checkpoint; TensorBoard files are
-derived from it and rewritten; each rollouts and evals file holds one step and is replaced
-atomically, and files of later steps are removed.
+of truth and is truncated to the byte offset that the checkpoint committed. TensorBoard files are
+rewritten from metrics.jsonl. Each rollouts and evals file holds one step and is replaced
+atomically; files of later steps are removed.
 
-The logs are always valid JSON: a NaN or infinite metric is written as null, with
-`<key>/nonfinite` = 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is null. Arrays there
-are rounded to 8 decimals, finer than float32 near 1.
+The logs are always valid JSON. In metrics.jsonl, a NaN or infinite value is null, with
+`<key>/nonfinite` = 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is only null. Arrays
+in rollouts and evals are rounded to 8 decimals, finer than float32 near 1.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STAGE, STEP = 'stage', 'training/global_step'
 
 
 def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
-  """Returns the rows of a log and the number of lines that are not JSON objects, such as a
-  half-written last line.
+  """Returns the rows of a log, and the number of lines that are not JSON objects (such as a
+  half-written last line).
   """
   rows, corrupt = [], 0
   with path.open('rb') as file:
@@ -52,7 +52,7 @@ def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-  """Converts metrics to JSON numbers, sorted by key; see the module for NaN and infinity."""
+  """Converts metrics to JSON numbers, sorted by key; the module docstring covers NaN, infinity."""
   row: dict[str, float | int | str | None] = {}
   for key in sorted(values):
     value = np.asarray(values[key]).item()
@@ -182,9 +182,7 @@ class RolloutsWriter:
     return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files of steps after each stage's last committed step; stages not listed have none
-    committed.
-    """
+    """Removes files after each stage's last committed step, and all files of unlisted stages."""
     return _discard_later(self.directory, last_steps)
 
 
@@ -204,9 +202,7 @@ class EvalsWriter:
     )
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files of steps after each stage's last committed step; stages not listed have none
-    committed.
-    """
+    """Removes files after each stage's last committed step, and all files of unlisted stages."""
     return _discard_later(self.directory, last_steps)
 
 
