@@ -133,7 +133,9 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with fixed numbers of rollouts and expert rows; at first, with fewer earlier groups."""
+  """Batches with fixed numbers of rollouts and expert rows. The first batches may have fewer
+  rollouts, since few earlier groups exist.
+  """
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
     super().__init__(explorer)
@@ -163,7 +165,9 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns an expert row's store record; its uid starts with the stage, as stages share rows."""
+  """Returns an expert row's record for the store. Its uid starts with the stage, since stages may
+  share rows.
+  """
   uid = f'{stage}/{row.uid}'
   return Issue(
     uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert'
@@ -252,7 +256,7 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Returns why a pass must compute the policy's logprobs first; empty if the update's suffice."""
+  """Returns why a pass must compute the policy's logprobs before the update; empty if none must."""
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
   if 'proximal_logprobs' in algorithm.on_host or (

@@ -59,7 +59,7 @@ class SuiteConfig:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-  """1 - C(n - correct, k) / C(n, k), unbiased: Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
+  """Unbiased estimate of pass@k, 1 - C(n - correct, k) / C(n, k) (arXiv:2107.03374, eq. 1)."""
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 

@@ -65,7 +65,9 @@ class Start:
   best: tuple[float, int] | None = None
   """Accuracy and step of the best evaluation of earlier starts."""
   base: str | None = None
-  """Digest of base weights under the policy's adapters, not committed; None without adapters."""
+  """Digest of the frozen base weights under the policy's adapters, which commits do not contain.
+  None: no adapters.
+  """
 
 
 class RunKeeper:
@@ -173,7 +175,7 @@ class RunKeeper:
     return stop.result() if stop.done() else 0
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Returns 0, or the signal that interrupted it: then nothing is written, all suites repeat."""
+    """Returns 0, or the signal that interrupted the suites: then nothing is written, all repeat."""
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]

@@ -28,7 +28,7 @@ class LoopState:
   step: int
   """Completed batches."""
   moved: int = 0
-  """Index of the last batch that changed the policy, from 1; 0: none in this attempt."""
+  """Index, counted from 1, of the last batch that changed the policy; 0: none in this attempt."""
   evaluated: bool = False
   """Whether the evaluation due at `step` (if any) has been made."""
   stop: int = 0
@@ -118,7 +118,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
 async def take_step(
   process: Process, trainer: StageTrainer, state: LoopState, plan: StepPlan
 ) -> tuple[LoopState, Batch, Updated]:
-  """Runs annotation and update, which the plan alone determines. Donates the arrays of `state`."""
+  """Runs annotation and update; both depend on the plan alone. Donates the arrays of `state`."""
   stopwatch, events = process.stopwatch, process.events
   data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
   with stopwatch.timed('annotate'):
@@ -162,7 +162,7 @@ async def _stop_of(parts: Parts) -> int:
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """Whether to publish now; a resumed run always publishes first: its engine serves nothing yet."""
+  """Whether to publish now: always first in a resumed run, whose engine serves nothing yet."""
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 

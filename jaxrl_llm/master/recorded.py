@@ -28,7 +28,7 @@ from jaxrl_llm.tasks.selectors import Passes
 def write_recorded(
   workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
 ) -> None:
-  """Writes groups to `file`, relative to the run directory; it appears complete or not at all."""
+  """Writes groups to `file`, relative to the run directory; the file is complete or absent."""
   path = workdir / file
   rows, samples = [], []
   for group in groups:

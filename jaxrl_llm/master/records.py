@@ -117,7 +117,7 @@ def _scorer_metrics(taken: Mapping[str, Experience]) -> dict[str, Metric]:
 def logprob_pairs(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], *, fresh: bool = False
 ) -> list[Pair]:
-  """Logprobs of a rollout's trained, sampled tokens: the trainer's before the batch, the sampler's.
+  """Returns the logprobs of each rollout's trained, sampled tokens: (trainer's, sampler's).
 
   Omits rows whose logprobs were computed after an update of the batch.
 

@@ -74,7 +74,7 @@ class RewardModel:
 
 
 class Batcher:
-  """Scores sequences of many callers together: those waiting when the model is free form a pass.
+  """Scores sequences of many callers together: all that wait when the model is free form a pass.
 
   Attributes:
     passes: number of passes so far.

@@ -54,7 +54,7 @@ class Stage:
   minibatches: int
   epochs: int
   evaluate_every: int | None
-  """Steps between evaluations within the stage; another one follows at its end."""
+  """Steps between evaluations in the stage; None: none. The end of a stage is always evaluated."""
   explores: bool
   """Whether its batches are the policy's own rollouts."""
   recorded: bool = False
@@ -138,7 +138,7 @@ class StageTrainer:
   ):
     """
     Args:
-      learned: state that `update` will be called with; gives the shardings.
+      learned: state that `update` will be called with; determines the shardings.
     """
     self._stage, self._loader = stage, loader
     self._device, self._stopwatch, mesh = process.device, process.stopwatch, process.mesh
@@ -366,7 +366,8 @@ class StageTrainer:
     """Loss and its statistics on the plan's held-out rows."""
     units, shape = units_of(plan.held_out), self._stage.shape
     unit = max(map(len, units))
-    # As many as fit into the arrays of a training step, whatever their lengths.
+    # As many pairs (or single rows) as fit into the arrays of a training step, whatever their
+    # lengths.
     at_once = shape.ranks * max(
       1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit)
     )
@@ -395,7 +396,7 @@ class StageTrainer:
     }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """Returns the state with the reference due after `done` batches of the run."""
+    """Returns the state with the reference, which is updated if due after `done` batches."""
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:
       return learned

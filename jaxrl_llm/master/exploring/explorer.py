@@ -93,7 +93,9 @@ class Explorer:
     self._groups: dict[int, _Group] = {}
     """Groups that no batch has taken yet, keyed by group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """Visits in earlier stages, keyed by prompt. A repeated number would repeat random draws."""
+    """Number of visits in earlier stages, keyed by prompt. Visit numbers continue from it, because
+    a repeated number would repeat random draws.
+    """
     self._handed_out: set[str] = set()
     """Names of the groups in a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
@@ -108,14 +110,14 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of times a time limit cut a group's try short."""
+    """Number of tries of a group that a time limit cut short."""
     return self._runner.clock_decisions
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
     """Explores while the block runs; drops samples in flight at its end with reason 'given up'.
 
-    On a signal, the commit comes before that, so a restarted run still has them.
+    On a signal, the commit precedes the drop, so a restarted run still has these samples.
     """
     self._clock = IdleClock()
     if self._config.earlier:
@@ -276,7 +278,7 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Returns seconds since the last call that batches waited for scores after the last rollout."""
+    """Returns the seconds since the last call that batches spent on scores alone, after rollout."""
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
@@ -352,7 +354,7 @@ class Explorer:
     self._progress.set()
 
   def _admit(self, number: int, members: list[Experience]) -> None:
-    """Stores a finished group; drops unscorable and unselected samples, and the group if empty."""
+    """Stores a finished group. Drops unscorable and unselected samples, and a group left empty."""
     scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]

@@ -23,9 +23,9 @@ class TaskLimits:
   straggler_factor: float | None = None
   """Give a group up, without another try, after this multiple of the mean group time; None: never.
 
-  The mean covers the final tries of the last `4 * groups_per_batch` groups, without those given up,
-  and applies once `groups_per_batch` groups have ended. Slow groups often have long answers, so
-  this biases a policy against long answers.
+  The mean covers the final tries of the last `4 * groups_per_batch` groups that were not given up.
+  The limit applies once `groups_per_batch` groups have ended. Slow groups often have long answers,
+  so this biases a policy against long answers.
   """
 
   def __post_init__(self):

@@ -20,7 +20,7 @@ class Past:
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws from groups trained on at least once but fewer than `max_uses` times, by `config`."""
+    """Draws groups by `config` from those trained on at least once but under `max_uses` times."""
 
     def reusable(group):
       return group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses

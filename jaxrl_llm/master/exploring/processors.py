@@ -6,9 +6,9 @@ rewards, masks members or removes them. The processor's name is the reason under
 samples are dropped, and under which the store records every change to a sample (its lineage). A
 group without members left is replaced with another.
 
-They see what is known when a group ends: tokens, the sampler's logprobs, scores. The trainer's
-quantities are computed after the batch is closed, too late to replace a group: a processor that
-asks for them is refused.
+Processors see what is known when a group ends: tokens, the sampler's logprobs, scores. The
+trainer's quantities are computed after the batch is closed, too late to replace a group, so a
+processor that asks for them is refused.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Processed(NamedTuple):
   lineage: list[tuple[str, str, Json]]
   """(uid, processor name, change) for each changed sample, in order."""
   counts: dict[str, int]
-  """Sample counts, `<processor>/in` and `<processor>/out`."""
+  """Number of samples before and after each processor: `<processor>/in` and `<processor>/out`."""
 
 
 def process(
@@ -118,7 +118,7 @@ class Nothing:
 
 
 def aligned(options: Nothing) -> Processor:
-  """Drops inconsistent samples: no token of the policy, or logprobs above 0."""
+  """Drops inconsistent samples: those without any token of the policy, or with logprobs above 0."""
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     def fine(member: Experience) -> bool:
@@ -159,13 +159,14 @@ class VarianceOptions:
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter), as shaped by
-  earlier processors.
+  """Drops a group whose rewards, as shaped by earlier processors, do not differ (Trinity-RFT's
+  reward_std_filter).
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     rewards = np.array([member.reward.worth for member in members], np.float64)
-    # Compares before rounding: equal rewards may have a tiny standard deviation above 0.
+    # Also compare max and min: due to rounding, equal rewards may have a tiny standard deviation
+    # above 0.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
     return members if differ else []
 
@@ -205,8 +206,9 @@ class ShapeOptions:
 
 
 def shape(options: ShapeOptions) -> Processor:
-  """reward ← reward ∘ weight · (value + offset): reward shaping, and quality scores (Trinity-RFT,
-  arXiv:2505.17826).
+  """reward ← reward ∘ weight · (value + offset), where ∘ is the configured operation.
+
+  For reward shaping, and for quality scores as in Trinity-RFT (arXiv:2505.17826).
   """
   known_then(options.key, 'shape.key')
 
@@ -316,7 +318,7 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError for duplicate or reserved names and unknown kinds; `where` begins it."""
+  """Raises UserError for repeated or reserved names and unknown kinds; `where` is its prefix."""
   names = [config.name for config in configs]
   for config in configs:
     if names.count(config.name) > 1:

@@ -20,7 +20,7 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Returns the chosen ones among these samples, in the order of their selection.
+  """Returns those of the samples that were chosen, in the order of their selection.
 
   Args:
     uids: samples of one or several groups.

@@ -43,7 +43,7 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of times a time limit cut a group's try short.
+    clock_decisions: number of tries of a group that a time limit cut short.
   """
 
   def __init__(

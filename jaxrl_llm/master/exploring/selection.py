@@ -47,7 +47,8 @@ class SelectionConfig:
 
   pairs: the shortest correct sample against wrong ones, and against correct ones that are
   `longer_by` times as long (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses.
-  shortest_correct: that sample alone, as a demonstration (shortest rejection sampling, ibid.).
+  shortest_correct: the shortest correct sample alone, as a demonstration (shortest rejection
+  sampling, ibid.).
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -101,7 +102,7 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
 
 
 EXPERIENCE = 'experience'
-"""Operator name under which the store records how a sample is trained on, besides its lineage."""
+"""Operator name of the store's records of how a sample is trained on; others are its lineage."""
 
 
 def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
