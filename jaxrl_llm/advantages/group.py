@@ -22,9 +22,7 @@ class GroupAdvantages(NamedTuple):
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these groups with only one scored sample or equal rewards, so without a learning
-  signal.
-  """
+  """Number of these groups without a learning signal: only one scored sample, or equal rewards."""
 
 
 def group_advantages(

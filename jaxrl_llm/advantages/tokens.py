@@ -44,8 +44,7 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid token; holes are not
-  discounted.
+  """G_t = r_t + γ G_t' over the valid tokens; t' is the next valid token, so holes do not discount.
 
   Source: REINFORCE++ (arXiv:2501.03262). Holes do not reset the return: otherwise the reward of a
   trajectory with tool tokens would reach only its last turn.
@@ -56,8 +55,7 @@ def token_returns(
 def place_rewards(
   mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of
-  turn i.
+  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at turn i's last token.
 
   A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row
   without valid tokens, which is left out of the loss, gets zeros, whatever the rewards of its

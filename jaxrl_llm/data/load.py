@@ -56,9 +56,7 @@ Column = (
 
 
 class _PlannedRows:
-  """Grain data source for those rows of one plan that this process needs; rows are read by
-  reference.
-  """
+  """Grain data source of the rows of one plan that this process needs, read by reference."""
 
   def __init__(self, reader: SegmentReader, rows: Sequence[Row]):
     self._reader, self._rows = reader, rows
@@ -86,9 +84,7 @@ class RowLoader:
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Loads, packs and places the plan's optimizer step `number` on the devices; annotated fields
-    are 0.
-    """
+    """Loads and packs the plan's optimizer step `number` onto the devices; annotated fields: 0."""
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -136,9 +132,7 @@ class RowLoader:
 
 
 def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
-  """Pair number of each row of the step, counted from 1 in each micro-batch; 0 for rows without a
-  pair.
-  """
+  """Pair number of each row of the step, counted from 1 in each micro-batch; 0: not in a pair."""
   known: dict[tuple[int, str | None], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   pairs = []

@@ -37,9 +37,7 @@ TokenColumn = Literal[
 token and require 'values' in `Algorithm.reads`.
 """
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""Outputs of a model for a micro-batch: logprobs with head 'lm', values with 'value', scores with
-'scalar'.
-"""
+"""A model's outputs for a micro-batch; its head 'lm', 'value' or 'scalar' determines the type."""
 Constants = Mapping[str, Any]
 """Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]

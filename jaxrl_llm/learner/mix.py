@@ -1,5 +1,4 @@
-"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and expert imitation in one
-step.
+"""MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts plus imitation of expert rows.
 
 L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the
 whole step. Usual rows are rollouts; only they have the KL and entropy terms. A micro-batch or step

@@ -98,8 +98,7 @@ def optimizer_shardings(
   *,
   offload: bool = False,
 ):
-  """Returns the optimizer state's shardings: moments are sharded like their parameters, other
-  leaves as `whole`.
+  """Returns the optimizer state's shardings: a moment's is its parameter's, all others are `whole`.
 
   Args:
     offload: whether the moments are in host memory.
@@ -123,8 +122,7 @@ def apply_update(
   *,
   take: Bool[Array, ''],
 ) -> tuple[Params, Any]:
-  """Returns the parameters and optimizer state after one update, or both unchanged if `take` is
-  false.
+  """Returns parameters and optimizer state after one update, or both unchanged if `take` is false.
 
   Call it in a jitted function. Offloaded moments are moved to the devices one parameter at a time,
   each after the previous one has moved back, so a device never holds the moments of two parameters.

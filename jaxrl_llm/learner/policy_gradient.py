@@ -171,9 +171,7 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns each row's whitened per-token advantages and, with a critic, the critic's targets (else
-  None).
-  """
+  """Returns each row's whitened per-token advantages, and the critic's targets or None."""
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -289,9 +287,7 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose baseline averages at least two different worths, before length terms are
-  added.
-  """
+  """Selects rows whose baseline averages at least two different worths, without length terms."""
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
@@ -326,9 +322,7 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """Returns the current KL coefficients, their metrics (over `finite` rows), and the algorithm's
-  next state.
-  """
+  """Returns the current KL coefficients, their metrics over `finite` rows, and the next state."""
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None

@@ -85,9 +85,7 @@ class KlOptions:
   """Coefficient of the KL penalty in token rewards, which only reinforce_plus_plus and gae have."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Mean KL per token to which the coefficient in use (loss or reward) is adapted; None: a fixed
-  coefficient.
-  """
+  """Target of the mean KL per token, to which the coefficient is adapted; None: no adaptation."""
   kl_horizon: float = 10_000.0
   """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
@@ -135,9 +133,7 @@ class PolicyGradientConfig(
   log-likelihoods; sapo: a soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the surrogate named in policy_loss; leave empty if it reads the algorithm's own
-  options.
-  """
+  """Options of the surrogate in policy_loss; empty if it reads the algorithm's own options."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None: max_response_length."""

@@ -124,8 +124,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 def _denominators(
   loss: Loss, outputs: Any, batch: Chunks, constants: Constants
 ) -> dict[str, Float[Array, '']]:
-  """Returns each term's denominator over the step, by calling the loss on zeros instead of model
-  outputs.
+  """Returns each term's denominator over the step; calls the loss on zeros, without a forward pass.
 
   A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """

@@ -67,9 +67,7 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations; None: the compiler decides from the arguments'
-  shardings.
-  """
+  """Mesh over which `apply` shards activations; None: the compiler decides from the arguments."""
 
 
 def build_model(

@@ -23,9 +23,7 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Settings that `transformers` fixes for a model_type, and its defaults for keys missing from
-  config.json.
-  """
+  """What `transformers` fixes for a model_type, and its defaults for absent keys of config.json."""
 
   name: str
   """`model_type` in config.json."""
@@ -41,9 +39,7 @@ class Family:
   qk_norm: bool = False
   """Whether queries and keys are normalised per head."""
   full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Settings of config.json that switch sliding windows off; empty if the class has no sliding
-  windows.
-  """
+  """Settings of config.json that switch sliding windows off; empty: the class has no windows."""
   sliding_window: int | None = None
   """Default of the key `sliding_window`, in tokens; None: no window."""
   num_key_value_heads: int | None = None

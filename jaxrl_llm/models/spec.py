@@ -23,9 +23,7 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes. They are far above any real model's, and small enough to list parameters within a
-second.
-"""
+"""Maximum sizes, far above those of real models; parameters can be listed within a second."""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -88,9 +86,7 @@ class ModelSpec:
   initializer_range: float = 0.02
   """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: a value per token; scalar: one score per sequence, at
-  the last token.
-  """
+  """lm: logits over the vocabulary; value: one value per token; scalar: one score per sequence."""
 
   def __post_init__(self):
     for name, most in _MOST.items():
