@@ -222,8 +222,7 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fits sizes (descending) into `free`; returns indices of `free`, or None if one is too big.
-  """
+  """Best-fits sizes (descending) into `free`; returns indices of `free`; None if one cannot fit."""
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

@@ -52,8 +52,7 @@ class Row:
   trajectory: str | None = None
   """Id shared by a trajectory's rows if it is recorded step by step; None: the row is all of it."""
   step_index: int = 0
-  """Id shared by the rows of one trajectory recorded step by step; None: a trajectory in one row.
-  """
+  """Id shared by the rows of one trajectory recorded step by step; None: it has only one row."""
   masked: bool = False
   """Whether the row is not trained on, although it counts in its group's baseline."""
   pair: str | None = None

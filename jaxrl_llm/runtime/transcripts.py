@@ -182,8 +182,7 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
-  """Converts a rollout to the page's compact form; None if its lists are bad or unequal in length.
-  """
+  """Converts a rollout to the page's compact form; None if its lists are invalid or unequal."""
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {
     name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')
