@@ -23,7 +23,7 @@ WORD = 2**32
 """Exclusive upper bound of each word of `Request.key`."""
 
 CUT = 'load'
-"""`Segment.finish` of a segment cut by a load: the completion continues under the next version."""
+"""`Segment.finish` of a segment cut by a weight load; the completion continues in the next one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Sampling:
   temperature: float = 1.0
   """0: greedy, which takes the most probable token; its logprob is computed at temperature 1."""
   top_p: float = 1.0
-  """The smallest set of most probable tokens whose probabilities sum to at least this; 1: off."""
+  """Keeps the fewest most probable tokens whose probabilities sum to at least this; 1: off."""
   top_k: int = -1
-  """Keep the k most probable tokens (and ties with the k-th); -1: off."""
+  """Keeps the k most probable tokens, and ties with the k-th; -1: off."""
 
   def __post_init__(self):
     if not 0.0 <= self.temperature < float('inf'):
@@ -112,8 +112,8 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-  """Fixed token sequences and the trainer's logprobs for them; an engine with equal weights
-  reproduces them.
+  """Fixed token sequences and the trainer's logprobs for them. An engine with the same weights
+  reproduces the logprobs.
   """
 
   sequences: Int32[np.ndarray, 'sequences time']
@@ -131,7 +131,7 @@ class Weights:
   requested.
   """
   probe: Probe | None = None
-  """Checks an engine whose arithmetic differs from the trainer's; None: no check."""
+  """Probe that checks an engine whose arithmetic differs from the trainer's; None: no check."""
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:

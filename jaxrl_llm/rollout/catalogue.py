@@ -15,4 +15,6 @@ ENGINES: Mapping[str, tuple[type, Callable[[Any], EngineSpec]]] = {
   'embedded': (EmbeddedConfig, embedded_engine),
   'vllm': (VllmConfig, vllm_engine),
 }
-"""Each engine's options are in the field of `rollout` with the same name."""
+"""Options class and factory of each engine, keyed by name. `rollout` has its options in the field
+with that name.
+"""

@@ -37,7 +37,7 @@ class Gatherer:
     self._leads = jax.process_index() == 0
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) for each parameter, in one order in every process; all must iterate.
+    """Yields (name, array) per parameter, in one order in all processes; each process must iterate.
 
     Only one array at a time is replicated on the devices, so the model may be larger than one
     device. An array may be a view of a buffer that an update donates: copy what must outlive it.
@@ -95,8 +95,8 @@ class Publisher:
     """Publishes `version` and returns once the engine has acknowledged it. Called by every process.
 
     Args:
-      moved: step at which the weights last changed; if it is that of the last call, the engine only
-        relabels them.
+      moved: step at which the weights last changed. If it equals that of the last call, the engine
+        only relabels its weights.
     """
     if version == self._served:
       return

@@ -1,8 +1,8 @@
-"""Workflows, which turn a task into samples, and the single-turn one: prompt in, n completions out,
-token-exact.
+"""Workflows, which turn a task into samples. The built-in one samples n completions of one prompt.
 
-A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a
-`Workflow`; a run selects it in `rollout.workflow`.
+The tokens of its samples are exactly those that the engine returned. A custom workflow is a
+function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it in
+`rollout.workflow`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ class Roster:
     self._group, self._samples = group, samples
 
   def take(self, sample: Sample) -> bool:
-    """Returns whether the sample is the first of its index. Raises ValueError for one that is not
-    expected.
-    """
+    """Returns whether the sample is the first of its index; an unexpected one raises ValueError."""
     index = sample.sample_index
     if not 0 <= index < self._samples:
       raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')

@@ -40,8 +40,8 @@ class EmbeddedConfig:
   longest sequence.
   """
   decode_steps: int = 16
-  """Maximum tokens per slot and device call; finished sequences and weight updates wait for the
-  call to end.
+  """Maximum tokens per slot and device call. Finished sequences and weight updates wait until the
+  call ends.
   """
   max_stop_ids: int = 8
   """Maximum number of stop tokens per request."""

@@ -196,8 +196,8 @@ class Programs:
     """Samples up to `decode_steps` tokens in every active slot.
 
     Args:
-      control: number of active slots at which to stop early, then for each slot 1 if it may
-        continue, else 0.
+      control: first the number of active slots at which the call stops early, then for each slot 1
+        if it may continue, else 0.
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
@@ -228,8 +228,8 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
 
 
 def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """Computes keys and values of padded prompts; decode overwrites those of padding before any token
-  attends to them.
+  """Computes keys and values of padded prompts. Decode overwrites the entries of padding before any
+  token attends to them.
   """
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)

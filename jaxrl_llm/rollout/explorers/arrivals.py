@@ -1,7 +1,7 @@
-"""Validates messages from explorers: types, the run's limits, and the names and versions it leased.
+"""Validates messages from explorers: types, the run's limits, and the names and versions of leases.
 
-Invariant: an honest explorer of this run could have sent any message that passes, so it cannot make
-the run fail later.
+Invariant: an honest explorer of this run could have sent any message that passes, so no accepted
+message can make the run fail later.
 """
 
 from __future__ import annotations
@@ -70,26 +70,26 @@ def read_sender(body: Any) -> str:
 
 
 def read_lease(body: Mapping[str, Any]) -> str:
-  """Returns the lease that a message names. Raises Misbehaved if there is none."""
+  """Returns the lease that a message names. Raises Misbehaved if the message names no lease."""
   with _reading('message'):
     return _field(body, 'lease', str)
 
 
 def read_leases(body: Mapping[str, Any]) -> list[str]:
-  """Returns the leases that a message lists. Raises Misbehaved if there is no list."""
+  """Returns the leases that a message lists. Raises Misbehaved if the message has no such list."""
   with _reading('message'):
     return _all(_field(body, 'leases', list), 'leases', str)
 
 
 def read_error(body: Mapping[str, Any]) -> str:
-  """Returns the error of a workflow as one line. Raises Misbehaved if there is none."""
+  """Returns the error of a workflow as one line. Raises Misbehaved if the message has no error."""
   with _reading('message'):
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns a sample of the group. Raises Misbehaved if it is invalid or was not generated under
-  versions announced to the lease.
+  """Returns a sample of the group. Raises Misbehaved if the sample is invalid, or if the lease was
+  not told of a version that generated it.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -104,8 +104,8 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
 
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
-  """Returns a generation request. Raises Misbehaved if it is invalid; the engine checks its
-  lengths.
+  """Returns a generation request. Raises Misbehaved if the request is invalid; the engine checks
+  its lengths.
   """
   with _reading('request'):
     row = _field(body, 'request', dict)
@@ -126,8 +126,8 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
-  """Returns an attempt at the group's task. Raises Misbehaved if it is invalid or the task was
-  changed, since scorers run tests from the task's fields.
+  """Returns an attempt at the group's task. Raises Misbehaved if the attempt is invalid, or if its
+  task was changed: scorers run tests from the task's fields.
   """
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
@@ -143,8 +143,8 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
 
 
 def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
-  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved if it is
-  invalid.
+  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved if the
+  query is invalid.
   """
   with _reading('question'):
     _check_text(body, 'model')
@@ -222,7 +222,7 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
 
 
 def _check_origin(sample: Sample, group: LentGroup) -> None:
-  """Checks names against those of the lease; `LentGroup.hand_in` checks the index and the uid."""
+  """Checks a sample's names against the lease; `LentGroup.hand_in` checks its index and uid."""
   task, visit = group.order['task'], group.order['visit']
   wanted = {
     'task_id': group.name.removeprefix(f'{group.order["stage"]}/').removesuffix(f'/{visit}'),

@@ -77,7 +77,7 @@ class ExplorersConfig:
   groups: int = 4
   """Groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Front for explorers on other hosts (`jaxrl serve --role=explorer`); None: local ones."""
+  """Front for explorers on other hosts (`jaxrl serve --role=explorer`); None: local ones only."""
   silent_s: float = 15.0
   """Seconds without a message after which an explorer is given up and its groups are lent again."""
   nobody_s: float = 300.0
@@ -330,8 +330,8 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the frames as they arrive, True as a heartbeat, and finally None or the text of a
-    UserError.
+    """Streams the frames as they arrive, with True as a heartbeat. The last value is None, or the
+    text of a UserError.
     """
     response = web.StreamResponse()
 

@@ -70,17 +70,17 @@ BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
 class MasterLost(Lost):
-  """The master does not respond. `Lost` of another service that a workflow calls is a failure of
-  the workflow.
+  """The master does not respond. A `Lost` from any other service that a workflow calls is a failure
+  of the workflow instead.
   """
 
 
 class Rejected(MasterLost):
-  """The master rejects the message: the lease was lost, or the group has ended."""
+  """The master rejects a message, because the lease was lost or the group has ended."""
 
 
 class Evicted(RunError):
-  """The master refuses all messages of this explorer, because of an earlier one."""
+  """The master refuses all messages of this explorer, because of an earlier message."""
 
 
 class Link:
@@ -120,8 +120,8 @@ class Link:
       return unpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """Yields the values of a response as they arrive, up to None; only silence is bounded, not the
-    total time.
+    """Yields the values of a response as they arrive, up to a final None. Only silence is limited,
+    not the total time.
     """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
@@ -241,7 +241,7 @@ async def _take_groups(
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """Explores one group; reports errors of its workflow to the master. Raises Evicted."""
+  """Explores one group; reports errors of its workflow. Raises Evicted if the master demands it."""
   options = {
     'stage': order['stage'],
     'samples': order['samples'],

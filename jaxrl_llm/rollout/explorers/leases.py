@@ -1,4 +1,4 @@
-"""Group leases: each group is lent to one explorer at a time and reclaimed when it is gone.
+"""Group leases: each group is lent to one explorer at a time and reclaimed if the explorer is gone.
 
 Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use
 it; a lost lease is void, and requests made under it are cancelled; a lost group is lent again
@@ -38,7 +38,7 @@ class Gone(Exception):
 
 
 class Misbehaved(Exception):
-  """The message is one that no honest explorer sends; its sender must be evicted."""
+  """A message that no honest explorer sends; its sender must be evicted."""
 
 
 class SenderEvicted(Exception):
@@ -79,8 +79,8 @@ class LentGroup:
     self.roster = Roster(self.name, self.samples)
 
   def hand_in(self, sample: Sample, text: str) -> bool:
-    """Queues a sample; returns False if its index has already arrived. Raises ValueError for one
-    not requested.
+    """Queues a sample; returns False if its index has already arrived. Raises ValueError for a
+    sample that was not requested.
     """
     if not self.roster.take(sample):
       return False
@@ -158,8 +158,8 @@ class Leases:
     return group
 
   def _next(self, name: str) -> LentGroup | None:
-    """Returns the first waiting group; one that this explorer's label spoiled is left to others, if
-    there are any.
+    """Returns the first waiting group, or None. If an explorer with this one's label was evicted
+    while it held a group, that group is left to other explorers, if there are any.
     """
     label = _label(name)
     for group in self._waiting:

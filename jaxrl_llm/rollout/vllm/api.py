@@ -1,4 +1,4 @@
-"""What a fleet asks of its servers. vLLM's provide it through `VllmClient` and `OwnedServer`.
+"""What a fleet asks of its servers; `VllmClient` and `OwnedServer` provide it for vLLM.
 
 Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server
 works but rejects the call; a replica restarts or brings back a lost server.
@@ -51,14 +51,14 @@ class EngineServer(Protocol):
     ...
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers lazy compilation; if `sampled`, including that of sampling above temperature 0."""
+    """Triggers lazy compilation; with `sampled`, also that for temperatures above 0."""
     ...
 
   async def generate(
     self, request: Request, index: int, *, seed: int, deadline_s: float
   ) -> Completion:
-    """Samples completion `index` of a request; the server, or this call's cancellation, aborts it
-    at the deadline.
+    """Samples completion `index` of a request. At the deadline, the server aborts it, or the
+    cancellation of this call does.
 
     The tokens depend on `seed`, the request's key and `index` alone, and each segment names the
     published version that sampled it.

@@ -61,7 +61,7 @@ class VllmClient:
       address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
     )
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, keyed by label; tokens under others are rejected."""
+    """Versions published through this client, keyed by label; tokens of others are rejected."""
     self.adapter: Publication | None = None
     """Adapter that completions use; None: the base model."""
     self._adapters: list[str] = []
@@ -80,7 +80,7 @@ class VllmClient:
     params: Mapping[str, str] | None = None,
     is_text: bool = False,
   ) -> Any:
-    """Returns the response as JSON (None if empty) or as text.
+    """Returns the response as JSON (None if empty), or as text if `is_text`.
 
     Raises:
       Lost: no response within `deadline_s`, a malformed one, or a 5xx status.

@@ -684,7 +684,7 @@ class Fleet:
     )
 
   async def _acquire(self) -> tuple[Replica, int]:
-    """Reserves a server for a request and counts it in flight; returns (replica, its life)."""
+    """Reserves a server with room and counts the request in flight; returns (replica, its life)."""
     self._check_alive()
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(future)

@@ -34,9 +34,7 @@ from jaxrl_llm.weights.tables import TensorEntry, entries
 FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
 _BLOCK = 1 << 20
-"""Bytes converted, digested and written at a time; small enough to stay in a core's cache in
-between.
-"""
+"""Bytes converted, digested and written at a time; small enough to stay in a core's cache."""
 _ANOTHER = 'is this another model than at the start?'
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
 """Dtype names of the safetensors format."""
@@ -62,9 +60,7 @@ class Publication:
 
   @property
   def label(self) -> str:
-    """Label of the version and its bytes; servers mark the tokens sampled under the version with
-    it.
-    """
+    """Label of the version and its bytes; servers put it on tokens sampled under the version."""
     digests = json.dumps(self.digests, sort_keys=True).encode()
     return f'{self.version}-{xxhash.xxh3_64_hexdigest(digests)}'
 
@@ -132,7 +128,7 @@ class PublicationFolder:
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
-    """Releases all other publications; keeps one file of whole weights to be overwritten."""
+    """Releases all other publications, but keeps one of their weight files for overwriting."""
     whole = [publication.base for publication in publications if publication.base is not None]
     kept = {publication.directory for publication in (*publications, *whole)} | {
       self.root / 'unfinished'

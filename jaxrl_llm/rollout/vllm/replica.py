@@ -37,9 +37,7 @@ class ReplicaState(enum.Enum):
 
 
 class Unproven(Exception):
-  """The server's weights are not the published ones; its tokens are void and it must be
-  restarted.
-  """
+  """The server's weights are not the published ones: its tokens are void, a restart is needed."""
 
 
 class Replica:
@@ -97,8 +95,8 @@ class Replica:
   async def generate(
     self, request: Request, index: int, *, seed: int, deadline_s: float
   ) -> Completion:
-    """Wraps `EngineServer.generate` and counts the request: adapter updates on CPUs wait for it to
-    end.
+    """Wraps `EngineServer.generate` and counts the request, because adapter updates on CPUs wait
+    until no request is running.
     """
     self._sampling += 1
     self._drained.clear()
@@ -116,8 +114,8 @@ class Replica:
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the server is no longer the process updated to `version`: the new process was
-    not checked.
+    """Raises Lost if the server is no longer the process that was updated to `version`: a new
+    process has not been checked.
     """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(
@@ -131,14 +129,14 @@ class Replica:
     """Updates the server to a publication, as the contract in the architecture document specifies.
 
     Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear
-    the cache, resume, probe. On CPUs, adapters are probed after the requests in flight have ended,
-    each of which has a deadline: there vLLM 0.32's adapter kernel crashed when it batched prompt
+    the cache, resume, probe. On CPUs, adapters are probed only after the requests in flight have
+    ended (each has a deadline): vLLM 0.32's adapter kernel for CPUs crashed when it batched prompt
     logprobs with other requests.
 
     Raises:
       Refused: the files are not those announced; nothing was written, and the previous version
         stays in service.
-      Unproven, Lost: its weights are wrong or unknown.
+      Unproven, Lost: the server's weights are wrong or unknown.
     """
     self.settled.clear()
     try:

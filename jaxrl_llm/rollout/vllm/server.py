@@ -57,7 +57,7 @@ SPECULATION = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """vLLM rollout servers: owned ones, started here, or attached ones at `addresses`."""
+  """vLLM rollout servers: owned ones, started by this process, or attached ones at `addresses`."""
 
   environment: str = '.venv-vllm'
   """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one
@@ -93,8 +93,8 @@ class VllmConfig:
   cpu_cache_gib: int = 1
   """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Assigns requests to the server with the fewest running, or in equal shares per wave (counts
-  differ by <= 1).
+  """Whether a request goes to the server with the fewest running ones, or requests are shared
+  equally per wave (numbers differ by at most 1).
   """
   max_in_flight: int = 256
   """Maximum number of requests in flight per server; further ones queue in the trainer."""
@@ -118,13 +118,13 @@ class VllmConfig:
   file system.
   """
   transfer_deadline_s: float = 600.0
-  """Maximum time for a server to load a version."""
+  """Maximum seconds for a server to load a version."""
   start_deadline_s: float = 900.0
-  """Maximum time for a server to start, and for a run to continue without any server."""
+  """Maximum seconds for a server to start, and for a run to continue without any server."""
   latency_s: float = 60.0
-  """Time limit of a request, in addition to the time for its tokens (`min_tokens_per_s`)."""
+  """Time limit of a request in seconds, besides the time for its tokens (`min_tokens_per_s`)."""
   min_tokens_per_s: float = 2.0
-  """Minimum speed of a request; slower requests are retried."""
+  """Minimum speed of a request in tokens per second; slower requests are retried."""
   max_retries: int = 8
   """Maximum number of retries of one completion."""
   max_restarts: int = 3
@@ -243,10 +243,13 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing the cores; too few cores are shared.
+  """Returns one VLLM_CPU_OMP_THREADS_BIND per server.
+
+  The workers of all servers divide this process's cores equally, or share them if there are too
+  few.
 
   Args:
-    workers: workers per server (tensor-parallel size), which get equal shares of its cores.
+    workers: workers per server (tensor-parallel size).
   """
   cores = sorted(os.sched_getaffinity(0))
   groups = servers * workers

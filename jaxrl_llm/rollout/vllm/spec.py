@@ -128,8 +128,8 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Returns a folder for this start, in shared memory or the configured directory; removes that of
-  a killed start.
+  """Returns the publication folder of this start, in shared memory or the configured directory.
+  Removes the folder of a killed start.
 
   The name is random: the guards of a killed start may still be about to remove its folder, and runs
   on several hosts may share the directory.

@@ -1,7 +1,7 @@
 """Transfer of published weights to a server: from files both sides see, or through a sender.
 
-Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because
-the server's weights are then unknown.
+Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because it
+leaves the server's weights unknown.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class SenderTransfer:
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if only refused."""
+  """Makes a call that vLLM's engine requested. Raises Lost if the server fails or refuses it."""
   name, body = message['call'], message['body']
   try:
     if name == 'init_weight_transfer_engine':
