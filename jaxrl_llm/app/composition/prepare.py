@@ -92,7 +92,7 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, a hub id or a run to a model directory; a run's is its export (`hf/`)."""
+  """Resolves a directory, hub id or run to a model directory; a run's is its export (`hf/`)."""
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -218,7 +218,7 @@ def load_tokenizer(
 
 
 def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
-  """Raises UserError for tasks that no scorer judges, or that `correct_by` does not judge."""
+  """Raises UserError for tasks that no scorer judges, or that the scorer `correct_by` does not."""
   for domain in sorted({task.domain for task in taskset.tasks}):
     scorers = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
     if rewards.correct_by is not None and rewards.correct_by not in scorers:
@@ -372,7 +372,7 @@ def _take_over(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Copies the other run's groups with tasks of this stage's tasksets and sequences that fit."""
+  """Copies the other run's groups whose tasks are in this stage's tasksets, if sequences fit."""
   file = static_file(stage)
   if (workdir / file).exists():
     return
@@ -471,12 +471,12 @@ def _check_same_tokenizer(
 
 
 def preferences_file(name: str) -> str:
-  """Returns the preference samples' path (chosen and rejected alternate) in the run directory."""
+  """Returns the path, in the run directory, of preference samples: chosen, rejected in turn."""
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """Returns the path of the static rows of a stage that does not sample in the run directory."""
+  """Returns the path, in the run directory, of the static rows of a stage that does not sample."""
   pairs = isinstance(stage.source, Pairs)
   return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
 

@@ -157,7 +157,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a stage that cannot learn, or not what its configuration suggests."""
+  """Raises UserError for a stage that cannot learn, or not in the way that its settings suggest."""
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
@@ -255,7 +255,7 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a reference that cannot differ from the policy, or move as configured."""
+  """Raises UserError if the reference could not differ from the policy, or move as configured."""
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
     return

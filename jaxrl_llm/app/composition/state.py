@@ -129,7 +129,7 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
 
 
 def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
-  """Returns the state committed at `step` (0: initial), and the digest of its adapters' base."""
+  """Returns the state committed at `step` (0: initial) and the digest of a frozen base, or None."""
   config, model, mesh = setup.config, setup.model, setup.process.mesh
   params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
@@ -168,7 +168,7 @@ def check_base(digest: str | None, committed: Mapping[str, Any], config: Config)
 def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> LoopState:
-  """Restores the state committed at `step`, in or at the end of `stage`, except adapters' base."""
+  """Restores the state committed at `step`, in or at the end of `stage`, without a frozen base."""
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(
