@@ -51,7 +51,10 @@ _HANDLE_SIGNALS = ('train', 'score', 'sweep')
 
 
 def launch(name: str, argv: Sequence[str]) -> int:
-  """Runs a command; returns its exit code. Imports only that one, as scorer workers import this."""
+  """Runs a command; returns its exit code.
+
+  Imports no other command, because scorer workers import this module.
+  """
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face model into this package's layout and writes it out as one again.
+"""Converts a Hugging Face model directory to this package's layout and back.
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 
@@ -71,7 +71,7 @@ def _main(argv: Sequence[str]) -> int:
     bos_id=tokens.bos_id,
   )
   if (source / 'generation_config.json').exists():
-    # Its sampling settings belong to the model and do not depend on the conversion.
+    # The file's sampling settings belong to the model and do not depend on the conversion.
     shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
   size = sum(path.stat().st_size for path in files)
   _tell(

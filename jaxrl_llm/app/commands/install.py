@@ -54,7 +54,7 @@ def _main(argv: Sequence[str]) -> int:
   if FLAGS.group and name != 'vllm':
     raise UserError(f'--group={FLAGS.group}: a build of vLLM, and --environment={name} has none')
   target = pathlib.Path(FLAGS.target or ENVIRONMENTS[name]).absolute()
-  # Resolved, because the scripts work in the directory above theirs.
+  # Resolve the link, because a script works in the directory above its own.
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}

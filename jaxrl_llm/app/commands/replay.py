@@ -57,7 +57,7 @@ def _main(argv: Sequence[str]) -> int:
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:
   config = config_of_run(run)
-  # On some devices a program compiled anew may differ in the last bit.
+  # Reuse compiled programs: on some devices, a program compiled anew may differ in the last bit.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
