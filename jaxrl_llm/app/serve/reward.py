@@ -69,7 +69,7 @@ flags.DEFINE_integer(
 )
 define_listening(FLAGS)
 _CHARACTERS = 256
-"""Length in characters of the longest token in common vocabularies; a text of more than this times
+"""Length in characters assumed for the longest token of a vocabulary. A text longer than this times
 the maximum number of tokens cannot fit.
 """
 _END_BYTES = 1 << 20

@@ -155,7 +155,7 @@ define_registering(FLAGS)
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
-"""Seconds of uninterrupted service after which a server's count of successive failures restarts."""
+"""Seconds of uninterrupted service after which a server's count of successive failures is reset."""
 
 
 Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
