@@ -65,8 +65,8 @@ def check_alone() -> None:
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
-  """Returns the run's configuration with overrides, changed so that sampling from its policies
-  leaves its services alone.
+  """Returns the run's configuration with overrides, changed so that sampling does not disturb the
+  run's own services.
 
   Args:
     spec: the command line's --config; must be None.
@@ -119,7 +119,7 @@ class Reopened(Setup):
     return await self.process.device.run(self._state, step)
 
   async def policy(self, step: int) -> Params:
-    """Loads only the policy's parameters committed at `step`, with the base below its adapters."""
+    """Loads only the policy's parameters committed at `step`, with its adapters' frozen base."""
     return await self.process.device.run(self._policy, step)
 
   def _state(self, step: int) -> LoopState:

@@ -3,7 +3,7 @@ recorded results.
 
 On the run's machine, everything about an update except its times is determined by the commit, the
 plans and the samples that the plans name. A difference means that a file or the program changed, or
-that a result was not determined by them.
+that something else influenced a result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOT_OF_THE_PLAN = (
 
 
 class Difference(NamedTuple):
-  """A value that the replay got and the run recorded differently; None: no value under that key."""
+  """A value that differs between replay and record; None: no value under that key."""
 
   key: str
   got: Json

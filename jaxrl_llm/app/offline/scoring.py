@@ -224,7 +224,7 @@ def _row(score: Score) -> dict[str, Any]:
 async def _scores(
   pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attempt]
 ) -> AsyncIterator[Score]:
-  """Yields one score per attempt, in order. For group scorers, those at one prompt form a group."""
+  """Yields one score per attempt, in order. Group scorers score attempts at a prompt together."""
   if not isinstance(scorer, PerGroup | AwaitedGroup):
     async for _, (score,) in _in_order(
       (place, pool.score(attempt)) for place, attempt in enumerate(attempts)
