@@ -196,7 +196,7 @@ class Rollouts:
   past: PastConfig | None = None
   """Groups of earlier batches to retrain on, at most `past.draw.max_age` old; None: no replay."""
   bound: int = 0
-  """Most updates by which a rollout's weights may lag behind the trained ones; 0: on-policy."""
+  """Maximum lag, in updates, of a rollout's weights behind the trained ones; 0: on-policy."""
   publish_every: int = 1
   """Number of updates from one publication of the weights to the engine to the next."""
   rollout_only: bool = False
@@ -230,7 +230,7 @@ class Rollouts:
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
-    """Raises UserError for values meaningless alone or together; `where` prefixes the field."""
+    """Raises UserError for invalid or contradictory values; `where` precedes the field's name."""
     _check_tasksets(where, self.tasksets)
     _at_least(
       where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
@@ -599,7 +599,7 @@ class Config:
         )
 
   def check_sampling(self) -> None:
-    """Raises UserError for a stage or an evaluation that samples as its engine cannot."""
+    """Raises UserError if a stage or evaluation needs sampling that its engine does not support."""
     asked = [
       (f'stages.{stage.name}', Sampling(temperature=stage.source.temperature))
       for stage in self.stages
