@@ -55,7 +55,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
-  """Update rule of the reference policy, initially the policy at the beginning of the stage."""
+  """Rule by which the reference changes. It starts as the policy at the stage's beginning."""
 
   every: int | None = None
   """Number of batches after which the reference is set to the current policy again; None: never.

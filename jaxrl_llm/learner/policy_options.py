@@ -142,7 +142,7 @@ class PolicyGradientConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options."""
+  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300), with later options."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,7 @@ class StageTrainer:
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
-    """Returns the step with the passes' results, and critic values after each token if required."""
+    """Returns the step with the passes' results, and critic values after each token or None."""
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._stopwatch.timed('old_log_prob'):

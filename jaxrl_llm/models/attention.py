@@ -55,7 +55,7 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention` on each device's shard; the compiler partitions it if masked."""
+  """Computes `attention` on each device's shard; the compiler partitions masked attention."""
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(
     attention, implementation=choice.implementation, block=choice.block, **rule

@@ -77,7 +77,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
-  """Yields (name, array) of the equivalent model without adapters, sorted by name and lazily.
+  """Yields (name, array) of the equivalent model without adapters, sorted by name; computed lazily.
 
   Kernels with an adapter become W + alpha/rank · B·A, computed and returned in at least float32;
   all other arrays, or all arrays if `lora` is None, are passed through.

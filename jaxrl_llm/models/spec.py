@@ -23,7 +23,7 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes, far above those of real models; parameters can be listed within a second."""
+"""Maximum sizes: far above any real model's, but parameters can still be listed in a second."""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 

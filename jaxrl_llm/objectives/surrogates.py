@@ -48,7 +48,7 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric, which is their mean over the tokens in `mask`."""
+  """Numbers or flags per token, keyed by metric; each metric is a mean over tokens in `mask`."""
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]

@@ -110,7 +110,7 @@ def run_splash(
   segment_ids: Int[Array, 'batch time'],
   key_segment_ids: Int[Array, 'batch keys'],
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Runs a kernel from `splash_kernel` on rows padded to its length, or this device's shard."""
+  """Runs a `splash_kernel` on rows padded to its length, or on this device's shard of such rows."""
   from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
   wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
@@ -184,5 +184,5 @@ def fill(
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Zeroes the outputs at padding, so that they have no gradient: padding attends to itself."""
+  """Zeroes outputs at padding, so that they have no gradient: in kernels, padding sees padding."""
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

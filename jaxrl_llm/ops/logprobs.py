@@ -27,7 +27,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-  """Entry t is the value of `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
+  """Entry t: value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
 
   values: Float[Array, 'chunks time']
 

@@ -41,7 +41,7 @@ class Stat(NamedTuple):
 def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
-  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding, omitted."""
+  """Sums `values` over each segment 1..`segments` of each chunk; omits segment 0, the padding."""
 
   def sum_chunk(v, s):
     return jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]

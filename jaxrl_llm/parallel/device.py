@@ -19,7 +19,7 @@ from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
-"""Substrings of the runtime's errors when another process is gone; types vary by platform."""
+"""Substrings of runtime errors when another process is gone; error types vary by platform."""
 
 
 class PeerFailed(RunError):

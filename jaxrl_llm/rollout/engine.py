@@ -77,6 +77,6 @@ class EngineSpec:
   programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
     lambda setting, device: ()
   )
-  """Returns named programs that the engine compiles for one device, for `--dry_run`'s memory."""
+  """Returns named programs compiled for one device, for the memory table of `--dry_run`."""
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
-  """Returns shell commands of the servers that the engine starts, keyed by server name."""
+  """Returns shell commands of its servers, keyed by server name, which `--dry_run` prints."""

@@ -194,7 +194,7 @@ def _thinned(
 
 
 def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
-  """One row per evaluated stage and step (the last wins), one column per accuracy or count."""
+  """A row per evaluated stage and step (the last evaluation wins), a column per metric or count."""
   columns: dict[str, None] = {}
   table: dict[tuple[int, int], Row] = {}
   for row in rows:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name: `annotate`, `train`, `gen` (until a batch's rows are final), …."""
+  """Adds up seconds by name, e.g. `annotate`, `train`, `gen` (until a batch's rows are final)."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}

@@ -471,7 +471,7 @@ def _check_same_tokenizer(
 
 
 def preferences_file(name: str) -> str:
-  """Returns the path, in the run directory, of preference samples: chosen, rejected in turn."""
+  """Returns the path of preference samples (alternately chosen, rejected) in the run directory."""
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 

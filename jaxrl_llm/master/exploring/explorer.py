@@ -278,7 +278,7 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Returns the seconds since the last call that batches spent on scores alone, after rollout."""
+    """Returns the seconds since the last call that batches waited for scores after rollout."""
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 

@@ -318,7 +318,7 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError for repeated or reserved names and unknown kinds; `where` is its prefix."""
+  """Raises UserError for repeated or reserved names or unknown kinds, prefixed with `where`."""
   names = [config.name for config in configs]
   for config in configs:
     if names.count(config.name) > 1:

@@ -241,7 +241,7 @@ async def _take_groups(
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """Explores one group; reports errors of its workflow. Raises Evicted if the master demands it."""
+  """Explores one group; reports its workflow's errors to the master. Raises Evicted like `Link`."""
   options = {
     'stage': order['stage'],
     'samples': order['samples'],
