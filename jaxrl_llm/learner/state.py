@@ -36,7 +36,7 @@ class TrainState(Generic[Leaf]):
   updates: Leaf
   """i32[], number of updates taken by this optimizer."""
   skipped: Leaf
-  """i32[], number of updates skipped since the last one that was applied."""
+  """i32[], number of latest updates skipped in a row because of their gradient norm."""
 
 
 class Learned(NamedTuple):

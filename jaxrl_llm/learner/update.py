@@ -39,7 +39,7 @@ class Report(NamedTuple):
   empty: Bool[Array, '']
   """Whether the update was skipped because its gradient was exactly zero."""
   in_a_row: Int[Array, '']
-  """Number of consecutive skipped updates, including this one."""
+  """Number of updates skipped in a row because of their gradient norm, including this one."""
 
 
 class Gradients(NamedTuple):

@@ -1,7 +1,7 @@
 """Off-policy correction: constant weights and masks for tokens that another policy sampled.
 
 They change the numerator of the loss, never its denominator. The denominator still counts rejected
-tokens: a loss divided by the number of kept tokens would have a gradient larger by N / N_kept.
+tokens: divided by the number of kept tokens, the loss would have N / N_kept times the gradient.
 
 In all functions, `mask` marks the trained tokens that a sampler drew. Where it is False, behaviour
 logprobs are ignored, the weight is 1 and the token is kept, so that expert tokens in the same batch

@@ -93,8 +93,8 @@ class VllmConfig:
   cpu_cache_gib: int = 1
   """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Whether a request goes to the server with the fewest running ones, or requests are shared
-  equally per wave (numbers differ by at most 1).
+  """Assignment of requests: to the server with the fewest running ones, or in equal shares per wave
+  (numbers of requests differ by at most 1).
   """
   max_in_flight: int = 256
   """Maximum number of requests in flight per server; further ones queue in the trainer."""
