@@ -424,8 +424,8 @@ class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are in the field with
-  the same name here; or your own engine as 'module:attribute'.
+  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), or your own engine as
+  'module:attribute'. The options of a key are in the field of the same name here.
   """
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options of your own engine: fields of its options dataclass."""
@@ -497,14 +497,14 @@ class LearnerConfig:
   optimizer: OptimizerConfig | None = None
   """Optimizer for stages that do not set one; None: each stage must set its own."""
   chunk_len: int | None = None
-  """Length of a packed chunk in tokens; None: that of the longest possible sequence, rounded up to
-  a multiple of 8 and of `mesh.sequence`.
+  """Length of a packed chunk in tokens; None: the length of the longest possible sequence, rounded
+  up to a multiple of 8 and of `mesh.sequence`.
   """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
   logits_budget_bytes: int = 256 << 20
-  """Maximum size of logits in bytes per rank; they are computed for chunks of tokens small enough
-  to stay below it.
+  """Maximum size of the logits in bytes per rank. To stay below it, logits are computed for part of
+  the tokens at a time.
   """
 
   def __post_init__(self):

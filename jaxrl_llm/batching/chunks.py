@@ -23,7 +23,7 @@ class Chunks:
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Tokens that are trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens with reported logprobs: those of the samples' loss_mask, even in rows without loss."""
+  """Tokens whose logprobs are reported: all in a sample's loss_mask, even in rows without loss."""
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the sampler."""

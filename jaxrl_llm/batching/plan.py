@@ -50,9 +50,9 @@ class Row:
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str | None = None
-  """Id shared by a trajectory's rows if it is recorded step by step; None: the row is all of it."""
-  step_index: int = 0
   """Id shared by the rows of one trajectory recorded step by step; None: it has only one row."""
+  step_index: int = 0
+  """Index of the row's step in its trajectory."""
   masked: bool = False
   """Whether the row is not trained on, although it counts in its group's baseline."""
   pair: str | None = None
@@ -122,7 +122,7 @@ class Shape:
   chunk_len: int
   """Tokens per chunk."""
   micro_batches: int
-  """Upper bound; the number in use is a run-time value, so changing it does not recompile."""
+  """Upper bound on micro-batches; the number in use may change without recompilation."""
   segments: int
   """Upper bound on sequences per chunk."""
 

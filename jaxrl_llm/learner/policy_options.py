@@ -50,7 +50,7 @@ class AdvantageOptions:
   gamma: float = 1.0
   """gae, reinforce_plus_plus: discount per trained token."""
   lam: float = 1.0
-  """gae: λ."""
+  """gae: λ, the decay per trained token of the weights of later errors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

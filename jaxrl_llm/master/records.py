@@ -119,7 +119,8 @@ def logprob_pairs(
 ) -> list[Pair]:
   """Returns the logprobs of each rollout's trained, sampled tokens: (trainer's, sampler's).
 
-  Omits rows whose logprobs were computed after an update of the batch.
+  The trainer's logprobs are those before the batch. Omits rows whose logprobs were computed after
+  an update of the batch.
 
   Args:
     fresh: whether to keep only rollouts of the policy that the batch updates, whose logprobs differ

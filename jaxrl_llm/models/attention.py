@@ -2,7 +2,7 @@
 its shard locally.
 
 Invariant: the implementation is chosen and validated in one place (`chosen`) from static
-information; it affects rounding only.
+information. The choice affects rounding only.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class ModelOptions:
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Activations of each layer saved for the backward pass.
 
-  none: all (no recomputation); full: only its input; dots: the results of its products with
-  kernels; offload: only its input, in host memory.
+  none: all (no recomputation); full: only the layer's input; dots: the results of the layer's
+  products with kernels; offload: only the layer's input, in host memory.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation; auto: chosen by platform and length, see `ops.attention.choose`."""

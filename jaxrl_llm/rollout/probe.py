@@ -15,8 +15,8 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Number and length of sequences; longer than a vLLM cache block (128 tokens on CPUs) where the
-model allows it.
+"""Number and length of the probe's sequences. They exceed a vLLM cache block (128 tokens on CPUs)
+if the model's maximum length allows it.
 """
 
 

@@ -129,8 +129,8 @@ def stages_of(rows: list[Row]) -> list[Row]:
   """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to
   their steps.
 
-  The offset is 0 if steps count through the whole run; for a stage whose steps restart below the
-  end of the previous stage, it is that end.
+  The offset is 0 if steps count through the whole run; if they restart below the end of the
+  previous stage, the offset is that end.
   """
   stages: list[Row] = []
   names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']

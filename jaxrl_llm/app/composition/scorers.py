@@ -72,8 +72,8 @@ def build_scorers(config: RewardsConfig, registry: Registry | None = None) -> di
 
 
 CHOOSERS = {'answer': choose_options}
-"""Functions from the given options and all truths to the chosen options and the reason, keyed by
-implementation.
+"""Functions that choose a scorer's open options, keyed by implementation. They map (given options,
+all truths) to (chosen options, reason).
 """
 CHOSEN = ('mode', 'extraction', 'units')
 """Names of the options that can be chosen."""

@@ -49,8 +49,9 @@ def critic_model(model: Model) -> Model:
 def begin_stage(
   stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model
 ) -> LoopState:
-  """Starts a stage from the previous policy, which is also copied as the reference if the algorithm
-  needs a copy; the optimizer starts fresh, or keeps its moments with `keep_optimizer`.
+  """Starts a stage from the previous policy; also copies it as the reference if one is needed.
+
+  The optimizer starts fresh, or keeps its moments with `keep_optimizer`.
   """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference

@@ -28,7 +28,7 @@ deadlines of its services and processes, not what they compute.
 ATTEMPT = 'attempt'
 """Name of the file that holds the number of the last start."""
 _MAX_DIGITS = 20
-"""Length in bytes from which the content of the attempt file is not accepted as a number."""
+"""Number of bytes from which on the attempt file's content is not accepted as a number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Folders of the files that a start makes from the configuration: the tokenizer, and static rows of
 offline stages.

@@ -22,7 +22,7 @@ from jaxrl_llm.parallel.topology import CHIPS
 UTILISATION = 0.4
 """Share of the chip's peak FLOP/s assumed for the expected time; a well-tuned step reaches it."""
 _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
-"""Compiler options, keyed by platform. Without this one, TPU programs would fuse gathers into
+"""Compiler options, keyed by platform. Without the TPU option, programs would fuse gathers into
 products as chains of permutes, which cannot be counted.
 """
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')

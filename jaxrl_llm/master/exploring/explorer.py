@@ -88,7 +88,7 @@ class Explorer:
     )
     self._events = events
     self._writer = store.at(0)
-    """Stamps store changes with the number of completed batches of the run."""
+    """Writer that stamps changes of the store with the number of completed batches of the run."""
     self._started = 0
     self._groups: dict[int, _Group] = {}
     """Groups that no batch has taken yet, keyed by group number, in order of start."""

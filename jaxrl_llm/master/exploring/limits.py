@@ -40,7 +40,7 @@ class TaskLimits:
       )
 
   def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError for non-default limits whose tries together outlast the wait for a batch."""
+    """Raises UserError if changed limits allow a group's tries to outlast the wait for a batch."""
     if self == TaskLimits() or self.timeout_s is None:
       return
     longest = self.timeout_s * (self.retries + 1)

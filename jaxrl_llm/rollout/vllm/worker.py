@@ -156,8 +156,8 @@ def _difference(names: set[str], wanted: set[str]) -> str:
 
 
 def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
-  """Copies verified tensors into the live parameters; raises ValueError before the first write if
-  any does not fit.
+  """Copies verified tensors into the live parameters. If a tensor does not fit, raises ValueError
+  before the first write.
   """
   if set(tensors) != set(views):
     raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
@@ -254,8 +254,8 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '':
-    whole weights.
+    """Name of the adapter in the files, which this worker verifies and vLLM then loads; '': whole
+    weights.
     """
 
   class FileTransferEngine(WeightTransferEngine):
