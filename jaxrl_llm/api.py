@@ -40,7 +40,7 @@ _NAMES = (
   ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
   # Sweeps
-  ('jaxrl_llm.app.sweeps.sweep', 'MedianRule Range Start SuccessiveHalving Sweep'),
+  ('jaxrl_llm.app.sweeps.sweep', 'BaseRun MedianRule SuccessiveHalving Sweep Uniform'),
   # Scorers
   ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),
   ('jaxrl_llm.core.records.score', 'Score'),

@@ -12,11 +12,11 @@ from jaxrl_llm.app.schema import Recorded as Recorded
 from jaxrl_llm.app.schema import RolloutConfig as RolloutConfig
 from jaxrl_llm.app.schema import Rollouts as Rollouts
 from jaxrl_llm.app.schema import StageConfig as StageConfig
+from jaxrl_llm.app.sweeps.sweep import BaseRun as BaseRun
 from jaxrl_llm.app.sweeps.sweep import MedianRule as MedianRule
-from jaxrl_llm.app.sweeps.sweep import Range as Range
-from jaxrl_llm.app.sweeps.sweep import Start as Start
 from jaxrl_llm.app.sweeps.sweep import SuccessiveHalving as SuccessiveHalving
 from jaxrl_llm.app.sweeps.sweep import Sweep as Sweep
+from jaxrl_llm.app.sweeps.sweep import Uniform as Uniform
 from jaxrl_llm.app.training import TrainResult as TrainResult
 from jaxrl_llm.app.training import load_config as load_config
 from jaxrl_llm.app.training import train as train

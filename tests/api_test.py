@@ -66,7 +66,7 @@ def test_the_version_is_that_of_the_package():
     (['--help'], 0, 'Commands by name: ', ''),
     (['--version'], 0, f'{jaxrl_llm.__version__}\n', ''),
     (['repotr'], 2, '', "error: repotr: no such command; did you mean 'report'?\n"),
-    (['xyz'], 2, '', 'error: xyz: no such command; wanted one of train, launch, '),
+    (['xyz'], 2, '', 'error: xyz: no such command; wanted one of train, serve, '),
   ],
 )
 def test_the_console_command(arguments, code, out, err, monkeypatch, capsys):

@@ -29,6 +29,7 @@ from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.core.errors import first_cause
+from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start

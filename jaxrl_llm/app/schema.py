@@ -24,6 +24,7 @@ from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_process
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import DISCOVERING, RewardsConfig
@@ -528,6 +529,7 @@ class Config:
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  coordination: CoordinationConfig = CoordinationConfig()
   registry: RegistryConfig | None = None
   """Where servers, scorer hosts and explorers of the job find each other, as `{}` in the run
   directory; None: they are named by address.

@@ -19,6 +19,10 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import PeerFailed
 
+_ECHO_S = 1.0
+"""Seconds in which a repeated SIGTERM counts as the first one: a scheduler that signals the whole
+process tree reaches a process directly and again through its supervisor.
+"""
 _FIRST_S = 1.0
 """Seconds for which process 0 lets the other processes leave first, since it ends them."""
 _SHARE = 0.9
@@ -43,16 +47,20 @@ class Stopping:
     *,
     grace_s: float | None,
     newest: Callable[[], int],
+    echo_s: float = _ECHO_S,
   ):
     """
     Args:
       request: called in process 0 with the number of the first signal.
       grace_s: seconds between SIGTERM and SIGKILL; None: no limit.
       newest: returns the step of the newest commit, 0 for none; called from another thread.
+      echo_s: seconds in which a repeated SIGTERM counts as the first one.
     """
     self._coordinator, self._request = coordinator, request
-    self._grace_s, self._newest = grace_s, newest
+    self._grace_s, self._newest, self._echo_s = grace_s, newest, echo_s
     self._begun = False
+    self._echo_until = 0.0
+    """Time on the monotonic clock until which a SIGTERM is ignored."""
     self.signum = 0
     """Number of the signal that this process has received, else 0."""
 
@@ -78,6 +86,8 @@ class Stopping:
 
   def _receive(self, signum: int) -> None:
     name = signal.Signals(signum).name
+    if signum == self.signum == signal.SIGTERM and time.monotonic() < self._echo_until:
+      return
     if self.signum:
       _say('second signal: exiting without a commit')
       # Not sys.exit: threads may be in the middle of device work.
@@ -89,7 +99,7 @@ class Stopping:
         time.sleep(_FIRST_S)
       # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
       script.leave_at_once(128 + signum)
-    self.signum = signum
+    self.signum, self._echo_until = signum, time.monotonic() + self._echo_s
     _say(f'{name}: committing the finished steps, then exiting (again: exits at once)')
     if signum == signal.SIGTERM and self._grace_s is not None:
       timer = threading.Timer(_SHARE * self._grace_s, self._expire)

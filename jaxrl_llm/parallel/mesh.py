@@ -1,6 +1,4 @@
-"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its
-axes.
-"""
+"""The device mesh, built only by this module; the compiler propagates shardings over its axes."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.slices import arrange
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in
-the machine.
-"""
+"""Mesh axes by increasing communication; the last one joins devices adjacent in the machine."""
 BATCH_AXES = (DATA, FSDP)
 """Mesh axes over which sequences are distributed; the product of their sizes is the number of
 data-parallel ranks.
@@ -26,9 +22,7 @@ data-parallel ranks.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; at most one may be None, which takes the remaining
-  devices.
-  """
+  """Number of devices along each mesh axis; at most one is None and takes all remaining devices."""
 
   data: int | None = 1
   """Data parallelism: replicas of the parameters, each with different sequences."""
@@ -54,9 +48,7 @@ class MeshConfig:
 
 
 def available_devices() -> list[jax.Device]:
-  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted
-  platforms.
-  """
+  """Returns all processes' devices. Raises UserError if JAX finds none on permitted platforms."""
   try:
     return jax.devices()
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
@@ -86,6 +78,13 @@ def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
       f'mesh: {wanted} does not match the number of devices, {count}; change the mesh, or start '
       'with another number of devices'
     )
+  return tuple(sizes)
+
+
+def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+  """Builds a mesh with the four axes over all devices of all processes."""
+  devices = available_devices() if devices is None else devices
+  sizes = mesh_sizes(config, len(devices))
   arranged = arrange(devices, sizes, config.slices)
   return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

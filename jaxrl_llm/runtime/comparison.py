@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedRun:
   """A run on the page."""
 
   name: str
@@ -105,7 +105,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def build(
-  runs: Sequence[Compared], target: pathlib.Path, *, title: str, objective: Objective
+  runs: Sequence[ComparedRun], target: pathlib.Path, *, title: str, objective: Objective
 ) -> pathlib.Path:
   """Writes the page of `runs` to `target` and returns it.
 
@@ -121,7 +121,7 @@ def build(
 
 
 def payload(
-  runs: Sequence[Compared], target: pathlib.Path, *, title: str, objective: Objective
+  runs: Sequence[ComparedRun], target: pathlib.Path, *, title: str, objective: Objective
 ) -> Row:
   """Returns the page's data as JSON."""
   logs = [_log(run) for run in runs]
@@ -164,7 +164,7 @@ def payload(
   }
 
 
-def _log(run: Compared) -> tuple[list[Row], int]:
+def _log(run: ComparedRun) -> tuple[list[Row], int]:
   file = run.workdir / writers.METRICS_FILE
   if not file.is_file():
     raise UserError(
@@ -195,7 +195,7 @@ def _link(workdir: pathlib.Path, target: pathlib.Path) -> str | None:
   return './' + urllib.parse.quote(path)  # './': no part of it is a scheme.
 
 
-def _groups(runs: Sequence[Compared], objective: Objective) -> list[Row]:
+def _groups(runs: Sequence[ComparedRun], objective: Objective) -> list[Row]:
   """Groups of runs, best mean first; those without a value come last."""
   members: dict[str, list[int]] = {}
   for i, run in enumerate(runs):
@@ -217,7 +217,7 @@ def _groups(runs: Sequence[Compared], objective: Objective) -> list[Row]:
   return sorted(rows, key=lambda row: (row['mean'] is None, sign * (row['mean'] or 0)))
 
 
-def _beside(runs: Sequence[Compared], groups: list[Row], objective: Objective) -> list[int]:
+def _beside(runs: Sequence[ComparedRun], groups: list[Row], objective: Objective) -> list[int]:
   """Runs whose answers are embedded: all of a few, else the best of each group."""
   if len(runs) <= MAX_BESIDE:
     return list(range(len(runs)))
@@ -230,7 +230,7 @@ def _beside(runs: Sequence[Compared], groups: list[Row], objective: Objective) -
   return sorted(min(group['runs'], key=place) for group in groups[:MAX_BESIDE])
 
 
-def _subtitle(runs: Sequence[Compared], groups: list[Row], objective: Objective) -> str:
+def _subtitle(runs: Sequence[ComparedRun], groups: list[Row], objective: Objective) -> str:
   count = f'{len(runs)} runs' if len(runs) != 1 else '1 run'
   if len(groups) < len(runs):
     count += f' of {len(groups)} points' if len(groups) > 1 else ' of one point'
@@ -327,7 +327,7 @@ def _cut(text: str) -> str:
   return text if len(text) <= MAX_TEXT else f'{text[:half]} … {text[-half:]}'
 
 
-def _answers(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row]:
+def _answers(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[Row]:
   """Last greedy answers of each run to the tasks of each suite."""
   found = [
     {suite['suite']: suite for suite in transcripts.answers(run.workdir, of)[0]}
@@ -357,7 +357,7 @@ def _answers(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row]
   return result
 
 
-def _rollouts(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row]:
+def _rollouts(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[Row]:
   """Rollouts of tasks that several runs trained on, the latest of each run."""
   tasks: dict[tuple[str, str], Row] = {}
   budget = ROLLOUT_BYTES // max(1, len(runs))
@@ -388,7 +388,7 @@ def _rollouts(runs: Sequence[Compared], stages: Sequence[list[Row]]) -> list[Row
 
 
 def _warnings(
-  runs: Sequence[Compared],
+  runs: Sequence[ComparedRun],
   logs: Sequence[tuple[list[Row], int]],
   stages: Sequence[list[Row]],
   configs: Sequence[Row],

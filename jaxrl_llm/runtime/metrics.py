@@ -421,8 +421,10 @@ METRICS: dict[str, str] = {
     'healthy run.'
   ),
   'run/engines_serving': 'Servers that serve the version of the step.',
-  'run/engines': 'Servers of the registry that the engine has, serving or not; absent without '
-  'rollout.vllm.discover.',
+  'run/engines': (
+    'Servers of the registry that the engine has, serving or not; absent without '
+    'rollout.vllm.discover.'
+  ),
   'run/engine_joined': 'Servers that joined since the previous step.',
   'run/engine_left': 'Servers that left, or whose leases expired, since the previous step.',
   'run/scorers/breaks': (

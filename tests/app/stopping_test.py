@@ -22,7 +22,11 @@ async def main():
   coordinator = Coordinator(DeviceThread(), on_signal=print)
   newest = int(sys.argv[3])
   stopping = Stopping(
-    coordinator, stop.set_result, grace_s=float(sys.argv[2]), newest=lambda: newest
+    coordinator,
+    stop.set_result,
+    grace_s=float(sys.argv[2]),
+    newest=lambda: newest,
+    echo_s=float(sys.argv[4]),
   )
   stopping.install()
   if sys.argv[1] != 'setting up':
@@ -44,15 +48,16 @@ def program(tmp_path):
   return file
 
 
-def stopped(program, doing, *, grace_s=600.0, newest=3, again=False):
-  """(Exit code, last line of stderr) of a process that gets SIGTERM."""
-  process = warm.start([program, doing, grace_s, newest], cwd=ROOT, env=job.environment())
+def stopped(program, doing, *, grace_s=600.0, newest=3, echo_s=0.0, then=()):
+  """(Exit code, last line of stderr) of a process that gets SIGTERM, and `then` other signals."""
+  process = warm.start([program, doing, grace_s, newest, echo_s], cwd=ROOT, env=job.environment())
   try:
     assert process.stdout.readline() == 'ready\n'
     process.terminate()
-    if again:
+    if then:
       assert process.stdout.readline() == 'asked 15\n'
-      process.terminate()
+    for signum in then:
+      process.send_signal(signum)
     _, said = process.communicate(timeout=60)
   finally:
     process.kill()
@@ -79,10 +84,14 @@ def test_when_the_grace_period_is_over_the_process_says_what_is_committed(progra
 
 
 def test_a_second_signal_ends_at_once(program):
-  assert stopped(program, 'updating', again=True) == (
-    -signal.SIGTERM,
-    'second signal: exiting without a commit',
-  )
+  line = 'second signal: exiting without a commit'
+  assert stopped(program, 'updating', then=[signal.SIGTERM]) == (-signal.SIGTERM, line)
+
+
+def test_a_scheduler_and_a_supervisor_may_pass_on_the_same_sigterm(program):
+  signals = [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+  line = 'second signal: exiting without a commit'
+  assert stopped(program, 'updating', echo_s=600.0, then=signals) == (-signal.SIGINT, line)
 
 
 def test_a_stopped_process_whose_peer_has_left_says_so(program):

@@ -16,7 +16,7 @@ from paths import ROOT
 from slurm_cluster import UNFINISHED
 
 from jaxrl_llm.app.cluster import slurm
-from jaxrl_llm.app.cluster.job import Group, Job, Resources
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup, ProcessResources
 from jaxrl_llm.replay.audit import audit
 
 pytestmark = [
@@ -140,8 +140,8 @@ if mine.name == '2' and starts == 1:
 
 
 def test_an_array_runs_each_element_once_and_a_killed_one_again(cluster, tmp_path, monkeypatch):
-  trainer = Group(
-    name='trainer', command=(sys.executable, '-c', ELEMENT), resources=Resources(cpus=1)
+  trainer = ProcessGroup(
+    name='trainer', command=(sys.executable, '-c', ELEMENT), resources=ProcessResources(cpus=1)
   )
   array = Job(name='array', workdir=str(tmp_path), directory=str(tmp_path), groups=(trainer,))
   options = slurm.SlurmOptions(exclusive=False)

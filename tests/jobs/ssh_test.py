@@ -14,7 +14,7 @@ import sshd
 from paths import ROOT
 
 from jaxrl_llm.app.cluster import ssh
-from jaxrl_llm.app.cluster.job import Group, Job
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup
 
 pytestmark = pytest.mark.acceptance
 
@@ -31,7 +31,7 @@ def over_ssh(workdir: pathlib.Path, client: pathlib.Path) -> tuple[Job, ssh.SshO
   command = job.command(workdir, config=FLAGS)
   made = Job(
     name='ssh',
-    groups=(Group(name='trainer', command=tuple(command), nodes=2),),
+    groups=(ProcessGroup(name='trainer', command=tuple(command), nodes=2),),
     workdir=str(workdir),
     directory=str(ROOT),
     env=env,

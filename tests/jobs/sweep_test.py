@@ -14,7 +14,7 @@ import pytest
 from paths import ROOT
 from sweeping import RATE, sweep_file
 
-from jaxrl_llm.app.sweeps.ledger import Ledger, State
+from jaxrl_llm.app.sweeps.ledger import Ledger, TrialState
 from jaxrl_llm.config.load import parse_overrides
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.runtime import events
@@ -70,7 +70,7 @@ def test_a_sweep_of_two_trials_runs_once_and_compares_them(tmp_path):
   done = job.call('launch/sweep.py', *sweep_flags(file, sweepdir, '--parallel=2'))
   assert 'comparison: ' in done.stdout and (sweepdir / 'compare.html').stat().st_size > 50_000
   entries = entries_of(sweepdir)
-  assert [(e.state, e.attempts, e.step) for e in entries] == [(State.FINISHED, 1, 20)] * 2
+  assert [(e.state, e.attempts, e.step) for e in entries] == [(TrialState.FINISHED, 1, 20)] * 2
   runs = [sweepdir / 'trials' / entry.id for entry in entries]
   for run in runs:
     assert updates(run) == dict.fromkeys(range(1, 21), 1) and audit(run / 'replay').ok
@@ -85,7 +85,9 @@ def test_a_sweep_killed_twice_ends_with_six_trials_and_a_page(tmp_path):
   flags = sweep_flags('quickstart_lr', sweepdir, '--parallel=2')
 
   def under_way(number: int, steps: int) -> bool:
-    found = [e for e in entries_of(sweepdir) if e.number == number and e.state == State.RUNNING]
+    found = [
+      e for e in entries_of(sweepdir) if e.number == number and e.state == TrialState.RUNNING
+    ]
     return bool(found) and found[0].step >= steps
 
   process = start(flags)
@@ -99,7 +101,7 @@ def test_a_sweep_killed_twice_ends_with_six_trials_and_a_page(tmp_path):
   os.kill(int((workdir / 'lock').read_text()), signal.SIGKILL)
   assert process.wait(timeout=1200) == 0
   entries = entries_of(sweepdir)
-  assert [entry.state for entry in entries] == [State.FINISHED] * 6
+  assert [entry.state for entry in entries] == [TrialState.FINISHED] * 6
   assert entries[victim].failures == 1 and entries[victim].attempts == 2
   assert sum(entry.failures for entry in entries) == 1
   for entry in entries:
@@ -132,7 +134,7 @@ def test_a_sweep_of_four_is_one_job_array(tmp_path):
     cluster.begin_now(f'{job_id}_{number}')
     cluster.wait_for_end(job_id)
   entries = entries_of(sweepdir)
-  assert [entry.state for entry in entries] == [State.FINISHED] * 4
+  assert [entry.state for entry in entries] == [TrialState.FINISHED] * 4
   assert entries[number].attempts == 2 and sum(entry.attempts for entry in entries) == 5
   for entry in entries:
     run = sweepdir / 'trials' / entry.id
@@ -157,7 +159,7 @@ def test_early_stopping_and_branching_repeat_no_step(tmp_path):
   branches.write_text(BRANCHES.format(overrides=parse_overrides(FLAGS)))
   fields = (
     f"axes={{'stages.0.optimizer.peak_lr': (5e-4, 1e-9, 0.0)}}, "
-    f"start=Start(base='{branches}:sft'), "
+    f"start=BaseRun(base='{branches}:sft'), "
     'early_stopping=SuccessiveHalving(first_step=4, factor=3)'
   )
   file = sweep_file(tmp_path, fields)
@@ -170,7 +172,7 @@ def test_early_stopping_and_branching_repeat_no_step(tmp_path):
   job.call('launch/sweep.py', f'--sweep={file}', f'--sweepdir={sweepdir}', programs)
   entries = entries_of(sweepdir)
   assert [entry.trial.is_start for entry in entries] == [True, False, False, False]
-  assert entries[0].step == 12 and State.STOPPED in {entry.state for entry in entries}
+  assert entries[0].step == 12 and TrialState.STOPPED in {entry.state for entry in entries}
   executed = [updates(sweepdir / 'trials' / entry.id) for entry in entries]
   # Steps executed = union of the trials' steps: none twice, and the start's by no other trial.
   assert [dict(steps) for steps in executed] == [

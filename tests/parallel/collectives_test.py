@@ -153,8 +153,11 @@ def test_a_scatter_counts_what_goes_in_and_starts_of_several_arrays_all_of_them(
 
 SLICES = """HloModule jit_f, num_partitions=8
 ENTRY %main (a: bf16[128,1024]) -> bf16[128,1024] {
-  %s = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) send(%b, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
-  %r = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %s = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) send(%b, %t), \
+channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name=\
+"xla_megascale_runtime",_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r = (bf16[128,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%t), \
+channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
   %d = token[] send-done(%s), channel_id=2, is_host_transfer=true
 }
 """

@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import comparison, writers
-from jaxrl_llm.runtime.comparison import Compared, Objective, mean_and_error
+from jaxrl_llm.runtime.comparison import ComparedRun, Objective, mean_and_error
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
 KEY = 'val-core/eval/acc/greedy'
@@ -73,7 +73,7 @@ def runs(tmp_path_factory):
   }
   groups = comparison.groups_of(paths)
   return [
-    Compared(
+    ComparedRun(
       name=name,
       workdir=path,
       group=groups[name],
@@ -116,7 +116,7 @@ def test_a_part_that_a_run_lacks_is_one_difference(tmp_path):
     make_run(tmp_path / 'a', rate=1, seed=1, accuracy=1, extra=rewards),
     make_run(tmp_path / 'b', rate=1, seed=1, accuracy=1),
   ]
-  compared = [Compared(name=path.name, workdir=path, group=path.name) for path in paths]
+  compared = [ComparedRun(name=path.name, workdir=path, group=path.name) for path in paths]
   (row,) = payload_of(compared, tmp_path)['differences']
   assert row['key'] == 'rewards' and row['values'][1] == '(absent)' and 'code' in row['values'][0]
 
@@ -146,11 +146,11 @@ def test_damaged_runs_are_counted_and_missing_ones_are_one_line(tmp_path):
   with (run / 'metrics.jsonl').open('a') as file:
     file.write('{"half')
   (run / 'config.json').write_text('no json')
-  compared = [Compared(name='a', workdir=run, group='a')]
+  compared = [ComparedRun(name='a', workdir=run, group='a')]
   notes = payload_of(compared, tmp_path)['warnings']
   assert any('1 unreadable' in note for note in notes) and any('config.json' in n for n in notes)
   with pytest.raises(UserError, match=r'has no metrics\.jsonl'):
-    payload_of([Compared(name='b', workdir=tmp_path / 'b', group='b')], tmp_path)
+    payload_of([ComparedRun(name='b', workdir=tmp_path / 'b', group='b')], tmp_path)
 
 
 @pytest.fixture(scope='module')
@@ -164,7 +164,7 @@ def hostile(tmp_path_factory):
   ]
   (paths[0] / 'report.html').touch()
   runs = [
-    Compared(name=f'{HOSTILE}{i}', workdir=path, group=f'{HOSTILE}{i}', state=HOSTILE, value=0.5)
+    ComparedRun(name=f'{HOSTILE}{i}', workdir=path, group=f'{HOSTILE}{i}', state=HOSTILE, value=0.5)
     for i, path in enumerate(paths)
   ]
   target = folder / 'compare.html'

@@ -1,6 +1,6 @@
 """Jobs that tests of several launchers turn into text."""
 
-from jaxrl_llm.app.cluster.job import Group, Job, Resources
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup, ProcessResources
 
 HOSTILE = (
   "it's",
@@ -35,10 +35,12 @@ HOSTILE = (
 """Arguments that a shell, a template or a YAML parser could take for something else."""
 
 
-def job(name: str = 'quickstart', *, trainer: Group | None = None, **fields) -> Job:
+def job(name: str = 'quickstart', *, trainer: ProcessGroup | None = None, **fields) -> Job:
   """A job with its run directory and key on a shared file system."""
   if trainer is None:
-    trainer = Group(name='trainer', command=('/venv/bin/python', '-m', 'train', '--config=x'))
+    trainer = ProcessGroup(
+      name='trainer', command=('/venv/bin/python', '-m', 'train', '--config=x')
+    )
   workdir = fields.pop('workdir', f'/data/runs/{name}')
   groups = (trainer, *fields.pop('services', ()))
   files = {f'{workdir}/registry/key': 'secret'}
@@ -48,8 +50,8 @@ def job(name: str = 'quickstart', *, trainer: Group | None = None, **fields) -> 
 def cpu_job() -> Job:
   """Two trainer processes on CPUs."""
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/cpu')
-  trainer = Group(
-    name='trainer', command=command, nodes=2, resources=Resources(cpus=4, memory_gib=16)
+  trainer = ProcessGroup(
+    name='trainer', command=command, nodes=2, resources=ProcessResources(cpus=4, memory_gib=16)
   )
   return job('cpu', trainer=trainer, time_limit_s=7200, restarts=1)
 
@@ -58,11 +60,11 @@ def gpu_job() -> Job:
   """Four trainer nodes with 8 GPUs, and four with vLLM servers."""
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/gpus')
   serve = ('jaxrl', 'serve', '--role=vllm', '--registry=/data/runs/gpus/registry')
-  eight = Resources(cpus=96, memory_gib=800, gpus=8)
+  eight = ProcessResources(cpus=96, memory_gib=800, gpus=8)
   return job(
     'gpus',
-    trainer=Group(name='trainer', command=command, nodes=4, resources=eight),
-    services=[Group(name='rollout', command=serve, nodes=4, resources=eight)],
+    trainer=ProcessGroup(name='trainer', command=command, nodes=4, resources=eight),
+    services=[ProcessGroup(name='rollout', command=serve, nodes=4, resources=eight)],
     env={'JAXRL_GRACE_S': '30'},
   )
 
@@ -72,16 +74,16 @@ def tpu_job(*, nodes: int = 16, slices: int = 1, **fields) -> Job:
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/v5e-64')
   serve = ('jaxrl', 'serve', '--role=vllm', '--registry=/data/runs/v5e-64/registry')
   kind = 'tpu-v5-lite-podslice'
-  trainer = Group(
+  trainer = ProcessGroup(
     name='trainer',
     command=command,
     nodes=nodes * slices,
-    resources=Resources(tpu=kind, topology=fields.pop('topology', '8x8')),
+    resources=ProcessResources(tpu=kind, topology=fields.pop('topology', '8x8')),
   )
-  rollout = Group(
+  rollout = ProcessGroup(
     name='rollout',
     command=serve,
     nodes=2,
-    resources=Resources(tpu=kind, topology=fields.pop('rollout', '2x4')),
+    resources=ProcessResources(tpu=kind, topology=fields.pop('rollout', '2x4')),
   )
   return job('v5e-64', trainer=trainer, services=[rollout], grace_s=120, **fields)

@@ -5,13 +5,13 @@ import sys
 
 from paths import ROOT
 
-from jaxrl_llm.app.sweeps.ledger import Entry, Ledger
+from jaxrl_llm.app.sweeps.ledger import Ledger, LedgerEntry
 from jaxrl_llm.app.sweeps.plan import load_plan, open_ledger
 from jaxrl_llm.app.sweeps.runner import Machine, Runner
 
 STAND_IN = (sys.executable, str(ROOT / 'tests' / 'support' / 'fixtures' / 'stand_in_run.py'))
 RATE = 'stages.grpo.optimizer.peak_lr'
-FILE = """from jaxrl_llm.api import MedianRule, Range, Start, SuccessiveHalving, Sweep
+FILE = """from jaxrl_llm.api import MedianRule, Uniform, BaseRun, SuccessiveHalving, Sweep
 
 def get_sweep():
   return Sweep(base='quickstart', objective='val-core/eval/acc/greedy', {fields})
@@ -47,7 +47,7 @@ def _nothing() -> None:
   """Shows nothing."""
 
 
-def executed(ledger: Ledger, entry: Entry) -> list[int]:
+def executed(ledger: Ledger, entry: LedgerEntry) -> list[int]:
   """Steps that all starts of a trial have executed."""
   file = ledger.workdir(entry) / 'executed'
   return [int(line) for line in file.read_text().split()] if file.exists() else []

@@ -15,7 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 
-from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Resources
+from jaxrl_llm.app.cluster.job import TRAINER, Job, ProcessGroup, ProcessResources
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
@@ -133,12 +133,12 @@ def compose(
     f'--workdir={run}',
     *(f'--config.{key}={text}' for key, text in given.items()),
   )
-  trainer = Group(
+  trainer = ProcessGroup(
     name=TRAINER,
     command=train,
     nodes=layout.nodes,
     processes_per_node=layout.processes_per_node,
-    resources=Resources(
+    resources=ProcessResources(
       cpus=layout.cpus,
       memory_gib=layout.memory_gib,
       gpus=layout.gpus,
@@ -240,14 +240,14 @@ def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
 
 def _services(
   config: Config, layout: Layout, run: pathlib.Path, serve: tuple[str, ...], one_machine: bool
-) -> list[Group]:
+) -> list[ProcessGroup]:
   """Returns the groups of services; `serve` is the command that runs `jaxrl serve`."""
   found = []
   registry = f'--registry={run / _REGISTRY}'
   listen = [registry, *([] if one_machine else _front(layout))]
-  cpus = Resources(cpus=layout.cpus, memory_gib=layout.memory_gib)
+  cpus = ProcessResources(cpus=layout.cpus, memory_gib=layout.memory_gib)
   if layout.rollout_nodes:
-    group = Group(
+    group = ProcessGroup(
       name='rollout',
       command=(*serve, *_vllm(config, run, listen, one_machine)),
       nodes=layout.rollout_nodes,
@@ -257,11 +257,15 @@ def _services(
     found.append(group)
   if layout.sandboxes:
     command = (*serve, '--role=sandbox', *listen)
-    found.append(Group(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus))
+    found.append(
+      ProcessGroup(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus)
+    )
   if layout.explorers and not one_machine:  # There the trainer starts them itself.
     trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
     command = (*serve, '--role=explorer', registry, *trust)
-    found.append(Group(name='explorer', command=command, nodes=layout.explorers, resources=cpus))
+    found.append(
+      ProcessGroup(name='explorer', command=command, nodes=layout.explorers, resources=cpus)
+    )
   return found
 
 

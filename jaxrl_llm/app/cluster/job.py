@@ -21,7 +21,7 @@ _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resources:
+class ProcessResources:
   """Resources of one process; None and 0: whatever the system gives by default."""
 
   cpus: int | None = None
@@ -43,7 +43,7 @@ class Resources:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
+class ProcessGroup:
   """Processes of a job that run the same command."""
 
   name: str
@@ -52,7 +52,7 @@ class Group:
   """Program and arguments, the same in every process; not a shell command."""
   nodes: int = 1
   processes_per_node: int = 1
-  resources: Resources = Resources()
+  resources: ProcessResources = ProcessResources()
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables besides the job's."""
 
@@ -76,7 +76,7 @@ class Job:
   """A training run with its services, on one machine or many."""
 
   name: str
-  groups: tuple[Group, ...]
+  groups: tuple[ProcessGroup, ...]
   """The first group is the trainer."""
   workdir: str
   """Run directory, on a file system that all nodes see under this path."""
@@ -117,11 +117,11 @@ class Job:
       )
 
   @property
-  def trainer(self) -> Group:
+  def trainer(self) -> ProcessGroup:
     return self.groups[0]
 
   @property
-  def services(self) -> tuple[Group, ...]:
+  def services(self) -> tuple[ProcessGroup, ...]:
     """Groups beside the trainer; they end with it."""
     return self.groups[1:]
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Launcher
+from jaxrl_llm.app.cluster.job import TRAINER, Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
 
 _FILES = '/run/jaxrl/files'
@@ -41,8 +41,8 @@ _COPY = (
 """Copies each odd argument to the next one, unless that exists, with mode 0600 and in one step: all
 pods do it. A key outlives the job that is started again.
 """
-_UNUSABLE = 2
-"""Exit code that no restart can cure."""
+_UNUSABLE, _STUCK = 2, 1
+"""Exit codes that no restart cures: of invalid input, and of a trainer that cannot continue."""
 _POD_NAME = 63 - len('-12345')
 """Maximum length of a pod's name without the suffix of the Job controller."""
 _CHIPS = (1, 4, 8)
@@ -192,7 +192,7 @@ def _is_mounted(path: str, options: JobsetOptions) -> bool:
   return '..' not in pure.parts and pure.is_relative_to(options.mount)
 
 
-def _check_group(job: Job, group: Group, options: JobsetOptions) -> None:
+def _check_group(job: Job, group: ProcessGroup, options: JobsetOptions) -> None:
   where = f'job {job.name}, group {group.name}'
   for word in (*group.command, *group.env.values(), *job.env.values(), *job.files.values()):
     if '\0' in word or any('\ud800' <= c <= '\udfff' for c in word):
@@ -210,7 +210,7 @@ def _check_group(job: Job, group: Group, options: JobsetOptions) -> None:
     _check_tpu(where, group, options)
 
 
-def _check_tpu(where: str, group: Group, options: JobsetOptions) -> None:
+def _check_tpu(where: str, group: ProcessGroup, options: JobsetOptions) -> None:
   tpu, topology, slices = group.resources.tpu, group.resources.topology, _slices(group, options)
   if not _LABEL.fullmatch(tpu):
     raise UserError(f'{where}: tpu {tpu!r}: wanted a type of TPU nodes: tpu-v5-lite-podslice')
@@ -239,11 +239,11 @@ def _check_tpu(where: str, group: Group, options: JobsetOptions) -> None:
     )
 
 
-def _is_trainer(group: Group) -> bool:
+def _is_trainer(group: ProcessGroup) -> bool:
   return group.name == TRAINER
 
 
-def _slices(group: Group, options: JobsetOptions) -> int:
+def _slices(group: ProcessGroup, options: JobsetOptions) -> int:
   """Number of TPU slices of a group. Each node of a service is one."""
   if not group.resources.tpu:
     return 1
@@ -299,11 +299,11 @@ def _jobset(job: Job, options: JobsetOptions) -> dict:
   }
 
 
-def _replicated(job: Job, group: Group, options: JobsetOptions) -> dict:
+def _replicated(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   """A group as a replicated job: one Job for each TPU slice that its processes share, or one."""
   is_trainer = _is_trainer(group)
   replicas = _slices(group, options) if is_trainer else 1
-  unusable = {'containerName': group.name, 'operator': 'In', 'values': [_UNUSABLE]}
+  unusable = {'containerName': group.name, 'operator': 'In', 'values': [_STUCK, _UNUSABLE] if is_trainer else [_UNUSABLE]}
   rules: list[dict] = [{'action': 'FailJob', 'onExitCodes': unusable}]
   if not is_trainer:
     evicted = {'type': 'DisruptionTarget', 'status': 'True'}
@@ -326,7 +326,7 @@ def _replicated(job: Job, group: Group, options: JobsetOptions) -> dict:
   return {'name': group.name, 'replicas': replicas, 'template': {**template, 'spec': spec}}
 
 
-def _pod(job: Job, group: Group, options: JobsetOptions) -> dict:
+def _pod(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   resources = group.resources
   selector = dict(label.split('=', 1) for label in options.node_selector)
   if resources.tpu:
@@ -393,7 +393,7 @@ def _copying(job: Job, options: JobsetOptions) -> dict:
   }
 
 
-def _container(job: Job, group: Group, options: JobsetOptions) -> dict:
+def _container(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   resources = group.resources
   given = {'cpu': resources.cpus and str(resources.cpus)}
   given['memory'] = resources.memory_gib and f'{resources.memory_gib}Gi'
@@ -425,7 +425,7 @@ def _is_flag(word: str) -> bool:
   return word.startswith('-')
 
 
-def _devices(group: Group, options: JobsetOptions) -> dict[str, str]:
+def _devices(group: ProcessGroup, options: JobsetOptions) -> dict[str, str]:
   """Accelerators of one process, by the name of the resource."""
   if group.resources.tpu:
     chips = _size(group.resources.topology) * _slices(group, options) // group.nodes
@@ -433,7 +433,7 @@ def _devices(group: Group, options: JobsetOptions) -> dict[str, str]:
   return {'nvidia.com/gpu': str(group.resources.gpus)} if group.resources.gpus else {}
 
 
-def _environment(job: Job, group: Group, options: JobsetOptions) -> list[dict]:
+def _environment(job: Job, group: ProcessGroup, options: JobsetOptions) -> list[dict]:
   fixed = {'PYTHONUNBUFFERED': '1'}
   if group.resources.cpus:
     fixed['NPROC'] = str(group.resources.cpus)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import psutil
 
 from jaxrl_llm.app.cluster.files import LAUNCHES, write_files
-from jaxrl_llm.app.cluster.job import Group, Job, Launcher
+from jaxrl_llm.app.cluster.job import Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError
 
 _SUPERVISOR = 'jaxrl_llm.app.cluster.supervisor'
@@ -63,7 +63,7 @@ def text(job: Job, options: LocalOptions) -> str:
   return '\n'.join(lines) + '\n'
 
 
-def _command(group: Group, variables: Mapping[str, str]) -> list[str]:
+def _command(group: ProcessGroup, variables: Mapping[str, str]) -> list[str]:
   cpus = group.resources.cpus
   env = {**({} if cpus is None else {'NPROC': str(cpus)}), **variables, **group.env}
   return (

@@ -2,7 +2,7 @@
 
 All groups share one allocation: it starts and ends as a whole, is requeued as a whole, and can be
 an element of a job array, none of which holds for Slurm's heterogeneous jobs. The price is that all
-its nodes are alike: each has what the most demanding group asks for. Group after group takes nodes
+its nodes are alike: each has what the most demanding group asks for. Each group in turn takes nodes
 of its own (`srun --relative`).
 
 Restarts are Slurm's: the script asks for `scontrol requeue` when the trainer ended because of
@@ -22,7 +22,7 @@ import subprocess
 from collections.abc import Sequence
 
 from jaxrl_llm.app.cluster.files import LAUNCHES, write_files
-from jaxrl_llm.app.cluster.job import Group, Job, Launcher
+from jaxrl_llm.app.cluster.job import Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
 
 _DEADLINE_S = 60.0
@@ -292,7 +292,7 @@ def _steps(job: Job, options: SlurmOptions) -> str:
   return '\n'.join(lines)
 
 
-def _step(group: Group, first: int, options: SlurmOptions) -> str:
+def _step(group: ProcessGroup, first: int, options: SlurmOptions) -> str:
   resources, is_trainer = group.resources, group.name == 'trainer'
   srun = [
     'srun',

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl_llm.app.cluster.files import LAUNCHES
-from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Launcher
+from jaxrl_llm.app.cluster.job import TRAINER, Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
 
 _SCRIPTS = pathlib.Path(__file__).parent
@@ -90,7 +90,7 @@ class SshOptions:
 class _Process:
   """One process of the job."""
 
-  group: Group
+  group: ProcessGroup
   number: int
   """Number within its group."""
   host: str

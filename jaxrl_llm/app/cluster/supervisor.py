@@ -96,7 +96,7 @@ _OF_JOB = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class End:
+class ProcessEnd:
   """How a process ended."""
 
   label: str
@@ -215,7 +215,7 @@ def _pass_on(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.
       wanted = False
 
 
-class Supervisor:
+class JobSupervisor:
   """Runs a job: starts its processes, and watches them from the first end to the last."""
 
   def __init__(
@@ -240,8 +240,8 @@ class Supervisor:
   def _forget(self) -> None:
     """Prepares for another start."""
     self._processes: dict[str, subprocess.Popen] = {}
-    self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
-    self._ended: dict[str, End] = {}
+    self._ends: queue.SimpleQueue[ProcessEnd] = queue.SimpleQueue()
+    self._ended: dict[str, ProcessEnd] = {}
     self._readers: list[threading.Thread] = []
 
   def run(self) -> int:
@@ -261,7 +261,7 @@ class Supervisor:
       self._forget()
       self._deadline = None
 
-  def _run_once(self) -> End | None:
+  def _run_once(self) -> ProcessEnd | None:
     """Runs the job from start to end; returns the end that is to blame, None if all ended well."""
     self._processes = _start(self._command, self._count, self._services, self._gpus)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -297,7 +297,7 @@ class Supervisor:
       waiter = threading.Thread(target=_wait_for, args=(label, process, self._ends), daemon=True)
       waiter.start()
 
-  def _next_end(self, deadline: float) -> End | None:
+  def _next_end(self, deadline: float) -> ProcessEnd | None:
     """The next process to end; None when the deadline has passed."""
     try:
       end = self._ends.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -306,7 +306,7 @@ class Supervisor:
     self._ended[end.label] = end
     return end
 
-  def _first_bad_end(self) -> End | None:
+  def _first_bad_end(self) -> ProcessEnd | None:
     """Waits until all have ended well, or one has not; which one that was."""
     while self._trainers_left():
       # Short looks, because a signal's handler sets the deadline meanwhile.
@@ -327,12 +327,12 @@ class Supervisor:
     expected = () if self._asked is None else (-self._asked, 128 + self._asked)
     return next((end for end in bad if end.code not in expected), bad[0] if bad else None)
 
-  def _likeliest(self, first: End) -> End:
+  def _likeliest(self, first: ProcessEnd) -> ProcessEnd:
     """The first to end, unless its end is a consequence and its cause is seen ending just after
     it.
     """
     deadline = time.monotonic() + _CAUSE_S
-    end: End | None = first
+    end: ProcessEnd | None = first
     while end is not None:
       if end.is_bad and end.code not in _CONSEQUENCES:
         return end
@@ -387,7 +387,7 @@ class Supervisor:
     for reader in self._readers:
       reader.join(max(0.0, deadline - time.monotonic()))
 
-  def _exit_code(self, culprit: End | None) -> int:
+  def _exit_code(self, culprit: ProcessEnd | None) -> int:
     if culprit is None:
       return 0
     for end in self._ended.values():
@@ -400,9 +400,9 @@ class Supervisor:
     return culprit.exit_code
 
 
-def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[End]) -> None:
+def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[ProcessEnd]) -> None:
   # wait process: none, its life is the job's; the supervisor's deadlines end it
-  ends.put(End(label=label, code=process.wait()))
+  ends.put(ProcessEnd(label=label, code=process.wait()))
 
 
 def _listed(labels: Sequence[str]) -> str:
@@ -423,7 +423,7 @@ def main(argv: Sequence[str]) -> int:
   if not all(services):
     _say('--service: empty, wanted a command')
     return 2
-  supervisor = Supervisor(
+  supervisor = JobSupervisor(
     command,
     FLAGS.processes,
     services=services,

@@ -20,7 +20,7 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.runtime import comparison
-from jaxrl_llm.runtime.comparison import Compared, Objective
+from jaxrl_llm.runtime.comparison import ComparedRun, Objective
 from jaxrl_llm.runtime.transcripts import is_number
 from jaxrl_llm.runtime.writers import METRICS_FILE, STEP, read_jsonl
 
@@ -98,7 +98,7 @@ def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> p
   objective = _objective([row for rows in logs.values() for row in rows])
   groups = comparison.groups_of(runs)
   compared = [
-    Compared(name=name, workdir=path, group=groups[name], value=objective.value(logs[name]))
+    ComparedRun(name=name, workdir=path, group=groups[name], value=objective.value(logs[name]))
     for name, path in runs.items()
   ]
   title = ' and '.join(names) if len(names) == 2 else f'{len(names)} runs'

@@ -38,7 +38,7 @@ LAUNCHERS = {
   'jobset': 'jaxrl_llm.app.cluster.jobset',
 }
 """Modules with a `LAUNCHER`, keyed by name."""
-_PROGRAM = (sys.executable, '-P', '-m', 'jaxrl_llm.app.commands.cli')
+_PROGRAM = (sys.executable, '-P', '-m', 'jaxrl_llm')
 """Runs `jaxrl` where it is not on the PATH, from a wheel or a checkout."""
 _ACTIONS = ('submit', 'status', 'logs', 'cancel')
 

@@ -23,11 +23,11 @@ from absl import flags
 from rich.console import Console
 from rich.live import Live
 
-from jaxrl_llm.app.cluster.job import Resources
+from jaxrl_llm.app.cluster.job import ProcessResources
 from jaxrl_llm.app.sweeps.array import Array, array_text, submit_array, task_arguments
-from jaxrl_llm.app.sweeps.ledger import Entry, Ledger, locked, values
+from jaxrl_llm.app.sweeps.ledger import Ledger, LedgerEntry, locked, values
 from jaxrl_llm.app.sweeps.page import build_page
-from jaxrl_llm.app.sweeps.plan import Plan, load_plan, open_ledger, preview
+from jaxrl_llm.app.sweeps.plan import SweepPlan, load_plan, open_ledger, preview
 from jaxrl_llm.app.sweeps.ranking import ranked
 from jaxrl_llm.app.sweeps.runner import Machine, Runner
 from jaxrl_llm.app.sweeps.table import (
@@ -146,7 +146,7 @@ def _machine() -> Machine:
   )
 
 
-def _run(plan: Plan, ledger: Ledger) -> int:
+def _run(plan: SweepPlan, ledger: Ledger) -> int:
   if FLAGS.retry_failed:
     ledger.retry()
   console = Console(stderr=True, highlight=False, markup=False)
@@ -168,13 +168,15 @@ def _run(plan: Plan, ledger: Ledger) -> int:
   return code
 
 
-def _launch(plan: Plan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int:
+def _launch(plan: SweepPlan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int:
   """Prints or submits the job array of a sweep."""
   command = (*TRAIN[:-1], 'sweep', *task_arguments(argv[1:]), f'--sweepdir={sweepdir.absolute()}')
   array = Array(
     command=command,
     sweepdir=sweepdir.absolute(),
-    resources=Resources(cpus=FLAGS.cpus, memory_gib=FLAGS.memory_gib, gpus=FLAGS.gpus_per_trial),
+    resources=ProcessResources(
+      cpus=FLAGS.cpus, memory_gib=FLAGS.memory_gib, gpus=FLAGS.gpus_per_trial
+    ),
     grace_s=FLAGS.grace_s,
     time_limit_s=FLAGS.time_limit_s,
     at_once=FLAGS.parallel if FLAGS['parallel'].present else None,
@@ -199,7 +201,7 @@ def _state(ledger: Ledger):
   return state_table(ledger.entries(), ledger.reports(), ledger.meta())
 
 
-def _numbers(entries: Sequence[Entry]) -> Collection[int]:
+def _numbers(entries: Sequence[LedgerEntry]) -> Collection[int]:
   """Returns the trials to run."""
   known = [entry.number for entry in entries]
   if FLAGS.trial is None:
@@ -233,7 +235,7 @@ def _print_status(sweepdir: pathlib.Path) -> int:
   return 0
 
 
-def _print_trials(plan: Plan, sweepdir: pathlib.Path) -> int:
+def _print_trials(plan: SweepPlan, sweepdir: pathlib.Path) -> int:
   entries = preview(plan, sweepdir)
   if FLAGS.json:
     shown = [entry_json(entry, None) for entry in entries]

@@ -47,8 +47,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 def build_scorer(
   scorer: ScorerConfig, where: str = 'rewards.scorers', registry: Registry | None = None
 ) -> AnyScorer:
-  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a
-  scorer.
+  """Builds a scorer from the catalogue or a user's own, a function from the options to a scorer.
 
   Args:
     where: field or flag that names the scorer, for error messages.

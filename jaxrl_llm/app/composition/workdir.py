@@ -21,7 +21,7 @@ from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'registry')
+MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'coordination', 'registry')
 """Keys whose values a resumed run may change, beside those of its engine: number, place and
 deadlines of its services and processes, not what they compute.
 """

@@ -56,7 +56,7 @@ _FULL = 0.9
 
 
 @dataclasses.dataclass(kw_only=True)
-class Trial:
+class StageTrial:
   """What the batches of one stage showed."""
 
   stage: Stage
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
   limit: int | None
 
 
-class Trials:
+class StageTrials:
   """Runs batches of all stages; `findings` yields what each stage showed, as soon as it ends."""
 
   def __init__(self, setup: Setup, resources: Resources):
@@ -107,7 +107,7 @@ class Trials:
     self._process_bytes = 0
     self._state: LoopState | None = None
     """Newest state; earlier ones have been donated."""
-    self.trials: list[Trial] = []
+    self.trials: list[StageTrial] = []
     self.suites_s: dict[str, float] = {}
     """Estimated seconds of each suite in full."""
 
@@ -116,7 +116,7 @@ class Trials:
     configs = self._setup.config.stages
     complete, self._state = True, state
     for stage, config in zip(self._setup.stages, configs, strict=True):
-      trial = Trial(stage=stage, first=complete)
+      trial = StageTrial(stage=stage, first=complete)
       last = stage is self._setup.stages[-1]
       budget = _MEASURED if last or stage.explores else _PREPARING
       error = None
@@ -133,7 +133,9 @@ class Trials:
     for finding in await self._evaluation(self._state):
       yield finding
 
-  async def _run(self, trial: Trial, trainer: StageTrainer, budget: tuple[int, int, float]) -> None:
+  async def _run(
+    self, trial: StageTrial, trainer: StageTrainer, budget: tuple[int, int, float]
+  ) -> None:
     """Runs steps of one stage: first those that compile, then measured ones within the budget."""
     stage, process = trial.stage, self._setup.process
     batches = self._resources.logs.batches[stage.name]
@@ -176,7 +178,7 @@ class Trials:
           break
 
   def _record(
-    self, trial: Trial, batch: Batch, updated: Updated, taken: dict[str, Experience]
+    self, trial: StageTrial, batch: Batch, updated: Updated, taken: dict[str, Experience]
   ) -> None:
     budgets = self._setup.config.rollout.mismatch
     row, exceeded = step_metrics(batch, updated, taken, budgets)
@@ -244,7 +246,7 @@ class Trials:
     )
 
 
-def _of_trial(trial: Trial, config: StageConfig, error: UserError | None) -> Iterator[Finding]:
+def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -> Iterator[Finding]:
   stage = trial.stage
   if error is not None:
     found, _, remedy = one_line(error, 1000).rpartition('; ')
@@ -273,7 +275,7 @@ def _of_trial(trial: Trial, config: StageConfig, error: UserError | None) -> Ite
     )
 
 
-def _signal(trial: Trial, config: StageConfig) -> Iterator[Finding]:
+def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   """Counts the groups whose rewards do not differ, so that they teach nothing."""
   stage, source = trial.stage, config.source
   groups: dict[str, list[float]] = {}
@@ -313,7 +315,7 @@ def _signal(trial: Trial, config: StageConfig) -> Iterator[Finding]:
     yield ok(check, found, **detail)
 
 
-def _samples(trial: Trial) -> Iterator[Finding]:
+def _samples(trial: StageTrial) -> Iterator[Finding]:
   """Counts truncated and unscorable samples."""
   stage = trial.stage.name
   samples = [member.sample for member in trial.samples]
@@ -351,7 +353,7 @@ def _samples(trial: Trial) -> Iterator[Finding]:
     yield ok(f'unscorable {stage}', found, **detail)
 
 
-def _mismatch(trial: Trial) -> Iterator[Finding]:
+def _mismatch(trial: StageTrial) -> Iterator[Finding]:
   stage, key = trial.stage.name, 'rollout_corr/k3_kl'
   worst = [row for row in trial.rows if key in row]
   if not worst:
@@ -367,7 +369,7 @@ def _mismatch(trial: Trial) -> Iterator[Finding]:
     yield ok(f'mismatch {stage}', found, **detail)
 
 
-def _gradients(trial: Trial) -> Iterator[Finding]:
+def _gradients(trial: StageTrial) -> Iterator[Finding]:
   stage, check = trial.stage.name, f'gradients {trial.stage.name}'
   norms = [row['actor/grad_norm'] for row in trial.rows if 'actor/grad_norm' in row]
   losses = [row['actor/loss'] for row in trial.rows if 'actor/loss' in row]
@@ -389,7 +391,7 @@ def _gradients(trial: Trial) -> Iterator[Finding]:
 
 
 def duration(
-  setup: Setup, trials: Sequence[Trial], suites_s: dict[str, float]
+  setup: Setup, trials: Sequence[StageTrial], suites_s: dict[str, float]
 ) -> Iterator[Finding]:
   """Estimates the hours of the whole run from the measured steps and suites."""
   total, unknown, evaluations = 0.0, [], 0

@@ -12,7 +12,7 @@ import sys
 import jax
 
 from jaxrl_llm.app.doctor.examine import examine
-from jaxrl_llm.app.doctor.findings import Finding, Findings, Status
+from jaxrl_llm.app.doctor.findings import Finding, Findings, FindingStatus
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core import disk, script
 from jaxrl_llm.core.errors import UserError
@@ -46,7 +46,7 @@ def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) ->
   if as_json:
     script.print_json([finding.to_json() for finding in findings])
   else:
-    counts = {status: sum(f.status == status for f in findings) for status in Status}
+    counts = {status: sum(f.status == status for f in findings) for status in FindingStatus}
     print(', '.join(f'{count} {status}' for status, count in counts.items()))
   return 1 if findings.failed() else 0
 

@@ -23,7 +23,7 @@ from jaxrl_llm.app.composition.state import committed_state, critic_model
 from jaxrl_llm.app.composition.workdir import check_configuration, has_commits, is_live
 from jaxrl_llm.app.doctor import data as texts
 from jaxrl_llm.app.doctor import environment
-from jaxrl_llm.app.doctor.batches import Trials, duration, memory
+from jaxrl_llm.app.doctor.batches import StageTrials, duration, memory
 from jaxrl_llm.app.doctor.data import Data
 from jaxrl_llm.app.doctor.findings import Findings, failure, ok, warning
 from jaxrl_llm.app.doctor.scorers import truths
@@ -241,7 +241,7 @@ async def _tried(past: Reopened, data: Data, state: LoopState, findings: Finding
     if findings.failed('engine', 'scorers_start'):
       _cut_short(findings)
       return
-    trials = Trials(past, resources)
+    trials = StageTrials(past, resources)
     try:
       async with contextlib.aclosing(trials.findings(state)) as shown:
         async for finding in shown:

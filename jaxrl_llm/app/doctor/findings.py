@@ -12,7 +12,7 @@ from jaxrl_llm.core.errors import UserError, first_cause, one_line
 from jaxrl_llm.core.types import Json
 
 
-class Status(enum.StrEnum):
+class FindingStatus(enum.StrEnum):
   OK = 'ok'
   WARNING = 'warning'
   FAILURE = 'failure'
@@ -24,7 +24,7 @@ class Finding:
 
   check: str
   """Name of the check; of a part of the run as `<check> <part>`."""
-  status: Status
+  status: FindingStatus
   found: str
   """What was found, in words."""
   remedy: str = ''
@@ -44,15 +44,19 @@ class Finding:
 
 
 def ok(check: str, found: str, **detail: Any) -> Finding:
-  return Finding(check=check, status=Status.OK, found=found, detail=detail)
+  return Finding(check=check, status=FindingStatus.OK, found=found, detail=detail)
 
 
 def warning(check: str, found: str, remedy: str, **detail: Any) -> Finding:
-  return Finding(check=check, status=Status.WARNING, found=found, remedy=remedy, detail=detail)
+  return Finding(
+    check=check, status=FindingStatus.WARNING, found=found, remedy=remedy, detail=detail
+  )
 
 
 def failure(check: str, found: str, remedy: str, **detail: Any) -> Finding:
-  return Finding(check=check, status=Status.FAILURE, found=found, remedy=remedy, detail=detail)
+  return Finding(
+    check=check, status=FindingStatus.FAILURE, found=found, remedy=remedy, detail=detail
+  )
 
 
 class Findings:
@@ -73,7 +77,8 @@ class Findings:
   def failed(self, *checks: str) -> bool:
     """Whether one of the named checks failed, or any check if none is named."""
     return any(
-      finding.status == Status.FAILURE and (not checks or finding.check.partition(' ')[0] in checks)
+      finding.status == FindingStatus.FAILURE
+      and (not checks or finding.check.partition(' ')[0] in checks)
       for finding in self._all
     )
 

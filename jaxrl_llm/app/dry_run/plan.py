@@ -39,7 +39,7 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
   """A validated configuration with its derived numbers."""
 
   config: Config
@@ -142,7 +142,7 @@ class Plan:
 
 def plan(
   config: Config, workdir: pathlib.Path, tell: Callable[[str], None], topology: str | None = None
-) -> Plan:
+) -> RunPlan:
   """Validates a configuration, its data, tokenizer, lengths, stages and mesh; compiles nothing and
   writes nothing to the run directory.
 
@@ -161,9 +161,9 @@ def plan(
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch), load)
   stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
-  chip = None if topology is None else parse_topology(topology)[0]
+  chip = None if topology is None else parse_topology(topology).chip
   model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
-  return Plan(
+  return RunPlan(
     config=config,
     workdir=workdir,
     chip=chip,

@@ -10,11 +10,12 @@ from rich.console import Console
 from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
-from jaxrl_llm.app.dry_run.plan import Plan, plan, resolved
+from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved
 from jaxrl_llm.app.dry_run.programs import Program, stage_programs
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.script import print_json
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as EXPERIENCE_PROCESSORS
 from jaxrl_llm.models.families import FAMILIES
@@ -77,48 +78,11 @@ def print_plan(
     UserError: the configuration or its data cannot be used; or, without `as_json`, a program does
       not fit the topology's devices, after all programs have been printed.
   """
-  console = Console(markup=False, highlight=False, soft_wrap=True)
-  devices = jax.devices() if topology is None else topology_devices(topology)
-  mesh = build_mesh(config.learner.mesh, devices)
-  load = taskset_loader(config.tasksets)
-  config = settle(config, workdir if has_commits(workdir) else None, console.print, load)
-  console.print_json(json.dumps(to_json(config)))
-  build_scorers(config.rewards)
-  with tempfile.TemporaryDirectory() as scratch:
-    prepared = prepare(config, pathlib.Path(scratch), load)
-  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
-  chip = None if topology is None else parse_topology(topology).chip
-  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
-  critic = critic_model(model)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  trained, _ = lora.split(shapes, model.spec, model.options)
-
-  def count(tree):
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
-  console.print(f'run directory: {workdir}')
-  console.print(
-    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary '
-    f'{prepared.spec.vocab_size}'
-  )
-  time = stages[0].shape.chunk_len
-  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
-  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
-  for taskset in prepared.tasksets.values():
-    console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
-  for stage in stages:
-    console.print(
-      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
-      f'{_sequences(config, stage)} sequences a batch, arrays {_arrays(stage)} planned on '
-      f'{_known(prepared.lengths.get(stage.name))}, logits for {stage.token_chunk} of '
-      f'{stage.shape.chunk_len} tokens at a time'
-    )
-  engine, setting = config.rollout.engine_spec(), engine_setting(config, workdir, prepared)
-  if topology is None:
-    for name, command in engine.commands(setting).items():
-      console.print(f'engine {name}: {command}')
-  console.print(held_table(mesh, held(stages, model, critic, mesh)))
+  console = _console(as_json)
+  planned = plan(config, workdir, console.print, topology)
+  if not as_json:
+    _print(planned, console)
+  programs: list[Json] = []
   refused = []
 
   def report(name: str, compiled: Compilation) -> None:
@@ -159,7 +123,7 @@ def _console(as_json: bool) -> Console:
   return Console(file=file, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print(planned: Plan, console: Console) -> None:
+def _print(planned: RunPlan, console: Console) -> None:
   console.print_json(resolved(planned.config))
   for line in planned.lines():
     console.print(line)

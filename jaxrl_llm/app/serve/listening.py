@@ -105,8 +105,8 @@ async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterato
 
 
 def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe; None: only this user's
-  processes can connect.
+  """Returns the configuration of the front that the flags describe; None without --host, where only
+  this user's processes can connect.
   """
   check_addresses_file(values.addresses_file)
   if not values.host:

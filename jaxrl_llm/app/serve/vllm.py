@@ -12,7 +12,7 @@ import pathlib
 import platform
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags, logging
 
@@ -20,6 +20,7 @@ from jaxrl_llm.app.serve.listening import (
   check_addresses_file,
   define_registering,
   lease_of,
+  open_registry,
   registering,
   token_of,
   write_addresses,
@@ -206,8 +207,10 @@ async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
 async def keep_up(
   server: OwnedServer, lend: Callable[[], contextlib.AbstractAsyncContextManager[None]]
 ) -> None:
-  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in
-  a row. The server is registered while it runs.
+  """Restarts an ended server; raises RunError after more than _MAX_RESTARTS failures in a row.
+
+  Args:
+    lend: registers the server while it runs.
   """
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
@@ -267,7 +270,11 @@ def _run(options: Sequence[str]) -> int:
   )
   place = _LOGS.value.replace('{host}', platform.node()).replace('{pid}', str(os.getpid()))
   logs = pathlib.Path(place).absolute()
-  fronts = [front_config(i) for i in range(len(commands))]
+  if _HOST.value and not FLAGS.registry:
+    token_of(_TOKEN.value, None)
+  digests = _digests(model) if FLAGS.registry else {}
+  registry = open_registry(FLAGS.registry, FLAGS.name)
+  fronts = [front_config(i, registry) for i in range(len(commands))]
   try:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:

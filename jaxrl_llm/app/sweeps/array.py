@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.app.cluster.job import TRAINER, Group, Job, Resources
+from jaxrl_llm.app.cluster.job import TRAINER, Job, ProcessGroup, ProcessResources
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
@@ -33,7 +33,7 @@ class Array:
   """Command of a task, without --trial."""
   sweepdir: pathlib.Path
   """Absolute."""
-  resources: Resources
+  resources: ProcessResources
   """Of one trial."""
   grace_s: float
   """Seconds in which a trial commits when it is stopped."""
@@ -96,7 +96,7 @@ def _options(array: Array) -> Any:
 
 
 def _job(array: Array) -> Job:
-  group = Group(
+  group = ProcessGroup(
     name=TRAINER,
     command=('bash', '-c', _TASK, 'trial', *array.command),
     resources=array.resources,

@@ -48,7 +48,7 @@ CREATE TABLE reports (
 """
 
 
-class State(enum.StrEnum):
+class TrialState(enum.StrEnum):
   """State of a trial."""
 
   WAITING = 'waiting'
@@ -61,17 +61,17 @@ class State(enum.StrEnum):
   FAILED = 'failed'
 
 
-ENDED = (State.STOPPED, State.FINISHED, State.FAILED)
+ENDED = (TrialState.STOPPED, TrialState.FINISHED, TrialState.FAILED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class LedgerEntry:
   """A trial and how far it is."""
 
   number: int
   id: str
   trial: Trial
-  state: State
+  state: TrialState
   attempts: int
   """Number of starts."""
   failures: int
@@ -88,7 +88,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class TrialReport:
   """One measurement of the objective; reports are ordered as they arrived."""
 
   trial: int
@@ -223,7 +223,7 @@ class Ledger:
         self._db.execute('INSERT OR REPLACE INTO meta VALUES (?, ?)', (key, json.dumps(value)))
     return {change[0].partition('.')[0] for change in changes}
 
-  def add(self, trials: Sequence[Trial]) -> list[Entry]:
+  def add(self, trials: Sequence[Trial]) -> list[LedgerEntry]:
     """Appends the trials that the ledger lacks; returns the entries of `trials`."""
     with self._transaction():
       known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
@@ -236,7 +236,7 @@ class Ledger:
             '?, ?)',
             (
               *(count, trial_id(count, trial), trial.key, trial.is_start),
-              *(json.dumps(dict(trial.overrides)), State.WAITING),
+              *(json.dumps(dict(trial.overrides)), TrialState.WAITING),
             ),
           )
           count += 1
@@ -245,18 +245,18 @@ class Ledger:
 
   # How far it is.
 
-  def entries(self) -> list[Entry]:
+  def entries(self) -> list[LedgerEntry]:
     """Returns all trials by number."""
     rows = self._db.execute(
       'SELECT number, id, overrides, is_start, state, attempts, failures, step, exit_code, error, '
       'started, ended FROM trials ORDER BY number'
     )
     return [
-      Entry(
+      LedgerEntry(
         number=number,
         id=name,
         trial=Trial(overrides=json.loads(overrides), is_start=bool(is_start)),
-        state=State(state),
+        state=TrialState(state),
         **dict(zip(('attempts', 'failures', 'step', 'exit_code', 'error'), rest[:5], strict=True)),
         started=rest[5],
         ended=rest[6],
@@ -264,7 +264,7 @@ class Ledger:
       for number, name, overrides, is_start, state, *rest in rows
     ]
 
-  def workdir(self, entry: Entry) -> pathlib.Path:
+  def workdir(self, entry: LedgerEntry) -> pathlib.Path:
     """Returns the run directory of a trial."""
     return self.sweepdir / TRIALS / entry.id
 
@@ -281,16 +281,16 @@ class Ledger:
       for entry in self.entries():
         if entry.number not in chosen:
           continue
-        if entry.state == State.RUNNING:
-          self._set(entry.number, state=State.WAITING)
-        elif entry.state == State.STOPPING:
-          self._set(entry.number, state=State.STOPPED)
+        if entry.state == TrialState.RUNNING:
+          self._set(entry.number, state=TrialState.WAITING)
+        elif entry.state == TrialState.STOPPING:
+          self._set(entry.number, state=TrialState.STOPPED)
 
   def start(self, number: int) -> None:
     """Notes that a trial's process is about to start."""
     with self._transaction():
       self._db.execute('UPDATE trials SET attempts = attempts + 1 WHERE number = ?', (number,))
-      self._set(number, state=State.RUNNING, started=time.time(), error=None)
+      self._set(number, state=TrialState.RUNNING, started=time.time(), error=None)
 
   def report(self, number: int, step: int, measured: Sequence[tuple[int, float]]) -> int:
     """Notes a trial's last step and its measurements; returns how many of these are new."""
@@ -308,27 +308,27 @@ class Ledger:
     with self._transaction():
       self._db.execute('DELETE FROM reports')
 
-  def reports(self) -> list[Report]:
+  def reports(self) -> list[TrialReport]:
     """Returns all measurements in the order in which they arrived."""
     rows = self._db.execute('SELECT trial, step, value FROM reports ORDER BY id')
     return [
-      Report(trial=trial, step=step, value=math.nan if value is None else value)
+      TrialReport(trial=trial, step=step, value=math.nan if value is None else value)
       for trial, step, value in rows
     ]
 
   def stopping(self, number: int) -> None:
     """Notes, before the trial's process is told, that early stopping ends a trial."""
     with self._transaction():
-      self._set(number, state=State.STOPPING)
+      self._set(number, state=TrialState.STOPPING)
 
   def end(
-    self, number: int, state: State, *, exit_code: int | None = None, error: str | None = None
+    self, number: int, state: TrialState, *, exit_code: int | None = None, error: str | None = None
   ) -> None:
     """Notes how a trial's process ended; WAITING: it starts again later."""
     with self._transaction():
       self._set(number, state=state, exit_code=exit_code, error=error, ended=time.time())
 
-  def fail(self, number: int, state: State, *, exit_code: int | None, error: str) -> None:
+  def fail(self, number: int, state: TrialState, *, exit_code: int | None, error: str) -> None:
     """Notes that a trial's process ended badly."""
     with self._transaction():
       self._db.execute('UPDATE trials SET failures = failures + 1 WHERE number = ?', (number,))
@@ -338,7 +338,8 @@ class Ledger:
     """Lets failed trials wait again, with all their retries; returns how many."""
     with self._transaction():
       failed = self._db.execute(
-        'UPDATE trials SET state = ?, failures = 0 WHERE state = ?', (State.WAITING, State.FAILED)
+        'UPDATE trials SET state = ?, failures = 0 WHERE state = ?',
+        (TrialState.WAITING, TrialState.FAILED),
       )
       return failed.rowcount
 
@@ -348,7 +349,7 @@ class Ledger:
 
 
 def values(
-  entries: Sequence[Entry], reports: Sequence[Report], meta: Mapping[str, Json]
+  entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], meta: Mapping[str, Json]
 ) -> dict[int, float]:
   """Returns the objective of the trials that have measured it, keyed by number."""
   better = max if meta['direction'] == 'maximize' else min

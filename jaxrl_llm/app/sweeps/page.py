@@ -7,7 +7,7 @@ import pathlib
 from jaxrl_llm.app.sweeps.ledger import Ledger, values
 from jaxrl_llm.app.sweeps.trials import describe
 from jaxrl_llm.runtime import comparison
-from jaxrl_llm.runtime.comparison import Compared, Objective
+from jaxrl_llm.runtime.comparison import ComparedRun, Objective
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
 
@@ -21,7 +21,7 @@ def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Pa
   entries, meta = ledger.entries(), ledger.meta()
   found = values(entries, ledger.reports(), meta)
   runs = [
-    Compared(
+    ComparedRun(
       name=entry.id,
       workdir=ledger.workdir(entry),
       group=describe(entry.trial.point) or 'base',

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.sweeps.ledger import FILE, Entry, Ledger, State
+from jaxrl_llm.app.sweeps.ledger import FILE, Ledger, LedgerEntry, TrialState
 from jaxrl_llm.app.sweeps.search import check_installed
 from jaxrl_llm.app.sweeps.sweep import (
   Sweep,
@@ -23,7 +23,7 @@ from jaxrl_llm.core.types import Json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
   """A sweep whose trials all have valid configurations."""
 
   path: pathlib.Path
@@ -42,7 +42,7 @@ class Plan:
     return self.sweep.count * max(1, len(self.sweep.seeds))
 
 
-def load_plan(spec: str, overrides: Mapping[str, Json]) -> Plan:
+def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
   """Loads a sweep file and checks the configuration of every trial.
 
   Args:
@@ -75,7 +75,7 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> Plan:
       k: axis[0] if isinstance(axis, tuple | list) else axis.low for k, axis in sweep.axes.items()
     }
     trial_config(path, base, first)
-  return Plan(path=path, sweep=sweep, base=base, start=start, trials=trials)
+  return SweepPlan(path=path, sweep=sweep, base=base, start=start, trials=trials)
 
 
 def _planned(path: pathlib.Path, sweep: Sweep) -> list[Trial]:
@@ -88,7 +88,7 @@ def _planned(path: pathlib.Path, sweep: Sweep) -> list[Trial]:
     raise UserError(f'{path}: trials: the generator raised {reason}') from error
 
 
-def open_ledger(plan: Plan, sweepdir: pathlib.Path) -> Ledger:
+def open_ledger(plan: SweepPlan, sweepdir: pathlib.Path) -> Ledger:
   """Opens the sweep's ledger, or creates it, and adds the trials that it lacks; its lock is held.
 
   Raises:
@@ -115,14 +115,14 @@ def open_ledger(plan: Plan, sweepdir: pathlib.Path) -> Ledger:
   return ledger
 
 
-def lost(plan: Plan, entries: Sequence[Entry]) -> list[Entry]:
+def lost(plan: SweepPlan, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
   """Returns the trials of a ledger that the sweep file does not have (any more)."""
   known = {trial.key for trial in plan.trials}
   drawn = plan.sweep.search == 'tpe'
   return [e for e in entries if e.trial.key not in known and (e.trial.is_start or not drawn)]
 
 
-def preview(plan: Plan, sweepdir: pathlib.Path) -> list[Entry]:
+def preview(plan: SweepPlan, sweepdir: pathlib.Path) -> list[LedgerEntry]:
   """Returns the trials as they are or would be in the ledger, which is not changed."""
   entries = []
   if (sweepdir / FILE).is_file():
@@ -134,11 +134,11 @@ def preview(plan: Plan, sweepdir: pathlib.Path) -> list[Entry]:
     if trial.key not in known:
       number = len(entries)
       entries.append(
-        Entry(
+        LedgerEntry(
           number=number,
           id=trial_id(number, trial),
           trial=trial,
-          state=State.WAITING,
+          state=TrialState.WAITING,
           **dict(attempts=0, failures=0, step=0, exit_code=None, error=None),
           **dict(started=None, ended=None),
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxrl_llm.app.sweeps.ledger import Entry
+from jaxrl_llm.app.sweeps.ledger import LedgerEntry
 from jaxrl_llm.app.sweeps.trials import describe
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.comparison import mean_and_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
+class SeedGroup:
   """The trials of one point, which differ by their seeds alone."""
 
   label: str
   point: Mapping[str, Json]
-  entries: Sequence[Entry]
+  entries: Sequence[LedgerEntry]
   values: Sequence[float]
   """Objective of each trial that measured it."""
 
@@ -30,14 +30,16 @@ class Group:
     return mean_and_error(self.values)[1]
 
 
-def ranked(entries: Sequence[Entry], values: Mapping[int, float], direction: str) -> list[Group]:
+def ranked(
+  entries: Sequence[LedgerEntry], values: Mapping[int, float], direction: str
+) -> list[SeedGroup]:
   """Returns the groups, best mean first; groups without a value come last."""
-  members: dict[str, list[Entry]] = {}
+  members: dict[str, list[LedgerEntry]] = {}
   for entry in entries:
     if not entry.trial.is_start:
       members.setdefault(repr(sorted(entry.trial.point.items(), key=str)), []).append(entry)
   groups = [
-    Group(
+    SeedGroup(
       label=describe(trials[0].trial.point) or 'base',
       point=trials[0].trial.point,
       entries=trials,
@@ -47,7 +49,7 @@ def ranked(entries: Sequence[Entry], values: Mapping[int, float], direction: str
   ]
   sign = -1 if direction == 'maximize' else 1
 
-  def place(group: Group) -> tuple[bool, float]:
+  def place(group: SeedGroup) -> tuple[bool, float]:
     return group.mean is None, 0.0 if group.mean is None else sign * group.mean
 
   return sorted(groups, key=place)

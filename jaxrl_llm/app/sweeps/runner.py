@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from jaxrl_llm.app.sweeps.ledger import ENDED, LOGS, Entry, Ledger, State, in_use
+from jaxrl_llm.app.sweeps.ledger import ENDED, LOGS, Ledger, LedgerEntry, TrialState, in_use
 from jaxrl_llm.app.sweeps.measured import Measurements
 from jaxrl_llm.app.sweeps.search import next_point, should_stop
 from jaxrl_llm.app.sweeps.sweep import Sweep
@@ -71,7 +71,7 @@ class Machine:
 class _Live:
   """A trial that has a process."""
 
-  entry: Entry
+  entry: LedgerEntry
   child: Child | StepChild
   slot: int
   measurements: Measurements
@@ -132,7 +132,7 @@ class Runner:
       raise RunError(self._lacking)
     if self._signal is not None:
       return 128 + self._signal
-    failed = [entry for entry in self._entries() if entry.state == State.FAILED]
+    failed = [entry for entry in self._entries() if entry.state == TrialState.FAILED]
     return 1 if failed else 0
 
   # The parts of a step.
@@ -159,10 +159,10 @@ class Runner:
     for entry in self._entries():
       if entry.attempts:
         self._report(entry, Measurements(self._ledger.workdir(entry), self._sweep.objective))
-      if entry.state == State.WAITING and self._decided(entry):
-        self._ledger.end(entry.number, State.STOPPED)
+      if entry.state == TrialState.WAITING and self._decided(entry):
+        self._ledger.end(entry.number, TrialState.STOPPED)
 
-  def _entries(self) -> list[Entry]:
+  def _entries(self) -> list[LedgerEntry]:
     return [entry for entry in self._ledger.entries() if entry.number in self._numbers]
 
   def _fill(self) -> bool:
@@ -178,12 +178,12 @@ class Runner:
         self._start(entry)
     return held
 
-  def _startable(self) -> Iterator[Entry]:
+  def _startable(self) -> Iterator[LedgerEntry]:
     """Yields waiting trials by number, then those that the search draws."""
     for entry in self._entries():
-      if entry.state == State.WAITING and entry.number not in self._live:
+      if entry.state == TrialState.WAITING and entry.number not in self._live:
         start = self._start_of(entry)
-        if start is None or start.state == State.FINISHED:
+        if start is None or start.state == TrialState.FINISHED:
           yield entry
         elif start.number not in self._numbers:
           raise UserError(
@@ -191,7 +191,7 @@ class Runner:
           )
         elif start.state in ENDED:
           self._ledger.fail(
-            entry.number, State.FAILED, exit_code=None, error=f'{start.id}: {start.state}'
+            entry.number, TrialState.FAILED, exit_code=None, error=f'{start.id}: {start.state}'
           )
           self._note(f'{entry.id}: failed, because the run that it starts from has {start.state}')
     while self._sweep.search == 'tpe' and len(self._live) < self._machine.parallel:
@@ -202,7 +202,7 @@ class Runner:
       self._numbers |= {entry.number for entry in drawn}
       yield from drawn
 
-  def _start_of(self, entry: Entry) -> Entry | None:
+  def _start_of(self, entry: LedgerEntry) -> LedgerEntry | None:
     """Returns the run that a trial branches from, if any."""
     if self._sweep.start is None or entry.trial.is_start:
       return None
@@ -212,7 +212,7 @@ class Runner:
       if other.trial.is_start and other.trial.seed == entry.trial.seed
     )
 
-  def _check_held(self, entry: Entry) -> None:
+  def _check_held(self, entry: LedgerEntry) -> None:
     if entry.number not in self._held_since:
       self._note(f'{entry.id}: waits for its earlier process to end')
     since = self._held_since.setdefault(entry.number, time.monotonic())
@@ -223,7 +223,7 @@ class Runner:
         'start the same command again'
       )
 
-  def _start(self, entry: Entry) -> None:
+  def _start(self, entry: LedgerEntry) -> None:
     number, workdir = entry.number, self._ledger.workdir(entry)
     self._held_since.pop(number, None)
     log = self._ledger.sweepdir / LOGS / f'{entry.id}.log'
@@ -251,7 +251,7 @@ class Runner:
       return StepChild(name, log=log)
     return Child(name, log=log, grace_s=self._machine.grace_s)
 
-  def arguments(self, entry: Entry) -> list[str]:
+  def arguments(self, entry: LedgerEntry) -> list[str]:
     """Returns the arguments of `jaxrl train` for a trial."""
     workdir, sweep = self._ledger.workdir(entry), self._sweep
     if entry.trial.is_start:
@@ -269,13 +269,13 @@ class Runner:
       self._note(f'{live.entry.id}: stopped early')
       self._tell(live)
 
-  def _report(self, entry: Entry, measurements: Measurements) -> int:
+  def _report(self, entry: LedgerEntry, measurements: Measurements) -> int:
     step, measured = measurements.read()
     if not measured and step is None:
       return 0
     return self._ledger.report(entry.number, step or 0, measured)
 
-  def _decided(self, entry: Entry) -> bool:
+  def _decided(self, entry: LedgerEntry) -> bool:
     if self._sweep.early_stopping is None or entry.trial.is_start:
       return False
     return should_stop(self._sweep, self._ledger.entries(), self._ledger.reports(), entry.number)
@@ -287,24 +287,27 @@ class Runner:
     live.measurements = Measurements(ledger.workdir(entry), self._sweep.objective)
     self._report(entry, live.measurements)
     now = next(other for other in ledger.entries() if other.number == entry.number)
-    if now.state == State.STOPPING:
-      ledger.end(entry.number, State.STOPPED)
+    if now.state == TrialState.STOPPING:
+      ledger.end(entry.number, TrialState.STOPPED)
     elif live.told:
-      ledger.end(entry.number, State.WAITING)
+      ledger.end(entry.number, TrialState.WAITING)
     elif code == 0:
-      ledger.end(entry.number, State.FINISHED, exit_code=0)
+      ledger.end(entry.number, TrialState.FINISHED, exit_code=0)
       self._note(f'{entry.id}: finished at step {now.step:,}')
       self._check_objective(now, live.measurements)
     else:
       error = _reason(live.child.lines()) or f'exit code {code}'
       retried = code != _INVALID and now.failures < self._sweep.retries
       ledger.fail(
-        entry.number, State.WAITING if retried else State.FAILED, exit_code=code, error=error
+        entry.number,
+        TrialState.WAITING if retried else TrialState.FAILED,
+        exit_code=code,
+        error=error,
       )
       then = 'starts again' if retried else f'failed; see {live.child.log}'
       self._note(f'{entry.id}: exit code {code}: {error}; {then}')
 
-  def _check_objective(self, entry: Entry, measurements: Measurements) -> None:
+  def _check_objective(self, entry: LedgerEntry, measurements: Measurements) -> None:
     if entry.trial.is_start or any(r.trial == entry.number for r in self._ledger.reports()):
       return
     known = nearest(self._sweep.objective, sorted(measurements.keys))

@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.app.sweeps.ledger import Entry, Report, State, values
+from jaxrl_llm.app.sweeps.ledger import LedgerEntry, TrialReport, TrialState, values
 from jaxrl_llm.app.sweeps.sweep import (
   MAX_TRIALS,
   MedianRule,
-  Range,
   SuccessiveHalving,
   Sweep,
+  Uniform,
   json_text,
 )
 from jaxrl_llm.core.errors import UserError
@@ -59,7 +59,7 @@ def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
 
 
 def next_point(
-  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report]
+  sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport]
 ) -> dict[str, Json] | None:
   """Returns the next point of a 'tpe' search; None if `count` are in the ledger."""
   # Trials of a ledger are known by their overrides alone.
@@ -77,7 +77,7 @@ def next_point(
 
 
 def should_stop(
-  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report], number: int
+  sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], number: int
 ) -> bool:
   """Whether early stopping ends the trial `number` after its last measurement."""
   if sweep.early_stopping is None:
@@ -87,7 +87,7 @@ def should_stop(
 
 
 def _replayed(
-  sweep: Sweep, entries: Sequence[Entry], reports: Sequence[Report], sampler: Any
+  sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], sampler: Any
 ) -> tuple[Any, dict[int, bool]]:
   """Returns a study of what the ledger holds, and whether each trial's measurements stop it."""
   study = _study(sampler, _pruner(sweep), sweep.direction)
@@ -111,17 +111,17 @@ def _replayed(
     if last[report.trial] == i:
       _tell(study, trial, states[report.trial], final.get(report.trial))
   for number, trial in trials.items():
-    if number not in last and states[number] == State.FAILED:
+    if number not in last and states[number] == TrialState.FAILED:
       study.tell(trial, state=optuna.trial.TrialState.FAIL)
   return study, stop
 
 
-def _tell(study: Any, trial: Any, state: State, value: float | None) -> None:
-  if state == State.FINISHED and value is not None:
+def _tell(study: Any, trial: Any, state: TrialState, value: float | None) -> None:
+  if state == TrialState.FINISHED and value is not None:
     study.tell(trial, value)
-  elif state in (State.STOPPING, State.STOPPED):
+  elif state in (TrialState.STOPPING, TrialState.STOPPED):
     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-  elif state == State.FAILED:
+  elif state == TrialState.FAILED:
     study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
 
@@ -145,13 +145,13 @@ def _pruner(sweep: Sweep) -> Any:
   )
 
 
-def _distributions(axes: Mapping[str, Sequence[Json] | Range]) -> dict[str, Any]:
+def _distributions(axes: Mapping[str, Sequence[Json] | Uniform]) -> dict[str, Any]:
   found = {}
   with warnings.catch_warnings():
     # Optuna lowers the upper end to the last multiple of the step, and warns.
     warnings.simplefilter('ignore')
     for key, axis in axes.items():
-      if not isinstance(axis, Range):
+      if not isinstance(axis, Uniform):
         found[key] = optuna.distributions.CategoricalDistribution(list(axis))
       elif axis.is_integer():
         found[key] = optuna.distributions.IntDistribution(

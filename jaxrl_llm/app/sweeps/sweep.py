@@ -35,7 +35,7 @@ Search = Literal['grid', 'random', 'tpe']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Range:
+class Uniform:
   """An interval to draw values from, ends included; of integers if both ends are integers."""
 
   low: float
@@ -48,14 +48,14 @@ class Range:
   def __post_init__(self):
     ends = (self.low, self.high)
     if not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
-      raise UserError(f'Range: low={self.low!r}, high={self.high!r}, wanted finite numbers')
+      raise UserError(f'Uniform: low={self.low!r}, high={self.high!r}, wanted finite numbers')
     if self.low > self.high or (self.log and self.low <= 0):
       wanted = 'low above 0, at most high' if self.log else 'low at most high'
-      raise UserError(f'Range: low={self.low!r}, high={self.high!r}, wanted {wanted}')
+      raise UserError(f'Uniform: low={self.low!r}, high={self.high!r}, wanted {wanted}')
     if self.step is not None and (self.log or self.step <= 0):
-      raise UserError(f'Range: step={self.step!r}, log={self.log}; wanted a step above 0, no log')
+      raise UserError(f'Uniform: step={self.step!r}, log={self.log}; wanted a step above 0, no log')
     if self.is_integer() and self.step is not None and type(self.step) is not int:
-      raise UserError(f'Range: step={self.step!r} between integers, wanted an integer')
+      raise UserError(f'Uniform: step={self.step!r} between integers, wanted an integer')
 
   def is_integer(self) -> bool:
     return type(self.low) is int and type(self.high) is int
@@ -97,7 +97,7 @@ class SuccessiveHalving:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
+class BaseRun:
   """A run that the trials branch from.
 
   It runs once for each seed; the trials of that seed start from its final weights.
@@ -120,8 +120,8 @@ class Sweep:
   direction: Direction = 'maximize'
   at: Literal['last', 'best'] = 'last'
   """Which measurement of the objective is a trial's value."""
-  axes: Mapping[str, Sequence[Json] | Range] = dataclasses.field(default_factory=dict)
-  """Values or Range of each axis, keyed by dotted key of the configuration."""
+  axes: Mapping[str, Sequence[Json] | Uniform] = dataclasses.field(default_factory=dict)
+  """Values or Uniform of each axis, keyed by dotted key of the configuration."""
   trials: Iterable[Mapping[str, Json]] | None = None
   """Points one by one instead of `axes`: overrides keyed by dotted key, in a list or from a
   generator.
@@ -142,7 +142,7 @@ class Sweep:
   """Rule that stops a trial; it commits and stays resumable."""
   retries: int = 2
   """Number of times that a failed trial is started again."""
-  start: Start | None = None
+  start: BaseRun | None = None
   """Run that all trials branch from; None: each starts as the base says."""
 
   def __post_init__(self):
@@ -160,8 +160,8 @@ class Sweep:
         f'Sweep: early_stopping={self.early_stopping!r}, wanted MedianRule(…), '
         'SuccessiveHalving(…) or None'
       )
-    if self.start is not None and not isinstance(self.start, Start):
-      raise UserError(f'Sweep: start={self.start!r}, wanted Start(…) or None')
+    if self.start is not None and not isinstance(self.start, BaseRun):
+      raise UserError(f'Sweep: start={self.start!r}, wanted BaseRun(…) or None')
     self._check_seeds()
     self._check_points()
 
@@ -187,9 +187,9 @@ class Sweep:
     if self.count is not None:
       _check_count('Sweep', 'count', self.count, 1)
     for key, axis in self.axes.items():
-      if isinstance(axis, Range):
+      if isinstance(axis, Uniform):
         if not drawn:
-          raise UserError(f"Sweep: axis {key!r} is a Range; wanted values, or search='random'")
+          raise UserError(f"Sweep: axis {key!r} is Uniform; wanted values, or search='random'")
       elif not isinstance(axis, tuple | list) or not axis:
         raise UserError(f'Sweep: axis {key!r} is {axis!r}, wanted values such as (1e-4, 3e-4)')
       elif len({json_text(key, value) for value in axis}) < len(axis):
@@ -212,7 +212,7 @@ class Sweep:
     }
     if self.search == 'tpe':
       axes = {
-        key: dataclasses.asdict(axis) if isinstance(axis, Range) else list(axis)
+        key: dataclasses.asdict(axis) if isinstance(axis, Uniform) else list(axis)
         for key, axis in self.axes.items()
       }
       shared['search'] = {'axes': axes, 'search_seed': self.search_seed, 'seeds': list(self.seeds)}
@@ -299,7 +299,7 @@ def base_config(path: pathlib.Path, sweep: Sweep) -> Config:
   return _overridden(path, load_file(sweep.base, Config), sweep.overrides)
 
 
-def start_config(path: pathlib.Path, start: Start) -> Config:
+def start_config(path: pathlib.Path, start: BaseRun) -> Config:
   """Returns the configuration of the run that the trials branch from."""
   return _overridden(path, load_file(start.base, Config), start.overrides)
 

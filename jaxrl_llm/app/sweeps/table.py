@@ -10,24 +10,24 @@ from rich.console import Group as Stack
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxrl_llm.app.sweeps.ledger import Entry, Report, State, values
-from jaxrl_llm.app.sweeps.ranking import Group, measured, ranked
+from jaxrl_llm.app.sweeps.ledger import LedgerEntry, TrialReport, TrialState, values
+from jaxrl_llm.app.sweeps.ranking import SeedGroup, measured, ranked
 from jaxrl_llm.app.sweeps.trials import describe
 from jaxrl_llm.core.types import Json
 
 _ROWS = 30
 """Maximum number of trials in the table on a terminal; running ones come first."""
 _STYLES = {
-  State.RUNNING: 'bold',
-  State.STOPPING: 'bold',
-  State.FINISHED: 'green',
-  State.FAILED: 'red',
-  State.STOPPED: 'yellow',
+  TrialState.RUNNING: 'bold',
+  TrialState.STOPPING: 'bold',
+  TrialState.FINISHED: 'green',
+  TrialState.FAILED: 'red',
+  TrialState.STOPPED: 'yellow',
 }
 
 
 def state_json(
-  entries: Sequence[Entry], reports: Sequence[Report], meta: Mapping[str, Json]
+  entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], meta: Mapping[str, Json]
 ) -> dict[str, Json]:
   """Returns the state of a sweep as JSON."""
   found = values(entries, reports, meta)
@@ -47,7 +47,7 @@ def state_json(
   }
 
 
-def entry_json(entry: Entry, value: float | None) -> dict[str, Json]:
+def entry_json(entry: LedgerEntry, value: float | None) -> dict[str, Json]:
   """Returns a trial as JSON; times are ISO 8601 in UTC."""
   return {
     'number': entry.number,
@@ -66,15 +66,15 @@ def entry_json(entry: Entry, value: float | None) -> dict[str, Json]:
 
 
 def state_table(
-  entries: Sequence[Entry],
-  reports: Sequence[Report],
+  entries: Sequence[LedgerEntry],
+  reports: Sequence[TrialReport],
   meta: Mapping[str, Json],
   *,
   rows: int = _ROWS,
 ) -> Stack:
   """Returns the trials, running ones first, and a line of counts."""
   found = values(entries, reports, meta)
-  order = {State.RUNNING: 0, State.STOPPING: 0, State.FAILED: 1}
+  order = {TrialState.RUNNING: 0, TrialState.STOPPING: 0, TrialState.FAILED: 1}
   shown = sorted(entries, key=lambda entry: (order.get(entry.state, 2), entry.number))[:rows]
   table = Table('trial', 'state', *_right('step', 'objective', 'starts', 'minutes'), expand=False)
   for entry in sorted(shown, key=lambda entry: entry.number):
@@ -91,13 +91,13 @@ def state_table(
       _minutes(entry),
     )
   counts = ', '.join(
-    f'{count} {state}' for state in State if (count := sum(e.state == state for e in entries))
+    f'{count} {state}' for state in TrialState if (count := sum(e.state == state for e in entries))
   )
   more = f'{len(entries) - len(shown)} more trials; ' if len(shown) < len(entries) else ''
   return Stack(table, Text(f'{more}{counts}; objective: {meta["objective"]}'))
 
 
-def ranking_table(groups: Sequence[Group]) -> Table:
+def ranking_table(groups: Sequence[SeedGroup]) -> Table:
   """Returns the points, best first."""
   table = Table('', 'point', *_right('mean ± standard error', 'seeds'))
   for place, group in enumerate(groups, 1):
@@ -110,7 +110,7 @@ def ranking_table(groups: Sequence[Group]) -> Table:
   return table
 
 
-def trials_table(entries: Sequence[Entry]) -> Table:
+def trials_table(entries: Sequence[LedgerEntry]) -> Table:
   """Returns the trials of a dry run."""
   table = Table('trial', 'run directory', 'overrides')
   for entry in entries:
@@ -123,10 +123,12 @@ def _right(*names: str) -> list[Column]:
   return [Column(name, justify='right') for name in names]
 
 
-def _minutes(entry: Entry) -> str:
+def _minutes(entry: LedgerEntry) -> str:
   if entry.started is None:
     return '–'
-  live = entry.state in (State.RUNNING, State.STOPPING) or (entry.ended or 0) < entry.started
+  live = (
+    entry.state in (TrialState.RUNNING, TrialState.STOPPING) or (entry.ended or 0) < entry.started
+  )
   end = time.time() if live else entry.ended
   return f'{(end - entry.started) / 60:.1f}'
 

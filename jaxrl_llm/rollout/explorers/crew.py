@@ -141,7 +141,7 @@ class Crew:
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
     self._logs, self._command, self._announce = logs, command, announce
-    self._nobody_since, self._told = time.monotonic(), 0
+    self._nobody_since, self._reported_lost = time.monotonic(), 0
     self._failure: Exception | None = None
     self._opened = contextlib.AsyncExitStack()
     self._processes: list[ExplorerProcess] = []

@@ -217,7 +217,8 @@ class Fleet:
 
   async def _follow(self, discovery: Discovery) -> None:
     """Lets servers join and leave while the fleet runs."""
-    while True:
+    # wait registry: none, it looks for servers as long as the fleet runs
+    while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
       if self._failure is not None:
@@ -361,9 +362,7 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version; returns its reason if it refused and stays
-    HELD.
-    """
+    """Updates a serving replica to the current version; returns its reason if it stays HELD."""
     if replica.state == ReplicaState.GONE:  # It has just left.
       return None
     replica.state = ReplicaState.HELD
@@ -458,9 +457,7 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and starts a task that recovers it, by a restart if
-    necessary.
-    """
+    """Takes a server out of dispatch and starts a task that recovers or restarts it."""
     gone = replica.state == ReplicaState.GONE
     if replica in self._repairs or self._failure is not None or gone:
       return

@@ -1,13 +1,14 @@
 """From a configuration to a job, and what cannot become one."""
 
 import functools
+import pathlib
 import stat
 
 import pytest
 
 from jaxrl_llm.app.cluster.compose import Layout, compose
 from jaxrl_llm.app.cluster.files import write_files
-from jaxrl_llm.app.cluster.job import Group, Job
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup
 from jaxrl_llm.core.errors import UserError
 
 compose = functools.partial(compose, program=('jaxrl',))
@@ -81,7 +82,7 @@ def job_with(files: dict[str, str], workdir) -> Job:
   return Job(
     name='job',
     workdir=str(workdir),
-    groups=(Group(name='trainer', command=('true',)),),
+    groups=(ProcessGroup(name='trainer', command=('true',)),),
     files=files,
   )
 
@@ -115,3 +116,39 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(UserError, match='cannot be written'):
     write_files(job_with({}, tmp_path / 'file' / 'run'))
+
+
+def services_of(job: Job) -> dict[str, str]:
+  return {group.name: ' '.join(group.command) for group in job.services}
+
+
+def test_services_and_trainer_meet_in_the_registry_of_the_run(tmp_path):
+  layout = Layout(rollout_nodes=2, rollout_servers=2, rollout_gpus=4, explorers=3, plaintext=True)
+  job = compose('quickstart', VLLM, layout, workdir=tmp_path)
+  registry = f'--registry={tmp_path}/registry'
+  assert {group.name: group.processes for group in job.services} == {'rollout': 4, 'explorer': 3}
+  assert all(registry in command for command in services_of(job).values())
+  assert '--host=0.0.0.0' in services_of(job)['rollout']
+  assert f'--publish_root={tmp_path}/published' in services_of(job)['rollout']
+  trainer = job.trainer.command
+  assert f'--config.registry.directory={tmp_path}/registry' in trainer
+  assert '--config.rollout.vllm.discover=4' in trainer
+  assert f'--config.rollout.vllm.publish_dir={tmp_path}/published' in trainer
+  (key,) = job.files.items()
+  assert key[0] == f'{tmp_path}/registry/key' and len(key[1]) >= 32
+  assert not any(key[1] in ' '.join(group.command) for group in job.groups)
+
+
+def test_services_of_one_machine_listen_on_sockets_alone(tmp_path):
+  layout = Layout(rollout_nodes=1, rollout_servers=2)
+  job = compose('quickstart', VLLM, layout, workdir=tmp_path, one_machine=True)
+  command = services_of(job)['rollout']
+  assert '--host' not in command and '--publish_root' not in command
+
+
+def test_sandbox_hosts_are_those_of_the_scorer_of_code(tmp_path):
+  scorers = '[{"name":"tests","kind":"code","options":{}}]'
+  layout = Layout(sandboxes=2, tls_cert='c.pem', tls_key='k.pem', ca_file='ca.pem')
+  job = compose('quickstart', {'rewards.scorers': scorers}, layout, workdir=tmp_path)
+  assert '--config.rewards.scorers.tests.options.discover="*"' in job.trainer.command
+  assert f'--tls_cert={pathlib.Path.cwd()}/c.pem' in services_of(job)['scorer']

@@ -16,7 +16,7 @@ import yaml
 from paths import ROOT
 
 from jaxrl_llm.app.cluster import jobset
-from jaxrl_llm.app.cluster.job import Group, Resources
+from jaxrl_llm.app.cluster.job import ProcessGroup, ProcessResources
 from jaxrl_llm.core.errors import UserError
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -132,7 +132,7 @@ text_of_users = st.text(
 @hypothesis.example(list(cluster_jobs.HOSTILE), 'y')
 def test_any_argument_and_value_arrives_as_it_was(arguments, value):
   value = value.replace('\n', '')
-  trainer = Group(name='trainer', command=('run', *arguments), env={'A': value, 'HOME': 'x'})
+  trainer = ProcessGroup(name='trainer', command=('run', *arguments), env={'A': value, 'HOME': 'x'})
   container = pod(replicated(cluster_jobs.job(trainer=trainer))['trainer'])['containers'][0]
   given = {'HOME': 'x', 'A': value}
   assert [expand(word, given) for word in container['command']] == ['run', *arguments]
@@ -150,7 +150,7 @@ def test_a_file_is_in_the_secret_as_it_was(content):
 
 def test_every_string_is_quoted():
   """Another parser takes y, 1e3 and 0o17 for something else."""
-  trainer = Group(name='trainer', command=('y', '1e3', '0o17', '2026-11-24', 'null'))
+  trainer = ProcessGroup(name='trainer', command=('y', '1e3', '0o17', '2026-11-24', 'null'))
   lines = jobset.text(cluster_jobs.job(trainer=trainer), OPTIONS).splitlines()
   values = [line.split('- ' if line.lstrip().startswith('- ') else ': ', 1)[-1] for line in lines]
   assert {"'y'", "'1e3'", "'0o17'", "'2026-11-24'", "'null'"} <= set(values)
@@ -205,8 +205,12 @@ def test_on_several_slices_jax_finds_the_job_itself():
 
 
 def test_each_process_of_a_node_is_a_pod_with_its_own_gpus():
-  trainer = Group(
-    name='trainer', command=('x',), nodes=2, processes_per_node=4, resources=Resources(gpus=2)
+  trainer = ProcessGroup(
+    name='trainer',
+    command=('x',),
+    nodes=2,
+    processes_per_node=4,
+    resources=ProcessResources(gpus=2),
   )
   entry = replicated(cluster_jobs.job(trainer=trainer))['trainer']
   assert entry['template']['spec']['parallelism'] == 8
@@ -221,9 +225,9 @@ def test_unusable_input_ends_the_job_at_once_and_other_failures_restart_it():
   [rule] = spec['failurePolicy']['rules']
   assert rule['action'] == 'FailJobSet' and 'PodFailurePolicy' in rule['onJobFailureReasons']
   trainer, rollout = (entry['template']['spec'] for entry in spec['replicatedJobs'])
-  for entry in (trainer, rollout):
+  for entry, hopeless in ((trainer, [1, 2]), (rollout, [2])):
     codes = entry['podFailurePolicy']['rules'][0]
-    assert codes['action'] == 'FailJob' and codes['onExitCodes']['values'] == [2]
+    assert codes['action'] == 'FailJob' and codes['onExitCodes']['values'] == hopeless
   assert trainer['backoffLimit'] == 0 and rollout['backoffLimit'] > 0
   assert spec['successPolicy'] == {'operator': 'All', 'targetReplicatedJobs': ['trainer']}
 
@@ -235,7 +239,7 @@ def test_the_images_interpreter_replaces_that_of_this_machine():
     (('run', 'a', '-m'), ['run', 'a', '-m']),
     (('run',), ['run']),
   ):
-    job = cluster_jobs.job(trainer=Group(name='trainer', command=command))
+    job = cluster_jobs.job(trainer=ProcessGroup(name='trainer', command=command))
     [container] = pod(replicated(job, options)['trainer'])['containers']
     assert container['command'] == wanted
 
@@ -258,7 +262,7 @@ def test_the_current_directory_counts_where_pods_see_it(directory, wanted):
     (cluster_jobs.job(files={'/etc/key': ''}), {}, ['the file /etc/key']),
     (cluster_jobs.job(env={'A': '\udc80'}), {}, ["'\\udc80'", 'not Unicode']),
     (
-      cluster_jobs.job('j' * 40, services=[Group(name='r' * 20, command=('x',))]),
+      cluster_jobs.job('j' * 40, services=[ProcessGroup(name='r' * 20, command=('x',))]),
       {},
       ['longer than', 'shorter name'],
     ),

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxrl_llm.app.cluster import local
-from jaxrl_llm.app.cluster.job import Group, Job, Resources
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup, ProcessResources
 from jaxrl_llm.core.errors import UserError
 
 OPTIONS = local.LocalOptions()
@@ -17,10 +17,12 @@ def job_of(tmp_path, trainer: str, service: str | None = None, **fields) -> Job:
   """A job of two trainer processes and perhaps a service, each a line of Python."""
   preamble = 'import os, signal, sys, time; '
   groups = [
-    Group(name='trainer', command=(sys.executable, '-c', preamble + trainer), processes_per_node=2)
+    ProcessGroup(
+      name='trainer', command=(sys.executable, '-c', preamble + trainer), processes_per_node=2
+    )
   ]
   if service:
-    groups.append(Group(name='rollout', command=(sys.executable, '-c', preamble + service)))
+    groups.append(ProcessGroup(name='rollout', command=(sys.executable, '-c', preamble + service)))
   return Job(
     name='job',
     workdir=str(tmp_path / "a 'run'"),
@@ -42,8 +44,8 @@ def state_after(job_id: str, *, running: bool = False) -> str:
 def test_gpus_are_shared_out_to_processes_and_then_to_services(tmp_path):
   job = job_of(tmp_path, 'pass', 'pass')
   groups = [
-    dataclasses.replace(job.trainer, resources=Resources(gpus=2, cpus=3)),
-    dataclasses.replace(job.services[0], nodes=2, resources=Resources(gpus=2)),
+    dataclasses.replace(job.trainer, resources=ProcessResources(gpus=2, cpus=3)),
+    dataclasses.replace(job.services[0], nodes=2, resources=ProcessResources(gpus=2)),
   ]
   text = local.text(dataclasses.replace(job, groups=tuple(groups)), OPTIONS)
   assert ' --gpus=2 ' in text and 'env NPROC=3' in text

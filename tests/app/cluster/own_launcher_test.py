@@ -9,7 +9,7 @@ import cluster_jobs
 import pytest
 from paths import FIXTURES
 
-from jaxrl_llm.app.cluster.job import Group
+from jaxrl_llm.app.cluster.job import ProcessGroup
 from jaxrl_llm.app.commands.launch import main
 
 NAME = 'own_launcher:LAUNCHER'
@@ -54,7 +54,7 @@ def test_its_processes_find_their_job():
   import own_launcher
 
   show = 'echo "$JAX_COORDINATOR_ADDRESS $JAX_NUM_PROCESSES $JAX_PROCESS_ID"'
-  job = cluster_jobs.job(trainer=Group(name='trainer', command=('sh', '-c', show), nodes=2))
+  job = cluster_jobs.job(trainer=ProcessGroup(name='trainer', command=('sh', '-c', show), nodes=2))
   task = json.loads(own_launcher.text(job, own_launcher.SkyOptions(bucket='b')))
   nodes = {'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2'}
   done = subprocess.run(

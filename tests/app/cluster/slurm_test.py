@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jaxrl_llm.app.cluster import slurm
-from jaxrl_llm.app.cluster.job import Group, Job, Resources
+from jaxrl_llm.app.cluster.job import Job, ProcessGroup, ProcessResources
 from jaxrl_llm.core.errors import UserError
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -23,21 +23,21 @@ LARGE = Job(
   env={'JAXRL_GRACE_S': '30'},
   time_limit_s=3600 * 24,
   groups=(
-    Group(
+    ProcessGroup(
       name='trainer',
       command=('python', '-m', 'jaxrl_llm.app.commands.cli', 'train', '--config=grpo'),
       nodes=2,
       processes_per_node=2,
-      resources=Resources(cpus=16, memory_gib=200, gpus=4),
+      resources=ProcessResources(cpus=16, memory_gib=200, gpus=4),
     ),
-    Group(
+    ProcessGroup(
       name='rollout',
       command=('python', '-m', 'jaxrl_llm.app.commands.cli', 'serve', '--role=vllm'),
       nodes=2,
-      resources=Resources(cpus=8, gpus=8),
+      resources=ProcessResources(cpus=8, gpus=8),
       env={'VLLM_CACHE_ROOT': '/local/vllm'},
     ),
-    Group(name='scorer', command=('python', '-m', 'jaxrl_llm.app.commands.cli', 'serve')),
+    ProcessGroup(name='scorer', command=('python', '-m', 'jaxrl_llm.app.commands.cli', 'serve')),
   ),
 )
 SMALL = slurm.SlurmOptions(partition='gpu', account='lab', sbatch=('--mail-type=END',))
@@ -67,7 +67,7 @@ def test_options_that_sbatch_would_read_otherwise_are_refused(value):
 
 
 def test_what_slurm_cannot_do_is_refused():
-  tpu = dataclasses.replace(LARGE.trainer, resources=Resources(tpu='v5e'))
+  tpu = dataclasses.replace(LARGE.trainer, resources=ProcessResources(tpu='v5e'))
   with pytest.raises(UserError, match='Slurm has no TPUs'):
     slurm.text(dataclasses.replace(LARGE, groups=(tpu,)), SMALL)
   with pytest.raises(UserError, match='sbatch cannot take'):
@@ -172,7 +172,7 @@ def job_of(trainer: str, *arguments: str, service: str | None = None, **fields) 
   """A job of two trainer processes and perhaps a service, each a line of Python."""
   preamble = 'import os, signal, sys, time; me = os.environ["SLURM_PROCID"]; '
   groups = [
-    Group(
+    ProcessGroup(
       name='trainer',
       command=(sys.executable, '-c', preamble + trainer, *arguments),
       nodes=2,
@@ -180,7 +180,7 @@ def job_of(trainer: str, *arguments: str, service: str | None = None, **fields) 
     )
   ]
   if service:
-    groups.append(Group(name='rollout', command=(sys.executable, '-c', preamble + service)))
+    groups.append(ProcessGroup(name='rollout', command=(sys.executable, '-c', preamble + service)))
   return Job(name='job', workdir='/', groups=tuple(groups), grace_s=5, restarts=2, **fields)
 
 

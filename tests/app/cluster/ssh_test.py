@@ -14,14 +14,14 @@ import pytest
 import sshd
 
 from jaxrl_llm.app.cluster import ssh
-from jaxrl_llm.app.cluster.job import Group, Resources
+from jaxrl_llm.app.cluster.job import ProcessGroup, ProcessResources
 from jaxrl_llm.core.errors import UserError
 
 OPTIONS = ssh.SshOptions(hosts=sshd.HOSTS)
 
 
-def two(*command: str, **fields) -> Group:
-  return Group(name='trainer', command=command, nodes=2, **fields)
+def two(*command: str, **fields) -> ProcessGroup:
+  return ProcessGroup(name='trainer', command=command, nodes=2, **fields)
 
 
 def test_the_script_is_the_same_each_time_and_a_shell_can_read_it(tmp_path):
@@ -51,7 +51,7 @@ def environment(job, options=OPTIONS) -> list[dict[str, str]]:
 
 
 def test_trainers_get_their_job_and_services_do_not():
-  service = Group(name='rollout', command=('serve',))
+  service = ProcessGroup(name='rollout', command=('serve',))
   job = cluster_jobs.job(trainer=two('run'), services=[service])
   options = ssh.SshOptions(hosts=('me@a,b', 'b'), port=9000)
   first, second, rollout = environment(job, options)
@@ -62,8 +62,8 @@ def test_trainers_get_their_job_and_services_do_not():
 
 
 def test_processes_of_a_host_share_its_gpus():
-  trainer = two('run', processes_per_node=2, resources=Resources(cpus=8, gpus=2))
-  service = Group(name='rollout', command=('serve',), resources=Resources(gpus=4))
+  trainer = two('run', processes_per_node=2, resources=ProcessResources(cpus=8, gpus=2))
+  service = ProcessGroup(name='rollout', command=('serve',), resources=ProcessResources(gpus=4))
   job = cluster_jobs.job(trainer=trainer, services=[service])
   found = environment(job, ssh.SshOptions(hosts=('a', 'b', 'a')))
   assert [env['CUDA_VISIBLE_DEVICES'] for env in found] == ['0,1', '2,3', '0,1', '2,3', '4,5,6,7']
@@ -256,7 +256,7 @@ def test_a_submitted_job_runs_on_all_hosts_and_ends_with_its_trainers(make, tmp_
     'print(json.dumps([sys.argv[1:], os.environ["JAX_PROCESS_ID"], os.environ["A"], '
     'os.getsid(0) == os.getpid(), os.getcwd()]))\n'
   )
-  service = Group(name='rollout', command=(*PYTHON, WAIT))
+  service = ProcessGroup(name='rollout', command=(*PYTHON, WAIT))
   job, options = make(code, *cluster_jobs.HOSTILE, services=[service], env={'A': "it's $x"})
   assert ssh.submit(ssh.text(job, options), job, options) == job.workdir
   assert 'ENDED with exit code 0' in ended(job, options)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.app.doctor import data as texts
 from jaxrl_llm.app.doctor.data import Data
-from jaxrl_llm.app.doctor.findings import Status
+from jaxrl_llm.app.doctor.findings import FindingStatus
 from jaxrl_llm.tasks.taskset import load_taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
@@ -38,23 +38,23 @@ CHECKS = (texts.ends, texts.template, texts.lengths, texts.duplicates, texts.lea
 
 def test_healthy_data_has_no_fault(data):
   findings = [finding for check in CHECKS for finding in check(data)]
-  assert [finding.status for finding in findings] == [Status.OK] * 5, findings
+  assert [finding.status for finding in findings] == [FindingStatus.OK] * 5, findings
 
 
 def test_a_template_whose_end_is_no_stop_token_is_a_failure(data, tmp_path):
   unended = of(data.config, tmp_path, template='chatml', eos_token='<pad>')
   (finding,) = texts.ends(unended)
-  assert finding.status == Status.FAILURE and '<|im_end|>' in finding.found
+  assert finding.status == FindingStatus.FAILURE and '<|im_end|>' in finding.found
   ended = of(data.config, tmp_path, template='chatml')
   (finding,) = texts.ends(ended)
-  assert finding.status == Status.OK
+  assert finding.status == FindingStatus.OK
 
 
 @pytest.mark.parametrize(
   ('change', 'status'),
   [
-    (lambda i, text: text.upper() if i == 0 else text, Status.FAILURE),
-    (lambda i, text: text.replace('and', 'plus'), Status.OK),
+    (lambda i, text: text.upper() if i == 0 else text, FindingStatus.FAILURE),
+    (lambda i, text: text.replace('and', 'plus'), FindingStatus.OK),
   ],
 )
 def test_an_evaluation_task_in_other_letters_is_leakage(change, status, tmp_path):
@@ -76,16 +76,16 @@ def test_near_duplicates_are_a_warning(tmp_path):
   again = [{**row, 'question': row['question'].title()} for row in train[:8]]
   faults.write_rows(tmp_path / 'train.jsonl', train + again)
   (finding,) = texts.duplicates(of(faults.healthy(tmp_path), tmp_path))
-  assert finding.status == Status.WARNING
+  assert finding.status == FindingStatus.WARNING
   assert finding.detail['near_duplicates']['train'] == pytest.approx(8 / 72)
 
 
 @pytest.mark.parametrize(
   ('limits', 'status'),
   [
-    ({'max_prompt_length': 13}, Status.FAILURE),
-    ({'max_response_length': 2}, Status.FAILURE),
-    ({}, Status.OK),
+    ({'max_prompt_length': 13}, FindingStatus.FAILURE),
+    ({'max_response_length': 2}, FindingStatus.FAILURE),
+    ({}, FindingStatus.OK),
   ],
 )
 def test_texts_over_the_limits_are_reported_with_their_share(data, limits, status):

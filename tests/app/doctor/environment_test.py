@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxrl_llm.app.doctor import environment
-from jaxrl_llm.app.doctor.findings import Status
+from jaxrl_llm.app.doctor.findings import FindingStatus
 from jaxrl_llm.app.dry_run.programs import Held
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm.server import VllmConfig
@@ -37,7 +37,8 @@ def test_a_publication_has_the_bytes_of_the_exported_model(config):
 
 
 @pytest.mark.parametrize(
-  ('free', 'status'), [(2.0, Status.OK), (1.05, Status.WARNING), (0.9, Status.FAILURE)]
+  ('free', 'status'),
+  [(2.0, FindingStatus.OK), (1.05, FindingStatus.WARNING), (0.9, FindingStatus.FAILURE)],
 )
 def test_shared_memory_must_hold_two_publications(config, free, status):
   spec = tiny('qwen2', vocab_size=64)
@@ -50,22 +51,25 @@ def test_shared_memory_must_hold_two_publications(config, free, status):
 def test_a_missing_publication_folder_is_a_failure(config, tmp_path):
   gone = served(config, publish_dir=str(tmp_path / 'gone'))
   (finding,) = environment.shared_memory(gone, tiny('qwen2', vocab_size=64))
-  assert finding.status == Status.FAILURE and 'gone' in finding.found
+  assert finding.status == FindingStatus.FAILURE and 'gone' in finding.found
 
 
-@pytest.mark.parametrize(('limit', 'status'), [(64, Status.FAILURE), (4096, Status.OK)])
+@pytest.mark.parametrize(
+  ('limit', 'status'), [(64, FindingStatus.FAILURE), (4096, FindingStatus.OK)]
+)
 def test_the_limit_of_open_files_is_compared_with_the_run(config, limit, status):
   (finding,) = environment.descriptors(served(config), limit)
   assert finding.status == status and finding.detail['needed'] > 256
 
 
 @pytest.mark.parametrize(
-  ('free', 'status'), [(9, Status.FAILURE), (10, Status.WARNING), (20, Status.OK)]
+  ('free', 'status'),
+  [(9, FindingStatus.FAILURE), (10, FindingStatus.WARNING), (20, FindingStatus.OK)],
 )
 def test_the_disk_must_hold_the_kept_commits_and_the_export(config, free, status, tmp_path):
   # Three kept ones, the best and the one being written: 5 · 1.5; and an export of 2.5.
-  roles = [Held('policy', 10**9, 1), Held('optimizer', 5 * 10**8, 1), Held('gradients', 10**9, 1)]
-  roles.append(Held('base', 15 * 10**8, 1))
+  megabytes = {'policy': 1000, 'optimizer': 500, 'gradients': 1000, 'base': 1500}
+  roles = [Held(role, size * 10**6, 1, 0) for role, size in megabytes.items()]
   (finding,) = environment.disk(config, tmp_path / 'run', roles, free=free * 10**9)
   assert finding.detail['needed_bytes'] == 10 * 10**9
   assert finding.status == status
@@ -74,11 +78,11 @@ def test_the_disk_must_hold_the_kept_commits_and_the_export(config, free, status
 @pytest.mark.parametrize(
   ('devices', 'visible', 'share', 'status'),
   [
-    ((), '0', 0.2, Status.OK),
-    ((), '0', 0.5, Status.FAILURE),
-    (('1',), '0', 0.9, Status.OK),
-    (('0',), '0', 0.9, Status.FAILURE),
-    (('1',), None, 0.9, Status.FAILURE),
+    ((), '0', 0.2, FindingStatus.OK),
+    ((), '0', 0.5, FindingStatus.FAILURE),
+    (('1',), '0', 0.9, FindingStatus.OK),
+    (('0',), '0', 0.9, FindingStatus.FAILURE),
+    (('1',), None, 0.9, FindingStatus.FAILURE),
   ],
 )
 def test_trainer_and_servers_must_fit_on_a_gpu(
@@ -104,4 +108,4 @@ def test_trainer_and_servers_must_fit_on_a_gpu(
 
 def test_an_environment_without_vllm_is_a_failure_with_the_command_that_makes_it(config, tmp_path):
   (finding,) = environment.servers(served(config, addresses=(), environment=str(tmp_path / 'none')))
-  assert finding.status == Status.FAILURE and 'jaxrl install' in finding.remedy
+  assert finding.status == FindingStatus.FAILURE and 'jaxrl install' in finding.remedy

@@ -7,7 +7,7 @@ import faults
 import pytest
 
 from jaxrl_llm.app.doctor.examine import examine
-from jaxrl_llm.app.doctor.findings import Finding, Findings, Status
+from jaxrl_llm.app.doctor.findings import Finding, Findings, FindingStatus
 from jaxrl_llm.config.load import apply_overrides
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ def found(config, workdir: pathlib.Path) -> list[Finding]:
 
 
 def failed_checks(findings: list[Finding]) -> set[str]:
-  failed = [finding for finding in findings if finding.status == Status.FAILURE]
+  failed = [finding for finding in findings if finding.status == FindingStatus.FAILURE]
   assert all(finding.remedy for finding in failed)
   return {finding.check.partition(' ')[0] for finding in failed}
 
@@ -45,7 +45,7 @@ def test_what_the_run_refuses_is_a_failure_of_the_configuration(
   place = folder / key
   place.mkdir()
   findings = found(apply_overrides(faults.healthy(place), {key: value}), tmp_path / 'run')
-  (failed,) = [finding for finding in findings if finding.status == Status.FAILURE]
+  (failed,) = [finding for finding in findings if finding.status == FindingStatus.FAILURE]
   assert failed.check == 'configuration' and words in failed.found
 
 

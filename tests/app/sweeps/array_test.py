@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 from sweeping import RATE, executed, open_sweep, sweep_file
 
-from jaxrl_llm.app.cluster.job import Resources
+from jaxrl_llm.app.cluster.job import ProcessResources
 from jaxrl_llm.app.sweeps.array import Array, array_text, task_arguments
 from jaxrl_llm.core.errors import UserError
 
@@ -23,7 +23,7 @@ def array(tmp_path):
     return Array(
       command=('python', '-m', 'jaxrl', 'sweep', "--sweep=it's.py"),
       sweepdir=tmp_path,
-      resources=Resources(cpus=2, gpus=1),
+      resources=ProcessResources(cpus=2, gpus=1),
       grace_s=30,
       **settings,
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 from sweeping import RATE, sweep_file
 
-from jaxrl_llm.app.sweeps.ledger import FILE, Ledger, State, in_use, locked, values
+from jaxrl_llm.app.sweeps.ledger import FILE, Ledger, TrialState, in_use, locked, values
 from jaxrl_llm.app.sweeps.plan import load_plan, open_ledger, preview
 from jaxrl_llm.app.sweeps.ranking import measured, ranked
 from jaxrl_llm.core.errors import UserError
@@ -22,13 +22,13 @@ def test_trials_keep_number_id_and_state_when_the_file_is_reordered_and_extended
   ids = [entry.id for entry in ledger.entries()]
   assert ids[0] == '000-peak_lr-0.0001-seed-1' and len(ids) == 4
   ledger.start(2)
-  ledger.end(2, State.FINISHED, exit_code=0)
+  ledger.end(2, TrialState.FINISHED, exit_code=0)
   ledger.close()
   extended = f"axes={{'{RATE}': (1e-3, 1e-5, 1e-4)}}, seeds=(2, 1, 3)"
   ledger = opened(tmp_path, extended)
   entries = ledger.entries()
   assert [entry.id for entry in entries[:4]] == ids and len(entries) == 9
-  assert entries[2].state == State.FINISHED and entries[2].attempts == 1
+  assert entries[2].state == TrialState.FINISHED and entries[2].attempts == 1
   assert [entry.number for entry in entries] == list(range(9))
 
 
@@ -66,7 +66,7 @@ def test_a_killed_sweep_leaves_trials_that_wait_or_are_stopped(tmp_path):
   for number in (0, 1, 2):
     ledger.start(number)
   ledger.stopping(1)
-  ledger.end(2, State.FINISHED, exit_code=0)
+  ledger.end(2, TrialState.FINISHED, exit_code=0)
   ledger.close()
   ledger = Ledger(tmp_path)
   ledger.recover()

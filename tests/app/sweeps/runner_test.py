@@ -12,7 +12,7 @@ import time
 import pytest
 from sweeping import RATE, executed, open_sweep, sweep_file
 
-from jaxrl_llm.app.sweeps.ledger import State
+from jaxrl_llm.app.sweeps.ledger import TrialState
 from jaxrl_llm.app.sweeps.runner import Machine
 from jaxrl_llm.app.sweeps.task import StepChild
 from jaxrl_llm.core.errors import RunError
@@ -46,10 +46,10 @@ def test_failures_are_retried_then_marked_and_the_others_go_on(tmp_path):
   ledger, runner, notes = open_sweep(sweep_file(tmp_path, fields), tmp_path)
   assert runner.run() == 1
   crashed, invalid, fine = ledger.entries()
-  assert (crashed.state, crashed.attempts, crashed.exit_code) == (State.FAILED, 2, 1)
+  assert (crashed.state, crashed.attempts, crashed.exit_code) == (TrialState.FAILED, 2, 1)
   assert crashed.error == 'run stopped: the disk is full'
-  assert (invalid.state, invalid.attempts, invalid.exit_code) == (State.FAILED, 1, 2)
-  assert fine.state == State.FINISHED and any('starts again' in note for note in notes)
+  assert (invalid.state, invalid.attempts, invalid.exit_code) == (TrialState.FAILED, 1, 2)
+  assert fine.state == TrialState.FINISHED and any('starts again' in note for note in notes)
   assert ledger.retry() == 2 and states(ledger) == ['waiting', 'waiting', 'finished']
 
 
@@ -104,7 +104,7 @@ def test_early_stopping_repeats_no_step(tmp_path):
   ledger, runner, notes = open_sweep(sweep_file(tmp_path, fields), tmp_path)
   assert runner.run() == 0
   entries = ledger.entries()
-  assert entries[0].state == State.FINISHED and entries[3].state == State.STOPPED
+  assert entries[0].state == TrialState.FINISHED and entries[3].state == TrialState.STOPPED
   assert any('stopped early' in note for note in notes)
   for entry in entries:
     assert executed(ledger, entry) == list(range(1, entry.step + 1)), 'each step once'
@@ -114,7 +114,7 @@ def test_early_stopping_repeats_no_step(tmp_path):
 def test_trials_branch_from_a_finished_run_of_their_seed(tmp_path):
   fields = (
     f"axes={{'{RATE}': (0.01, 0.02)}}, seeds=(1, 2), {STEPS}, "
-    "start=Start(base='quickstart', overrides={'stages.grpo.steps': 4})"
+    "start=BaseRun(base='quickstart', overrides={'stages.grpo.steps': 4})"
   )
   ledger, runner, notes = open_sweep(sweep_file(tmp_path, fields), tmp_path)
   entries = ledger.entries()
@@ -129,7 +129,7 @@ def test_trials_branch_from_a_finished_run_of_their_seed(tmp_path):
 
 def test_a_start_that_fails_fails_its_trials(tmp_path):
   fields = (
-    f"axes={{'{RATE}': (0.01, 0.02)}}, retries=0, start=Start(base='quickstart', "
+    f"axes={{'{RATE}': (0.01, 0.02)}}, retries=0, start=BaseRun(base='quickstart', "
     "overrides={'name': 'crashes'})"
   )
   ledger, runner, _ = open_sweep(sweep_file(tmp_path, fields), tmp_path)

@@ -4,7 +4,7 @@ import pytest
 from sweeping import RATE, sweep_file
 
 from jaxrl_llm.app.sweeps import search
-from jaxrl_llm.app.sweeps.ledger import State
+from jaxrl_llm.app.sweeps.ledger import TrialState
 from jaxrl_llm.app.sweeps.plan import load_plan, open_ledger
 from jaxrl_llm.app.sweeps.trials import with_seeds
 from jaxrl_llm.core.errors import UserError
@@ -32,7 +32,7 @@ def test_the_median_rule_stops_what_is_worse_than_the_median_at_the_same_step(op
   for number, value in ((0, 0.2), (1, 0.6)):
     ledger.report(number, 2, [(2, value)])
     assert not stops(sweep, ledger, number)
-    ledger.end(number, State.FINISHED, exit_code=0)
+    ledger.end(number, TrialState.FINISHED, exit_code=0)
   ledger.report(2, 2, [(2, 0.3)])  # The median is 0.4.
   assert stops(sweep, ledger, 2)
   ledger.report(3, 2, [(2, 0.5)])
@@ -43,7 +43,7 @@ def test_the_median_rule_respects_the_direction_and_its_start(opened):
   fields = f"{RATES}, direction='minimize', early_stopping=MedianRule(after_trials=1, after_step=4)"
   sweep, ledger = opened(fields)
   ledger.report(0, 4, [(2, 0.2), (4, 0.2)])
-  ledger.end(0, State.FINISHED, exit_code=0)
+  ledger.end(0, TrialState.FINISHED, exit_code=0)
   ledger.report(1, 2, [(2, 0.9)])
   assert not stops(sweep, ledger, 1)
   ledger.report(1, 4, [(4, 0.9)])
@@ -61,7 +61,7 @@ def test_successive_halving_keeps_the_best_of_a_rung_and_its_decisions_hold(open
 
 
 def test_guided_search_draws_new_points_from_what_it_knows(opened):
-  axes = f"search='tpe', count=4, axes={{'{RATE}': Range(low=1e-5, high=1e-2, log=True)}}"
+  axes = f"search='tpe', count=4, axes={{'{RATE}': Uniform(low=1e-5, high=1e-2, log=True)}}"
   sweep, ledger = opened(f'{axes}, seeds=(1, 2)')
   assert ledger.entries() == []
   drawn = []
@@ -71,7 +71,7 @@ def test_guided_search_draws_new_points_from_what_it_knows(opened):
     drawn.append(point[RATE])
     for entry in ledger.add(with_seeds(sweep, point)):
       ledger.report(entry.number, 2, [(2, 1 - point[RATE])])
-      ledger.end(entry.number, State.FINISHED, exit_code=0)
+      ledger.end(entry.number, TrialState.FINISHED, exit_code=0)
   assert len(set(drawn)) == 4 and all(1e-5 <= rate <= 1e-2 for rate in drawn)
   assert len(ledger.entries()) == 8
 

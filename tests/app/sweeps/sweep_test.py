@@ -31,8 +31,8 @@ def test_trials_come_from_a_list_or_a_generator(tmp_path):
 def test_a_random_search_draws_the_same_points_and_extends_them(tmp_path):
   pytest.importorskip('optuna')
   axes = (
-    f"search='random', axes={{'{RATE}': Range(low=1e-5, high=1e-3, log=True), "
-    "'stages.grpo.minibatches': Range(low=1, high=4), 'policy.dtype': ('float32', 'bfloat16')}"
+    f"search='random', axes={{'{RATE}': Uniform(low=1e-5, high=1e-3, log=True), "
+    "'stages.grpo.minibatches': Uniform(low=1, high=4), 'policy.dtype': ('float32', 'bfloat16')}"
   )
   few, many = (
     overrides_of(sweep_file(tmp_path, f'{axes}, count={count}', f's{count}.py')) for count in (3, 8)
@@ -68,9 +68,9 @@ def test_ids_are_names_of_directories_that_say_what_differs(tmp_path):
     (f"axes={{'{RATE}': ()}}", 'wanted values such as'),
     (f"axes={{'{RATE}': (1e-3, 1e-3)}}", 'repeats a value'),
     (f"axes={{'{RATE}': (float('nan'),)}}", 'wanted text, a finite number'),
-    (f"axes={{'{RATE}': Range(low=0.1, high=1)}}", "is a Range; wanted values, or search='random'"),
-    (f"axes={{'{RATE}': Range(low=2, high=1)}}", 'wanted low at most high'),
-    (f"axes={{'{RATE}': Range(low=0, high=1, log=True)}}", 'wanted low above 0'),
+    (f"axes={{'{RATE}': Uniform(low=0.1, high=1)}}", "is Uniform; wanted values"),
+    (f"axes={{'{RATE}': Uniform(low=2, high=1)}}", 'wanted low at most high'),
+    (f"axes={{'{RATE}': Uniform(low=0, high=1, log=True)}}", 'wanted low above 0'),
     ("axes={'seed': (1, 2)}, seeds=(1, 2)", 'beside seeds'),
     (f"{ONE}, seeds=(1, 1)", 'repeats one'),
     ('', 'wanted either axes or trials'),
@@ -85,7 +85,7 @@ def test_ids_are_names_of_directories_that_say_what_differs(tmp_path):
     (f"{ONE}, early_stopping='median'", 'wanted MedianRule'),
     (f"{ONE}, early_stopping=SuccessiveHalving(first_step=0)", 'at least 1'),
     (f"{ONE}, overrides={{'stages.gpro.steps': 1}}", "override 'stages.gpro.steps'"),
-    (f"{ONE}, start=Start(base='quickstart', overrides={{'sed': 1}})", "did you mean 'seed'"),
+    (f"{ONE}, start=BaseRun(base='quickstart', overrides={{'sed': 1}})", "did you mean 'seed'"),
   ],
 )  # fmt: skip
 def test_a_bad_sweep_is_one_line_with_the_place(tmp_path, fields, message):
