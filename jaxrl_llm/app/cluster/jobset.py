@@ -303,8 +303,9 @@ def _replicated(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   """A group as a replicated job: one Job for each TPU slice that its processes share, or one."""
   is_trainer = _is_trainer(group)
   replicas = _slices(group, options) if is_trainer else 1
-  unusable = {'containerName': group.name, 'operator': 'In', 'values': [_STUCK, _UNUSABLE] if is_trainer else [_UNUSABLE]}
-  rules: list[dict] = [{'action': 'FailJob', 'onExitCodes': unusable}]
+  codes = [_STUCK, _UNUSABLE] if is_trainer else [_UNUSABLE]
+  hopeless = {'containerName': group.name, 'operator': 'In', 'values': codes}
+  rules: list[dict] = [{'action': 'FailJob', 'onExitCodes': hopeless}]
   if not is_trainer:
     evicted = {'type': 'DisruptionTarget', 'status': 'True'}
     rules.append({'action': 'Ignore', 'onPodConditions': [evicted]})

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxrl_llm.app.cluster.job import ProcessResources
-from jaxrl_llm.app.sweeps.array import Array, array_text, submit_array, task_arguments
+from jaxrl_llm.app.sweeps.array import JobArray, array_text, submit_array, task_arguments
 from jaxrl_llm.app.sweeps.ledger import Ledger, LedgerEntry, locked, values
 from jaxrl_llm.app.sweeps.page import build_page
 from jaxrl_llm.app.sweeps.plan import SweepPlan, load_plan, open_ledger, preview
@@ -171,7 +171,7 @@ def _run(plan: SweepPlan, ledger: Ledger) -> int:
 def _launch(plan: SweepPlan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int:
   """Prints or submits the job array of a sweep."""
   command = (*TRAIN[:-1], 'sweep', *task_arguments(argv[1:]), f'--sweepdir={sweepdir.absolute()}')
-  array = Array(
+  array = JobArray(
     command=command,
     sweepdir=sweepdir.absolute(),
     resources=ProcessResources(

@@ -26,7 +26,7 @@ _TASK = 'exec "$@" --trial="$SLURM_ARRAY_TASK_ID"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
+class JobArray:
   """What a job array needs besides the number of its tasks."""
 
   command: tuple[str, ...]
@@ -60,7 +60,7 @@ def task_arguments(arguments: Sequence[str]) -> list[str]:
   return kept
 
 
-def array_text(array: Array, count: int) -> str:
+def array_text(array: JobArray, count: int) -> str:
   """Returns the batch script of `count` trials. Raises UserError for invalid options."""
   # Imported here: only a job array needs the launcher.
   from jaxrl_llm.app.cluster import slurm
@@ -68,7 +68,7 @@ def array_text(array: Array, count: int) -> str:
   return slurm.array_text(_job(array), count, _options(array), at_once=array.at_once)
 
 
-def submit_array(array: Array, count: int) -> str:
+def submit_array(array: JobArray, count: int) -> str:
   """Submits the job array and returns its id.
 
   Raises:
@@ -79,7 +79,7 @@ def submit_array(array: Array, count: int) -> str:
   return slurm.submit(array_text(array, count), _job(array), _options(array))
 
 
-def _options(array: Array) -> Any:
+def _options(array: JobArray) -> Any:
   from jaxrl_llm.app.cluster import slurm
 
   try:
@@ -95,7 +95,7 @@ def _options(array: Array) -> Any:
   return from_json(value, slurm.SlurmOptions, '--launcher_options')
 
 
-def _job(array: Array) -> Job:
+def _job(array: JobArray) -> Job:
   group = ProcessGroup(
     name=TRAINER,
     command=('bash', '-c', _TASK, 'trial', *array.command),

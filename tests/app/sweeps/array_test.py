@@ -10,7 +10,7 @@ from paths import ROOT
 from sweeping import RATE, executed, open_sweep, sweep_file
 
 from jaxrl_llm.app.cluster.job import ProcessResources
-from jaxrl_llm.app.sweeps.array import Array, array_text, task_arguments
+from jaxrl_llm.app.sweeps.array import JobArray, array_text, task_arguments
 from jaxrl_llm.core.errors import UserError
 
 
@@ -20,7 +20,7 @@ def array(tmp_path):
 
   def make(**settings):
     settings = {'time_limit_s': None, 'at_once': None, 'options': '{}', **settings}
-    return Array(
+    return JobArray(
       command=('python', '-m', 'jaxrl', 'sweep', "--sweep=it's.py"),
       sweepdir=tmp_path,
       resources=ProcessResources(cpus=2, gpus=1),
