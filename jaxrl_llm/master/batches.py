@@ -133,8 +133,8 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with fixed numbers of rollouts and expert rows. The first batches may have fewer
-  rollouts, since few earlier groups exist.
+  """Batches with fixed numbers of rollouts and expert rows. If earlier groups join the batches
+  (`Past`), the first batches may have fewer rollouts, since few such groups exist yet.
   """
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
@@ -151,7 +151,7 @@ class MixedBatches(RolloutBatches):
     return rows + experts, counts
 
   def trained(self, plan: StepPlan) -> None:
-    # A short stream can repeat within a batch: each row is recorded once.
+    # Each expert row is recorded once, even if a short stream repeats it within the batch.
     experts = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self._taken}
     self.explorer.complete([*self._taken], [*experts.values()])
     self._experts.trained(plan)

@@ -61,7 +61,9 @@ class Start:
   attempt: int
   """Number of this start."""
   stop: asyncio.Future
-  """Future of a signal number; setting it abandons a running evaluation."""
+  """Number of the signal that stops the run, once there is one. A running evaluation is then
+  abandoned.
+  """
   best: tuple[float, int] | None = None
   """Accuracy and step of the best evaluation of earlier starts."""
   base: str | None = None

@@ -1,4 +1,5 @@
-"""Policy-gradient surrogates: token losses before correction, aggregation, KL and entropy.
+"""Policy-gradient surrogates: losses per token, before they are corrected and aggregated and before
+KL and entropy terms are added.
 
 A surrogate consists of an options dataclass and a function of the tokens and these options
 (`Surrogate`).

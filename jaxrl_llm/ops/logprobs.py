@@ -279,8 +279,8 @@ def _head_backward(positions, kept, cotangents):
     )
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
-  # Sum as [embed, vocab], which matches the layout of d_logits, so that only the final sum is
-  # transposed. Each part keeps a sum of its own until then.
+  # The kernel's gradient is accumulated as [embed, vocab]: the vocabulary is then last, as in
+  # d_logits, and only the final sum is transposed. Until then, each part has its own sum.
   start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)

@@ -39,7 +39,10 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves `segments/` entries not in `named` to `quarantine/`, numbering clashes; counts them."""
+  """Moves `segments/` entries not in `named` to `quarantine/` and returns their number.
+
+  An entry whose name is already taken there gets a numeric suffix.
+  """
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
     (directory / QUARANTINE).mkdir(exist_ok=True)

@@ -37,14 +37,16 @@ WHERE uid = ? AND attempt = ?"""
 def undo(
   db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int
 ) -> dict[str, int]:
-  """Undoes, inside the caller's transaction, changes stamped at or after `commit_step`; returns
-  counts by table.
+  """Undoes the changes stamped at or after `commit_step`, inside the caller's transaction.
+
+  Returns the number of rows deleted from each table, of samples moved back to the open segment
+  (`restored`), and of samples that became void (`void`).
 
   Args:
     db: the index.
-    reader: reader of the segments, for the bytes of undone seals.
-    commit_step: step that names the newest commit.
-    attempt: the starting attempt; all others are dead.
+    reader: reader of the segments whose seals are undone.
+    commit_step: step of the newest commit.
+    attempt: the attempt that is starting; the processes of earlier ones have ended.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(

@@ -145,6 +145,6 @@ class TemplateProcess:
 def _end(process: subprocess.Popen, ours: socket.socket, file: BinaryIO) -> None:
   process.kill()
   process.wait()
-  with contextlib.suppress(OSError):  # Flushing data that the process never read fails.
+  with contextlib.suppress(OSError):  # Closing flushes data that could not be sent, and fails.
     file.close()
   ours.close()

@@ -61,8 +61,9 @@ class _HfConfig:
     kind: type,
     values: Mapping[str, Any] | None = None,
   ) -> Any:
-    """Returns a positive number. If it is null or absent, returns `default`; if `default` is None
-    too, raises UserError.
+    """Returns the value of `name`, or `default` if it is null or absent.
+
+    Raises UserError if the result is None or not a positive `kind`.
     """
     values = self.values if values is None else values
     value = values.get(name)

@@ -85,7 +85,7 @@ class JobsetOptions:
   gpu_type: str | None = None
   """GKE: type of the GPU nodes, such as nvidia-h100-80gb."""
   node_selector: tuple[str, ...] = ()
-  """Labels of the nodes of every pod, each as KEY=VALUE."""
+  """Labels that a node must have to run any pod of the job, each as KEY=VALUE."""
   slices: int = 1
   """Number of TPU slices over which the trainer's nodes are divided."""
   shm_gib: int | None = None

@@ -292,7 +292,7 @@ def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, be
 
 
 def _state(workdir: str) -> dict:
-  """What the launcher noted; raises UserError if there is nothing, or something else."""
+  """Returns the state that the launcher wrote; raises UserError if it is missing or invalid."""
   state = _state_if_any(workdir)
   if state is None:
     raise UserError(f'{workdir}: wanted the run directory of a job that ssh has started here')

@@ -2,8 +2,9 @@
 
 Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of
 the run's configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another
-engine. Nothing in the run directory changes. FILE gets a JSON line for each completion. --json
-prints one list of {step, suite, metrics} at the end, and its lines to standard error.
+engine. Nothing in the run directory changes. FILE gets a JSON line for each completion. With
+--json, standard output gets one list of {step, suite, metrics} at the end, and standard error the
+text.
 """
 
 from __future__ import annotations

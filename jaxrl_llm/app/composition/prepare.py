@@ -104,11 +104,12 @@ def model_directory(source: str) -> pathlib.Path:
 def prepare(
   config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept.
+  """Loads the tasks, loads or builds the tokenizer, and writes the rows that no rollout supplies:
+  demonstrations, preference pairs and groups of another run. Existing files are kept.
 
   Args:
     load: returns the taskset with a given name; pass it to share loaded tasks with other code.
-      None: load each once.
+      None: a loader that loads each taskset once.
   """
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}

@@ -148,7 +148,7 @@ def _announced(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-  """Process 0's resources beside the loop's parts; `open_resources` opens, `close` closes them."""
+  """Resources of process 0, in addition to the loop's `Parts`. `open_resources` opens them."""
 
   events: Events
   engine: Engine | None
@@ -349,8 +349,8 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
 
 
 def stage_entrance(setup: Setup) -> EnterStage:
-  """Returns a function that enters a stage: begins its state if needed and builds its trainer on
-  rows in `workdir`.
+  """Returns a function that enters a stage: it builds the stage's trainer and, at the stage's
+  beginning, initialises the state.
   """
   process, critic = setup.process, critic_model(setup.model)
   loader = RowLoader(setup.workdir, process.mesh)

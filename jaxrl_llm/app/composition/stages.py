@@ -157,7 +157,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a stage that cannot learn, or not in the way that its settings suggest."""
+  """Raises UserError if the stage cannot learn, or would not learn as its settings suggest."""
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'

@@ -93,9 +93,9 @@ class Workdir:
     """Checks that everything a commit names still exists; writes nothing.
 
     Args:
-      commit: the host state that the keeper committed with the arrays. Commits of earlier versions
-        name no store, attempt or files; in their case, the store's index, plans and segments must
-        exist.
+      commit: the host state that the keeper committed with the arrays. Commits that earlier
+        versions of jaxrl_llm wrote name no store, attempt or files; for these, the index, plans and
+        segments are checked, but not which store they belong to.
 
     Raises:
       UserError: something is missing; the message names everything that is.

@@ -80,7 +80,7 @@ class MedianRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving:
-  """Lets the best 1/factor of the trials that reach a step go on, and stops the others.
+  """Stops all but the best 1/factor of the trials that have reached a rung, which is a fixed step.
 
   Asynchronous successive halving (Li et al., arXiv:1810.05934), as Optuna's
   `SuccessiveHalvingPruner` computes it. A trial goes on in its own run, so no step is repeated.

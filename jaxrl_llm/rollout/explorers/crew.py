@@ -383,7 +383,7 @@ class Crew:
     return frames()
 
   async def _watch(self) -> None:
-    """Gives up silent explorers and restarts local ones."""
+    """Lends the groups of silent explorers to others, and restarts local explorers that end."""
     try:
       while True:
         began = time.monotonic()

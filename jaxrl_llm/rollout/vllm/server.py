@@ -231,7 +231,7 @@ def runs_on_cpu(python: pathlib.Path) -> bool:
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """Returns the environment's Python; raises UserError if its vLLM lacks the transfer."""
+  """Returns the environment's Python; raises UserError if its vLLM cannot do `config.transfer`."""
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(

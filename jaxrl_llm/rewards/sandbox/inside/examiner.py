@@ -31,8 +31,8 @@ _ALIASED = frozenset({
   *('itertools', 'json', 'math', 'operator', 'random', 're',
     'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules to which a name in the tests may refer if the program imports the module under that name
-(`import datetime as dt`). These modules only compute.
+"""Modules that only compute, so that the tests may use them under the names by which the program
+imports them (`import datetime as dt`).
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
 """Exceptions that cannot be constructed from a text; their built-in base is raised instead."""
@@ -410,8 +410,8 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """Returns the exception class named `kinds[0]` in a loaded standard module, which tests may catch
-  as `module.Name`; None if there is none with these bases.
+  """Returns the standard-library exception class whose MRO has the names `kinds`, since tests may
+  catch it as `module.Name`; None if no loaded module has one.
   """
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)

@@ -26,7 +26,9 @@ class Origin(enum.Enum):
   NAMED = enum.auto()
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Instance made by calling a class that the tests name, or result of an operator on such only."""
+  """Instance made by calling a class that the tests name, or result of applying an operator to such
+  an instance without a plain or COMPUTED operand.
+  """
   COMPUTED = enum.auto()
   """Result of an operator with a plain operand, which the program thereby sees, or with a COMPUTED
   operand.

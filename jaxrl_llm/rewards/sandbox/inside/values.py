@@ -64,7 +64,9 @@ STANDARD_TYPES: Mapping[str, type] = {
   },
   **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
-"""Types sent by name: built-in types including exceptions, and types whose values are rebuilt."""
+"""Types sent by name: the public built-in types, including exceptions, and the standard-library
+types of `_MAKERS` except those in `_UNCOMMON`.
+"""
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
 
 
