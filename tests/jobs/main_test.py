@@ -35,6 +35,7 @@ WRITTEN_ELSEWHERE = {
     *('perf/publish_bytes', 'perf/publish_pause_s', 'perf/publish_write_s'),
     *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
   ),
+  'servers of a registry': ('run/engines', 'run/engine_joined', 'run/engine_left'),
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),
