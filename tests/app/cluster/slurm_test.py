@@ -156,7 +156,7 @@ def run(tmp_path, monkeypatch):
     done = subprocess.run(
       ['bash', '-s'],
       input=slurm.text(job, slurm.SlurmOptions()),
-      env={**os.environ, **variables},
+      env={**{k: v for k, v in os.environ.items() if k != 'NPROC'}, **variables},
       capture_output=True,
       text=True,
       timeout=60,
@@ -211,6 +211,11 @@ def test_arguments_and_variables_arrive_as_they_are(run, tmp_path):
   assert not (tmp_path / 'pwned').exists()
 
 
+ALL = (
+  'open(f"here{{me}}", "w"); '
+  'exec("while not os.path.exists(f\'here{{1 - int(me)}}\'): time.sleep(0.01)"); os._exit({code})'
+)
+"""Both end by themselves: a task that has not begun would be killed for the other's end."""
 LONG = 'signal.signal(signal.SIGTERM, lambda *_: sys.exit({code})); time.sleep(60)'
 
 
@@ -226,9 +231,9 @@ LONG = 'signal.signal(signal.SIGTERM, lambda *_: sys.exit({code})); time.sleep(6
       None,
       *('RUNNING', 0, 137, True),
     ),
-    ('sys.exit(75)', None, 'RUNNING', 2, 75, False),  # Started again too often.
-    ('sys.exit(143)', None, 'RUNNING', 0, 143, True),  # Preempted, and committed in time.
-    ('sys.exit(143)', None, 'COMPLETING', 0, 143, False),  # Cancelled.
+    (ALL.format(code=75), None, 'RUNNING', 2, 75, False),  # Started again too often.
+    (ALL.format(code=143), None, 'RUNNING', 0, 143, True),  # Preempted, and committed in time.
+    (ALL.format(code=143), None, 'COMPLETING', 0, 143, False),  # Cancelled.
     (LONG.format(code=143), 'sys.exit(1)', 'RUNNING', 0, 75, True),
     (LONG.format(code=143), 'sys.exit(2)', 'RUNNING', 0, 2, False),
     # Services end with the trainer.

@@ -218,9 +218,14 @@ def start(job, options, folder: pathlib.Path) -> subprocess.Popen:
   """The launcher in the foreground, which does not wait before a restart."""
   script = folder / 'job.sh'
   script.write_text(ssh.text(job, options).replace('pause=5', 'pause=0'))
-  return subprocess.Popen(
-    ['sh', str(script)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
+  # A shell cannot handle a signal that was ignored when it started, as SIGINT is in the background.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    return subprocess.Popen(
+      ['sh', str(script)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 def pids(folder: pathlib.Path, count: int) -> list[int]:
