@@ -1,8 +1,11 @@
-"""Scorer interface (per attempt or group), its configuration, and scores combined into a reward.
+"""Defines scorers and their configuration, and combines scores into a reward.
 
-Invariants: a scorer sees the attempts at one task and nothing else; the reward is None if any
-scorer in force returned no value, so an unscorable sample is never 0 by accident. Nothing here
-imports jax, so scorer processes start fast.
+A scorer assesses either single attempts or whole groups of attempts. It is in force for a task if
+its configuration includes the task's domain and taskset.
+
+Invariants: a scorer sees the attempts at one task and nothing else. The reward is None if any
+scorer in force returned no value, so a sample that cannot be scored never gets 0 by accident. This
+module does not import jax, so that scorer processes start fast.
 """
 
 from __future__ import annotations
@@ -37,25 +40,31 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result; `value` is None if unscorable through no fault of the completion."""
+  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored through no
+  fault of the completion.
+  """
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   turn_values: tuple[float, ...] = ()
-  """Values of single turns, in addition to `value`."""
+  """Values of the individual turns, in order, which count in addition to `value`."""
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
 Scorer = Callable[[Attempt], Verdict]
-"""Pure, picklable by reference: a top-level function, a partial, or `OverrunIsZero` around it."""
+"""A pure function that scores one attempt.
+
+It must be picklable by reference: a top-level function, a partial of one, or an `OverrunIsZero`
+around either.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class OverrunIsZero:
-  """A scorer that blames the completion if it runs out of time, memory or stack: then 0, not None.
+  """A scorer whose value is 0, rather than None, if it runs out of time, memory or stack.
 
-  Meant for scorers that take milliseconds on ordinary answers, so that only a hostile answer
-  (`9^{9^{9^{9}}}`) exhausts them. If such answers got None, a policy could use them to avoid the 0
+  It is meant for scorers that take milliseconds on ordinary answers, so that only a hostile answer
+  (`9^{9^{9^{9}}}`) exhausts them. If such an answer got None, a policy could use it to avoid the 0
   for a wrong answer.
   """
 
@@ -66,58 +75,71 @@ class OverrunIsZero:
 
 
 DISCOVERING = ('code', 'http', 'judge')
-"""Names of the scorers with the option `discover`."""
+"""Names of the scorers with the option `discover`, which finds their servers in the run's registry.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Discovers:
-  """The services in a run's registry that a scorer calls."""
+  """Selects the services in a run's registry that a scorer calls."""
 
   kind: str
   """Kind of service: a value of `core.net.registry.Kind`."""
   pattern: str
-  """Pattern of their names, as `fnmatch` reads it."""
+  """Pattern of the services' names, in the syntax of `fnmatch`."""
 
   @classmethod
   def of(cls, kind: str, pattern: str | None) -> Discovers | None:
-    """Returns None without a pattern: the scorer has fixed addresses."""
+    """Returns the selection; None if `pattern` is None, so that the scorer has fixed addresses."""
     return None if pattern is None else cls(kind, pattern)
 
 
 @dataclasses.dataclass(frozen=True)
 class Awaited:
-  """A scorer that waits for another process (a judge, an endpoint, a sandbox host). The process
-  that owns the pool awaits the scorer on its event loop, so the scorer occupies no worker.
+  """A scorer that waits for another process, such as a judge, an endpoint or a sandbox host.
+
+  The process that owns the scorer pool awaits such a scorer on its own event loop, so the scorer
+  occupies no worker process.
   """
 
   open: Callable[
     [], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]
   ]
-  """Context entered when the pool starts (opens its aiohttp session) and left when it closes."""
+  """Returns a context manager that yields the function that scores an attempt. The pool enters the
+  context when it starts and leaves the context when it closes.
+  """
   concurrency: int = 16
   """Maximum number of concurrent calls."""
   discovers: Discovers | None = None
-  """Services that it calls, if what `open` yields is `Addressed`; None: it has its addresses."""
+  """Services in the run's registry that the scorer calls; `open` must then yield an `Addressed`. If
+  None, the scorer has fixed addresses.
+  """
 
 
 @runtime_checkable
 class Addressed(Protocol):
-  """A scorer, as yielded by `Awaited.open`, whose servers can change while it is in use."""
+  """What `Awaited.open` yields if the addresses of the scorer can change during the run."""
 
   def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends later calls to these addresses; calls in flight are unaffected. Raises UserError for an
-    invalid address.
+    """Sends later calls to these addresses. Calls in flight are unaffected.
+
+    Raises UserError for an invalid address.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroup:
-  """A scorer of a whole group, called in a worker once every attempt has its per-sample scores."""
+  """A scorer that assesses all attempts of a group together.
+
+  A worker process calls it after the per-sample scorers have scored every attempt of the group.
+  """
 
   scorer: Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], tuple[Verdict, ...]]
-  """(attempts of the group, per-sample scores of each) -> one Verdict per attempt, in order."""
+  """Maps the group's attempts and the per-sample scores of each attempt to one Verdict per attempt,
+  in order.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +152,9 @@ class AwaitedGroup:
       Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
     ],
   ]
-  """Context entered once when the pool starts and left when it closes; may yield `Addressed`."""
+  """Returns a context manager that yields the function that scores a group, which may be an
+  `Addressed`. The pool enters the context when it starts and leaves the context when it closes.
+  """
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
   discovers: Discovers | None = None
@@ -145,24 +169,29 @@ class ScorerConfig:
   """Configuration of one scorer: name, options, domains and limits."""
 
   name: str
-  """Key of the scorer's values in scores, parts and metrics; unique in a run."""
+  """Name of the scorer in scores, parts and metrics, which must be unique in a run."""
   kind: str | None = None
-  """Name of the implementation; None: same as `name`."""
+  """Name of the implementation. If None, it is the same as `name`."""
   weight: float = 1.0
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""
   deadline_s: float = 10.0
-  """Time limit of one call in seconds, not counting the wait for a free worker."""
+  """Time limit of one call in seconds. The wait for a free worker does not count."""
   domains: tuple[str, ...] = ()
-  """Task domains that this scorer applies to; empty: all."""
+  """Task domains that this scorer applies to. If empty, it applies to all domains."""
   tasksets: tuple[str, ...] = ()
-  """Tasksets that this scorer applies to, so each taskset can have its own scorers; empty: all."""
+  """Tasksets that this scorer applies to, so that each taskset can have its own scorers. If empty,
+  it applies to all tasksets.
+  """
   retries: int = 0
-  """Maximum number of retries after a call raised, missed its deadline, or lost its process."""
+  """Maximum number of retries after a failed call, that is, one that raised an exception, missed
+  its deadline, or whose process died.
+  """
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
-  """What happens to an attempt if the last call failed. unscorable: it has no value; drop_group: it
-  has no value, and its whole group is dropped; zero: its value is 0. A failure that the completion
-  causes (`OverrunIsZero`) is always worth 0.
+  """What happens to an attempt if the last call for it failed. unscorable: the attempt gets no
+  value; drop_group: the attempt gets no value, and its whole group is dropped; zero: the attempt
+  gets the value 0. If the completion caused the failure (`OverrunIsZero`), the value is 0 in any
+  case.
   """
 
   @property
@@ -171,7 +200,9 @@ class ScorerConfig:
 
 
 _MAX_WEIGHT = 1e6
-"""Limit that keeps rewards (weighted sums of scores) and their squares finite in float32."""
+"""Maximum magnitude of a weight, which keeps rewards (weighted sums of scores) and their squares
+finite in float32.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,13 +213,17 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Scorer that decides correctness (value of at least 1); None: the first in force."""
+  """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If None,
+  the first scorer in force for the sample decides.
+  """
   memory_limit_mib: int = 4096
-  """Address-space limit of a worker in MiB, against completions that make a scorer allocate
-  endlessly; 0: no limit.
+  """Address-space limit of a worker in MiB, which stops a scorer that a completion causes to
+  allocate memory without end. 0 means no limit.
   """
   environment: tuple[str, ...] = ()
-  """Environment variables passed to workers although named like secrets, such as OPENAI_API_KEY."""
+  """Environment variables that workers inherit although their names suggest secrets, such as
+  OPENAI_API_KEY. Workers do not inherit other variables with such names.
+  """
 
   def __post_init__(self):
     names = [s.name for s in self.scorers]
@@ -225,8 +260,9 @@ class RewardsConfig:
 def in_force(
   configs: Sequence[ScorerConfig], domain: str, taskset: str
 ) -> tuple[ScorerConfig, ...]:
-  """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError if there is none,
-  since such tasks teach nothing.
+  """Returns the scorers that apply to tasks of `domain` in `taskset`.
+
+  Raises UserError if there are none, since tasks without a reward teach nothing.
   """
 
   def applies(config):
@@ -243,7 +279,9 @@ def in_force(
 
 
 def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
-  """Whether the group is dropped: a scorer with `on_failure='drop_group'` failed on an attempt."""
+  """Whether a group with these scores is dropped, because a scorer with `on_failure='drop_group'`
+  failed on one of its attempts.
+  """
   strict = {c.name for c in config.scorers if c.on_failure == 'drop_group'}
   return any(s.scorer in strict and s.status != Status.OK and s.value is None for s in scores)
 
@@ -253,22 +291,32 @@ class Reward:
   """The combined scores of a completion."""
 
   value: float | None
-  """Weighted sum; None if any scorer in force returned no value."""
+  """Weighted sum of the scores; None if any scorer in force returned no value."""
   parts: dict[str, float]
-  """Unweighted values, keyed `<scorer>` and `<scorer>/<part>`; values of None are left out."""
+  """Unweighted values of the scorers, keyed `<scorer>`, and of their parts, keyed
+  `<scorer>/<part>`. A scorer that returned no value has no entry `<scorer>`.
+  """
   correct: bool | None = None
-  """Correctness by `RewardsConfig.correct_by`; None without reward or if it is not in force."""
+  """Whether the completion is correct, as decided by the scorer `RewardsConfig.correct_by`. None if
+  `value` is None or that scorer is not in force.
+  """
   turn_values: tuple[float, ...] = ()
-  """Weighted sums per turn, in addition to `value`; empty if no scorer returns turn values."""
+  """Weighted sum of the scorers' values for each turn, in addition to `value`. Empty if `value` is
+  None or no scorer returned turn values.
+  """
 
   @property
   def worth(self) -> float | None:
-    """The value plus the turn values, as used by per-sample advantages."""
+    """The value plus the turn values, as used by per-sample advantages; None if `value` is None."""
     return worth(self.value, self.turn_values)
 
 
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
-  """Combines scores: value = Σ weightₛ · valueₛ, None if `scores` is empty or one has no value."""
+  """Combines the scores of one sample into a reward.
+
+  The value of the reward is Σ weightₛ · valueₛ over the scores s. It is None if `scores` is empty
+  or any of the scores has no value.
+  """
   weights = {c.name: c.weight for c in config.scorers}
   parts: dict[str, float] = {}
   for score in scores:
@@ -293,8 +341,11 @@ OptionsT = TypeVar('OptionsT')
 
 
 def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) -> OptionsT:
-  """Parses scorer options into dataclass `kind`. Raises UserError for a wrong name or type."""
-  # JSON has no tuples: `from_json` expects lists, which a saved configuration holds too.
+  """Parses a scorer's options into the dataclass `kind`. Raises UserError for an unknown name or a
+  value of the wrong type.
+  """
+  # `from_json` expects lists, since JSON has no tuples. Options from a saved configuration are
+  # lists already.
   plain = {
     name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
   }

@@ -1,7 +1,8 @@
-"""Watches verifiers that should only compare text, and refuses any other operation.
+"""Refuses forbidden operations of verifiers, which should only compare text.
 
-The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot
-be removed. A process in which an operation was refused must be discarded.
+A verifier is the function with which a task generator checks an answer. The watch is an audit hook
+of the interpreter, which calls it before each audited operation, such as starting a process. The
+hook cannot be removed. A process in which an operation was refused must be discarded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class BadSign(RuntimeError):
-  """A verifier attempted a forbidden operation: its process must not be used again."""
+  """A verifier attempted a forbidden operation. Its process must not be used again."""
 
 
 class _Watch:
@@ -34,14 +35,15 @@ class _Watch:
   installed = False
   thread: int | None = None
   sign = ''
-  """First operation that was refused."""
+  """First operation that was refused; empty if none was refused."""
   literal: str | None = None
-  """The only text that may be compiled; None: no text may be."""
+  """The only text that may be compiled. If None, no text may be compiled."""
 
 
 def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
   match event:
-    # Compiling text, as eval, exec and ast.literal_eval do. Compiling an imported file is allowed.
+    # eval, exec and ast.literal_eval compile text, which is suspicious. Compiling an imported file
+    # is allowed.
     case 'compile':
       source = args[0].decode(errors='replace') if isinstance(args[0], bytes) else args[0]
       return source != _Watch.literal and (not isinstance(args[1], str) or args[1].startswith('<'))
@@ -56,13 +58,15 @@ def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
 
 
 def _exposes_processes(path: Any) -> bool:
-  """Whether a path may expose a process's environment or memory, or lead to a file that does."""
+  """Whether opening a path may expose the environment or memory of a process, or give access to a
+  file that exposes them.
+  """
   if isinstance(path, int):
     return False
   if not isinstance(path, str | bytes):
     return True
-  # With a directory descriptor, files are opened by relative names that the audit event does not
-  # resolve.
+  # Directories are refused, because files can be opened relative to the descriptor of a directory,
+  # and the audit event does not resolve such relative names.
   return os.path.isdir(path) or os.fsdecode(os.path.realpath(path)).startswith('/proc/')
 
 
@@ -78,15 +82,18 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """Forbids this thread, inside the block, to compile text, import new libraries, write files, read
-  /proc or start processes.
+  """Forbids the current thread some operations inside the block.
+
+  These are compiling text, importing further third-party libraries, writing or deleting files,
+  reading /proc, using the network, and starting threads or processes.
 
   Args:
     name: the verifier's name, for the error message.
-    literal: harmless text that may be compiled; None: no text may be compiled.
+    literal: harmless text that may be compiled. If None, no text may be compiled.
 
   Raises:
-    BadSign: the block attempted one of these, even if it caught the refusal itself.
+    BadSign: the block attempted a forbidden operation, even if it caught the exception that refused
+      the operation.
   """
   if not _Watch.installed:
     sys.addaudithook(_hook)

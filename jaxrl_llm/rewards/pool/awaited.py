@@ -1,7 +1,7 @@
-"""Runs, on the event loop, scorers that wait for another process; limits concurrency and time.
+"""Runs, on the event loop, the scorers that wait for another process.
 
-Invariants: a call ends at its deadline even if the scorer ignores its cancellation; a scorer's
-exceptions are returned as data.
+Invariants: at most `concurrency` calls of a scorer are in flight. A call ends at its deadline even
+if the scorer ignores its cancellation. Exceptions of a scorer are returned as data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked, failed, timed_o
 OPEN_DEADLINE_S = 120.0
 """Time limit in seconds for opening a scorer, including the first reply from its server."""
 CLOSE_DEADLINE_S = 10.0
-"""Time limit in seconds for closing a scorer; after that, the run continues without waiting."""
+"""Time limit in seconds for closing a scorer. After that, the scorer is left open and the run
+continues.
+"""
 
 
 class AwaitedScorer:
@@ -39,7 +41,10 @@ class AwaitedScorer:
     self._under_way: set[asyncio.Task] = set()
 
   async def start(self) -> None:
-    """Opens the scorer. Raises RunError if that fails; a UserError of the scorer is passed on."""
+    """Opens the scorer.
+
+    Raises RunError if the scorer cannot be opened. A UserError that the scorer raises is passed on.
+    """
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     self._open = asyncio.create_task(self._hold(ready))
     try:
@@ -59,18 +64,21 @@ class AwaitedScorer:
       ) from error
 
   async def _hold(self, ready: asyncio.Future) -> None:
-    """Enters and leaves the scorer's context in the same task, as cancel scopes require."""
+    """Enters the scorer's context, waits until the scorer is to be closed, and leaves the context.
+
+    One task does all of this, because a cancel scope must be left in the task that entered it.
+    """
     try:
       async with self._scorer.open() as call:
-        if not ready.done():  # Done if `start` has given up.
+        if not ready.done():  # It is done if `start` no longer waits.
           ready.set_result(call)
         await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
     except (KeyboardInterrupt, GeneratorExit):
       raise
     except BaseException as error:
       if not ready.done():
-        # Awaiting a SystemExit would end the event loop. Awaiting a CancelledError would look like
-        # a cancellation of the awaiting task.
+        # A SystemExit in `ready` would end the event loop. A CancelledError would look like a
+        # cancellation of the task that awaits `ready`.
         failure = RuntimeError(f'{type(error).__name__}: {error}')
         ready.set_exception(error if isinstance(error, Exception) else failure)
       elif isinstance(error, asyncio.CancelledError):
@@ -81,7 +89,7 @@ class AwaitedScorer:
         )
 
   async def close(self) -> None:
-    """Closes the scorer; calls in flight raise RunError."""
+    """Closes the scorer. Calls in flight raise RunError."""
     self._call = None
     self._closing.set()
     for task in self._under_way:
@@ -96,11 +104,14 @@ class AwaitedScorer:
 
   @property
   def addressed(self) -> bool:
-    """Whether the scorer's addresses can change; False until the scorer is open."""
+    """Whether the scorer's addresses can be changed; False until the scorer is open."""
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sets the scorer's addresses. Raises UserError if it refuses one, or has no addresses."""
+    """Sets the scorer's addresses.
+
+    Raises UserError if the scorer refuses an address, or has no addresses that can be changed.
+    """
     if not isinstance(self._call, Addressed):
       raise UserError(f'scorer {self._name!r} has no addresses to change')
     try:
@@ -115,7 +126,11 @@ class AwaitedScorer:
   async def call(
     self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
   ) -> CallOutcome:
-    """Scores one attempt or one group; the wait for a slot does not count towards the deadline."""
+    """Scores one attempt or one group.
+
+    The call first waits until fewer than `concurrency` calls are in flight. This wait does not
+    count towards the deadline.
+    """
     async with self._free:
       if self._call is None:
         raise RunError('scorer pool: score() was called before start() or after close()')
@@ -127,7 +142,7 @@ class AwaitedScorer:
         await asyncio.wait({task}, timeout=deadline_s)
       finally:
         late = not task.done()
-        task.cancel()  # No effect if it is done.
+        task.cancel()  # This has no effect if the task is done.
     if self._call is None:
       raise RunError(f'scorer {self._name}: was closed with a call under way')
     return timed_out(deadline_s) if late else task.result()
@@ -140,9 +155,10 @@ async def _call_scorer(
   *,
   per_group: bool,
 ) -> CallOutcome:
-  """Calls the scorer; returns its exceptions as data, even CancelledError and SystemExit.
+  """Calls the scorer and returns its exceptions as data, including CancelledError and SystemExit.
 
-  A SystemExit would otherwise end the event loop.
+  A SystemExit would otherwise end the event loop. Only KeyboardInterrupt and GeneratorExit are
+  raised.
   """
   start = time.perf_counter()
   try:

@@ -1,7 +1,10 @@
-"""Keeps the addresses of scorers at those of services in a registry, as `scorers.json` would.
+"""Updates the addresses of scorers when their services enter or leave a registry.
 
-Invariant: all services of a scorer serve the same: one whose fingerprint differs from that of the
-first is ignored with one log line, because scores of two models must not be mixed.
+The new addresses are applied in the same way as those in the file `scorers.json`.
+
+Invariant: all services that a scorer calls have the same fingerprint, because scores of two models
+must not be mixed. A service whose fingerprint differs from that of the scorer's first service is
+ignored and logged once.
 """
 
 from __future__ import annotations
@@ -20,26 +23,27 @@ from jaxrl_llm.rewards.api import Discovers
 from jaxrl_llm.rewards.pool.live import Live
 
 SERVICES_DEADLINE_S = 900.0
-"""Time limit in seconds for a scorer's first service to register at the start of a run."""
+"""Time limit in seconds, at the start of a run, until every scorer has a service in the registry.
+"""
 _LOOK_S = LOOK_S
 
 
 @dataclasses.dataclass
 class _Followed:
-  """A scorer, and what is known of its services."""
+  """A scorer and its services, as last seen in the registry."""
 
   name: str
   discovers: Discovers
   first: Lease | None = None
-  """First service, whose fingerprint the others must have."""
+  """First service that was found, whose fingerprint the other services must have."""
   addresses: tuple[str, ...] = ()
-  """Addresses in force."""
+  """Addresses that were applied last; empty if no service is registered."""
   refused: set[str] = dataclasses.field(default_factory=set)
-  """Ids of leases that are ignored."""
+  """IDs of the registry entries (leases) that are ignored because their fingerprints differ."""
 
 
 class Discovered:
-  """Follows the services of the scorers that discover theirs."""
+  """Watches the registry for the services of all scorers that discover their services."""
 
   def __init__(
     self,
@@ -49,8 +53,9 @@ class Discovered:
   ):
     """
     Args:
-      scorers: what each scorer calls, keyed by its name.
-      apply: puts addresses in force; raises UserError for those that cannot be used.
+      scorers: selection of the services that each scorer calls, keyed by the scorer's name.
+      apply: changes the addresses of a scorer; raises UserError for addresses that cannot be
+        used.
     """
     self._registry, self._apply = registry, apply
     self._scorers = [_Followed(name, discovers) for name, discovers in scorers.items()]
@@ -60,9 +65,9 @@ class Discovered:
     self._following: asyncio.Task | None = None
 
   async def start(self) -> None:
-    """Waits until each scorer has a service, then follows them.
+    """Waits until each scorer has a service, then watches the registry in the background.
 
-    Raises WaitExpired after `SERVICES_DEADLINE_S`.
+    Raises WaitExpired if a scorer has no service after `SERVICES_DEADLINE_S`.
     """
     names = ', '.join(
       f'{followed.name} ({followed.discovers.kind} {followed.discovers.pattern})'
@@ -86,7 +91,7 @@ class Discovered:
       await self._check()
 
   async def close(self) -> None:
-    """Stops following, after the change in progress has been applied."""
+    """Stops watching the registry, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
       # wait live_file: as for scorers.json

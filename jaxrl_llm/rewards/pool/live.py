@@ -1,8 +1,8 @@
-"""`scorers.json`: changes the number of scorer processes and the addresses of judges and sandbox
-hosts during a run.
+"""Applies `scorers.json`, a file that changes the number of scorer processes and the addresses of
+scorers' servers during a run.
 
-Invariants: an unreadable or invalid file changes nothing and logs one line. If one part is applied
-and a later one refused, the log line says which part is in force.
+Invariants: an unreadable or invalid file changes nothing, and one line is logged. If one part of
+the file is applied and a later part is refused, this line says which part is in force.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json, read_bytes
 
 FILE = 'scorers.json'
-"""File name in the run directory."""
+"""Name of the file in the run directory."""
 CHECK_S = 1.0
-"""Polling interval in seconds."""
+"""Seconds between checks whether the file has changed."""
 _MAX_BYTES = 1 << 20
 """Maximum file size in bytes."""
 
@@ -31,9 +31,9 @@ class Live:
   """Parsed content of `scorers.json`."""
 
   workers: int | None = None
-  """Number of scorer processes; None: unchanged."""
+  """Number of scorer processes. If None, the number stays as it is."""
   addresses: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  """New addresses, keyed by scorer name; scorers not listed keep theirs."""
+  """New addresses, keyed by scorer name. Scorers that are not listed keep their addresses."""
 
 
 def parse(text: str) -> Live:
@@ -64,7 +64,7 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """Part of the file was applied and the rest was refused; the message says which."""
+  """Part of the file was applied and the rest was refused. The message names the applied part."""
 
 
 class LiveFile:
@@ -74,8 +74,8 @@ class LiveFile:
     """
     Args:
       path: the file; it need not exist.
-      apply: applies the content; raises UserError if nothing was applied, Partly if only a part
-        was.
+      apply: applies the content; raises UserError if nothing was applied, and Partly if only a
+        part of the content was applied.
     """
     self._path, self._apply = path, apply
     self._seen: tuple[int, ...] | None = None
@@ -109,7 +109,7 @@ class LiveFile:
         logging.info('%s: applied', self._path)
     except Partly as error:
       logging.warning('%s: %s', self._path, error)
-    # ValueError: not text, not a regular file, or too large.
+    # A ValueError means that the file is not text, not a regular file, or too large.
     except (UserError, OSError, ValueError) as error:
       logging.warning('%s: %s; nothing was changed', self._path, error)
 

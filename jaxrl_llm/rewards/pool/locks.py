@@ -1,7 +1,7 @@
 """Locks between scorer processes, without names in the file system.
 
-With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when
-the whole process tree is killed.
+The locks that `multiprocessing` creates for a fork server are semaphores with names in /dev/shm. If
+the whole process tree is killed, nothing removes these semaphores.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import time
 
 
 class PipeLock:
-  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds it.
+  """A reentrant lock that processes share.
 
-  A process receives the pickled lock when the process starts. As with `multiprocessing.RLock`, the
-  lock stays held if its holder is killed.
+  The lock is a pipe with a single byte. The thread that has read the byte holds the lock, and
+  releases it by writing the byte back. A process receives the pickled lock when it starts. As with
+  `multiprocessing.RLock`, the lock stays held if the process that holds it is killed.
   """
 
   def __init__(self, context: multiprocessing.context.BaseContext):
@@ -31,15 +32,15 @@ class PipeLock:
   def __setstate__(self, ends) -> None:
     self._reader, self._writer = ends
     self._holder: int | None = None
-    """ID of the thread of this process that holds the lock; None if none does."""
+    """ID of the thread that holds the lock; None if no thread of this process holds it."""
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
     """Acquires the lock; returns whether this thread holds it now.
 
     Args:
-      block: whether to wait until the lock is released.
-      timeout: maximum wait in seconds; None: unlimited.
+      block: whether to wait if another thread or process holds the lock.
+      timeout: maximum wait in seconds. If None, the wait is unlimited.
     """
     if self._holder != threading.get_ident():
       deadline = None if timeout is None else time.monotonic() + timeout

@@ -13,7 +13,9 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Maximum size of a value, part or turn value; squares and batch sums stay finite in float32."""
+"""Maximum magnitude of a value, part or turn value. Within it, squares and sums over a batch stay
+finite in float32.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +33,11 @@ class CallOutcome:
 
 
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
-  """Validates `count` verdicts and converts them to plain floats and JSON.
+  """Validates the verdicts of a scorer, and converts their contents to plain floats and JSON.
 
-  Raises TypeError or ValueError for a wrong type or count, a number beyond `MAX_SCORE`, or deeply
-  nested evidence.
+  Raises TypeError or ValueError if there are not exactly `count` verdicts, if one has a wrong type,
+  if a number is not finite or its magnitude exceeds `MAX_SCORE`, or if evidence is nested too
+  deeply.
   """
   if not isinstance(verdicts, Sequence):
     raise TypeError(
@@ -73,7 +76,7 @@ def failed(raised: BaseException, seconds: float) -> CallOutcome:
 def _text(raised: BaseException) -> str:
   try:
     return f'{type(raised).__name__}: {raised}'[:500]
-  except Exception as error:  # `__str__` may be the scorer's own code, and raise in turn.
+  except Exception as error:  # `__str__` may be the scorer's own code, which may also raise.
     return f'{type(raised).__name__}, which cannot be printed ({type(error).__name__})'
 
 

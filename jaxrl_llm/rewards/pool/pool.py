@@ -1,8 +1,9 @@
-"""The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
+"""The scorer pool, which scores attempts as soon as they finish, concurrently with the rest of the
+run.
 
-Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes
-its process affects only its own scores, and its `on_failure` decides their values; every failure is
-counted.
+Invariants: every call results in exactly one Score per attempt. If a scorer hangs, raises an
+exception or crashes its process, only its own scores are affected, and the scorer's option
+`on_failure` decides their values. Every failure is counted.
 """
 
 from __future__ import annotations
@@ -38,13 +39,18 @@ from jaxrl_llm.rewards.pool.processes import Workers
 
 
 class ScorerPool:
-  """Runs all scorers of a run: CPU-bound ones in worker processes, awaited ones on the event loop.
+  """Runs all scorers of a run.
+
+  Scorers that compute run in worker processes. Scorers that wait for another process (`Awaited`,
+  `AwaitedGroup`) run on the event loop.
 
   Attributes:
-    counts: counters keyed by name. Calls by status: `ok`, `timeout`, `error` and `crashed` in
-      total, and `<scorer>/<status>` per scorer. How failures were handled: `<scorer>/retried`,
-      `<scorer>/unscorable`, `<scorer>/zeroed` and, counting groups, `<scorer>/dropped_groups`.
-      `unscorable` counts all values of None; `breaks` counts restarts of all workers.
+    counts: counters, keyed by name. Calls are counted by status, in total (`ok`, `timeout`,
+      `error`, `crashed`) and for each scorer (`<scorer>/<status>`). `<scorer>/retried` counts the calls that
+      were repeated after a failure. `<scorer>/unscorable` and `<scorer>/zeroed` count the attempts
+      that got no value or the value 0 because the scorer failed, and `<scorer>/dropped_groups` counts the
+      groups that were dropped for this reason. `unscorable` counts all values of None, and
+      `breaks` counts the restarts of all workers.
   """
 
   def __init__(
@@ -58,9 +64,10 @@ class ScorerPool:
     """
     Args:
       scorers: scorers, keyed by their names in `config`.
-      live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such
-        file.
-      registry: registry of the run, for scorers that discover their services; None: there is none.
+      live: path of the file that reconfigures the pool during the run (`pool.live`); None if there
+        is no such file.
+      registry: registry of the run, for scorers that discover their services; None if there is
+        none.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
     if missing:
@@ -91,7 +98,7 @@ class ScorerPool:
     self._discovered = Discovered(registry, discovering, self._apply) if discovering else None
 
   async def start(self) -> None:
-    """Starts the workers and opens the awaited scorers; returns when all respond."""
+    """Opens the awaited scorers and starts the workers. Returns when all of them respond."""
     for awaited in self._awaited.values():
       await awaited.start()
     if self._live is not None:
@@ -103,7 +110,7 @@ class ScorerPool:
       self._live.start()
 
   async def close(self) -> None:
-    """Kills the workers and closes the awaited scorers; calls in flight raise RunError."""
+    """Kills the workers and closes the awaited scorers. Calls in flight raise RunError."""
     if self._live is not None:
       await self._live.close()
     if self._discovered is not None:
@@ -118,13 +125,16 @@ class ScorerPool:
     return self._workers.count
 
   async def resize(self, workers: int) -> None:
-    """Changes the workers' number from the next call on; calls in flight finish where they are."""
+    """Changes the number of workers for later calls. Calls in flight finish in the old workers."""
     if workers < 1:
       raise UserError(f'scorer pool: {workers} workers, wanted at least 1')
     await self._workers.resize(workers)
 
   async def _apply(self, live: Live) -> None:
-    """Applies the live file. Raises UserError if nothing was changed, Partly if only a part was."""
+    """Applies new addresses and a new number of workers.
+
+    Raises UserError if nothing was changed, and Partly if only a part of the changes was made.
+    """
     addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
     for name in live.addresses:
       if name not in addressed:
@@ -146,7 +156,9 @@ class ScorerPool:
       raise Partly(f'{error}; only the addresses of {moved} were changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
-    """Scores an attempt: one Score per per-sample scorer in force, in configuration order."""
+    """Scores an attempt. Returns one Score for each per-sample scorer in force, in configuration
+    order.
+    """
     chosen = self._in_force(attempt, per_group=False)
     return tuple(
       [
@@ -160,15 +172,15 @@ class ScorerPool:
   async def score_group(
     self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
   ) -> list[tuple[Score, ...]]:
-    """Runs the group scorers; returns all scores of each attempt (`scores` included) in
-    configuration order.
+    """Runs the group scorers on a group.
 
-    Group scorers see all attempts, including those that other scorers could not judge. They are
-    skipped if the failure of another scorer drops the group.
+    Returns all scores of each attempt, including those in `scores`, in configuration order. Group
+    scorers see all attempts, including attempts to which other scorers gave no value. They are
+    skipped if the failure of a per-sample scorer drops the group.
 
     Args:
-      attempts: the group's attempts, at one task.
-      scores: scores of each attempt from `score`.
+      attempts: the attempts of the group, all at the same task.
+      scores: the scores that `score` returned for each attempt.
     """
     attempts, scores = tuple(attempts), tuple(scores)
     if len({attempt.task.uid for attempt in attempts}) != 1:
@@ -195,7 +207,10 @@ class ScorerPool:
     return list(scores)
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns failure counts since the last call as metrics, without kinds that never occurred."""
+    """Returns, as metrics, the numbers of failures since the last call of this method.
+
+    Kinds of failure that have not occurred in the run are left out.
+    """
     taken, self._taken = self._taken, self.counts.copy()
     reported = [
       key
@@ -218,7 +233,11 @@ class ScorerPool:
     attempts: tuple[Attempt, ...],
     scores: tuple[tuple[Score, ...], ...] = (),
   ) -> tuple[Score, ...]:
-    """Returns one Score per attempt; a failed call is repeated up to `retries` times."""
+    """Calls a scorer and returns one Score per attempt.
+
+    A failed call is repeated up to `retries` times, unless the completion is to blame for the
+    failure.
+    """
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
@@ -256,8 +275,8 @@ class ScorerPool:
     *,
     blamed: bool,
   ) -> tuple[Score, ...]:
-    """Returns the scores of a failed call: 0 if the completion is to blame, else as the scorer's
-    `on_failure` says.
+    """Returns the scores of attempts whose last call failed. The value is 0 if the completion is to
+    blame; otherwise the scorer's `on_failure` decides.
     """
     value = 0.0 if blamed or config.on_failure == 'zero' else None
     evidence = {
@@ -292,8 +311,8 @@ class ScorerPool:
     *,
     last: bool,
   ) -> None:
-    """Logs the 1st, 2nd, 4th, 8th, … failure per scorer and status, so a constant failure does not
-    flood the log.
+    """Logs the 1st, 2nd, 4th, 8th, … failure of each scorer with each status, so that a persistent
+    failure does not flood the log.
     """
     so_far = self.counts[f'{config.name}/{outcome.status.value}']
     if so_far & (so_far - 1) == 0:

@@ -1,13 +1,15 @@
-"""Worker processes for scorers. A worker that dies is replaced; the number of workers can change.
+"""Worker processes for scorers. A worker that dies is replaced, and the number of workers can
+change.
 
-Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its
-process affects its own call only; no worker outlives the process that owns it.
+Invariants: every call ends in exactly one `CallOutcome`. A scorer that hangs, raises an exception
+or crashes its process affects only its own call. No worker outlives the process that owns it.
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
-worker is replaced in milliseconds. A process has one fork server, with the imports that its first
-pool asked for; workers import the rest when they start, outside any call's deadline.
-`multiprocessing` runs the main module's top level in every new worker, so a launch script keeps its
-heavy imports under `if __name__ == '__main__':`.
+worker is replaced in milliseconds. A process has only one fork server, which imports what the first
+pool of the process needs. Workers of a later pool import any other libraries when they start,
+before the deadline of a call begins. `multiprocessing` executes the top level of the main module in
+every new worker, so a launch script should keep its heavy imports under `if __name__ ==
+'__main__':`.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from jaxrl_llm.rewards.pool.locks import NamelessLocks
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Time limit in seconds for starting (with imports) or ending the fork server and the workers on a
-busy machine.
+"""Time limit in seconds for the fork server and the workers to start, including their imports, or
+to end. It allows for a busy machine.
 """
 _TO_START = 'scorer workers to start (do their modules import?)'
 
@@ -46,11 +48,13 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""How many times the whole pool may break without an outcome in between; one more stops the run."""
+"""How many times the whole pool may break before a call has an outcome again. One more break stops
+the run.
+"""
 
 
 class Workers:
-  """Calls scorers in `count` processes; starts none if there are no scorers.
+  """Calls scorers in `count` processes. If there are no scorers, no processes are started.
 
   Attributes:
     count: number of processes.
@@ -70,7 +74,7 @@ class Workers:
     Args:
       environment: environment variables that workers keep although their names suggest secrets.
       longest_s: longest call deadline of any scorer, in seconds.
-      counts: counter whose `breaks` is incremented whenever all processes have to be restarted.
+      counts: counters, of which `breaks` is incremented whenever all processes are restarted.
     """
     self._scorers, self._memory_limit_bytes, self._longest_s = (
       dict(scorers),
@@ -81,19 +85,23 @@ class Workers:
     self._places = tuple(
       name for name in os.environ if job.is_place(name) and name not in environment
     )
-    """Variables that would give a worker this process's place in a job."""
+    """Environment variables that state this process's place in a job, which workers must not
+    inherit.
+    """
     self.count, self._counts = count, counts
-    # Twice the number of workers, so that each worker has its next call queued while the event loop
-    # is busy elsewhere.
+    # Limits the calls in flight to twice the number of workers, so that each worker has its next
+    # call queued while the event loop is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
     self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
-    """Pools that finish their last calls, keyed by the task that waits for their end."""
+    """Pools that `resize` replaced and that still finish their last calls. Each is keyed by the
+    task that waits for its end.
+    """
 
   async def start(self) -> None:
-    """Starts the workers; returns when they respond."""
+    """Starts the workers. Returns when they respond."""
     if not self._scorers:
       return
     for name, scorer in self._scorers.items():
@@ -123,7 +131,7 @@ class Workers:
       )
 
   async def close(self) -> None:
-    """Kills the workers; calls in flight raise RunError.
+    """Kills the workers. Calls in flight raise RunError.
 
     Raises:
       WaitExpired: the workers do not end, or the fork server does not report their end.
@@ -138,10 +146,10 @@ class Workers:
         await _stopped(pool)
 
   async def resize(self, count: int) -> None:
-    """Changes the number of workers from the next call on; calls in flight finish where they are.
+    """Changes the number of workers for later calls. Calls in flight finish in their old workers.
 
     Raises:
-      RunError: the new workers do not start; the current ones are kept.
+      RunError: the new workers do not start. The current workers are kept.
     """
     async with self._changing:
       if count == self.count:
@@ -160,7 +168,8 @@ class Workers:
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
-      # Wakes the first waiter, which moves to the new semaphore and so releases the next one.
+      # Wakes the first call that waits for the old semaphore. That call moves to the new semaphore
+      # and releases the old one, which wakes the next call.
       full.release()
 
   async def call(
@@ -179,7 +188,9 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> CallOutcome | None:
-    """Returns None if the pool broke meanwhile: it was replaced, so the call can be repeated."""
+    """Makes one call and returns its outcome, or None if the pool broke during the call. The broken
+    pool has then been replaced, so the call can be repeated.
+    """
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
@@ -201,7 +212,9 @@ class Workers:
       return None
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
-    """Replaces a broken pool, only once even if several calls failed on it."""
+    """Replaces a broken pool. If several calls failed because of the same pool, it is replaced
+    once.
+    """
     async with self._changing:
       if self._pool is not broken:
         return
@@ -217,7 +230,7 @@ class Workers:
       # If the new pool is broken, too, the next call fails and counts the break.
       with contextlib.suppress(BrokenProcessPool):
         await _started(new)
-      if self._pool is not broken:  # Closed meanwhile.
+      if self._pool is not broken:  # The pool was closed meanwhile.
         await _stopped(new)
         return
       self._pool = new
@@ -238,7 +251,7 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
   """Raises UserError if the scorer cannot be pickled."""
   try:
     pickle.dumps(scorer)
-  # pickle raises any of the three.
+  # pickle.dumps can raise any of these three exceptions.
   except (AttributeError, TypeError, pickle.PicklingError) as error:
     raise UserError(
       f'scorer {name!r}: cannot be pickled for its worker process ({error}); wanted a top-level '
@@ -247,7 +260,9 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
 
 
 def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
-  """Starts the pool with SIGINT blocked, since Ctrl-C would reach workers that still import
+  """Starts the pool with SIGINT blocked, and schedules its first call.
+
+  The workers inherit the block. Otherwise, Ctrl-C would interrupt workers that are still importing
   modules.
   """
   signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -267,13 +282,14 @@ def _schedule(
     return pool.schedule(
       worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s
     )
-  except RuntimeError as error:  # Raised by pebble if the pool is not running.
+  except RuntimeError as error:  # pebble raises it if the pool is not running.
     raise BrokenProcessPool(str(error)) from error
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:
-  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool if the
-  workers die, WaitExpired if they are stuck.
+  """Starts the workers and returns the heavy modules that they import.
+
+  Raises BrokenProcessPool if the workers die, and WaitExpired if they do not respond in time.
   """
 
   async def start() -> list[str]:
@@ -283,7 +299,7 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # The start may still succeed later: stop those workers.
+    # The workers may still start later, so a thread stops them.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 
@@ -295,12 +311,12 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
     while True:
       await asyncio.wait({future}, timeout=CHECK_S)
       alive = pool.active
-      if answer.done():  # `future` may lag behind until the event loop runs its callback.
+      if answer.done():  # `future` follows only when the event loop runs its callback.
         return await future  # wait score: it is there
       if not alive:
         raise BrokenProcessPool('the pool ended without an answer')
   finally:
-    future.cancel()  # No effect if it is done.
+    future.cancel()  # This has no effect if the future is done.
 
 
 async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:

@@ -1,5 +1,7 @@
-"""Code that runs in a scorer worker process: holds the scorers, sets resource limits, and ends with
-the pool's owner.
+"""Code that runs in the worker processes of a scorer pool.
+
+A worker process has all scorers of the pool that run in workers, has resource limits, and ends when
+the process that owns the pool ends.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ _scorers: dict[str, Scorer | PerGroup] = {}
 
 
 def _die_with_owner() -> None:
-  """Makes the kernel kill this worker when the pool's owner is gone, even by SIGKILL.
+  """Makes this worker end when the process that owns the pool ends, even if that process is killed.
 
-  The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The
-  sentinel is a pipe whose other end only the owner holds. When that end closes, the kernel sends
-  this process SIGKILL, even in C code that never releases the GIL.
+  The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process.
+  Instead, the worker uses the sentinel of `multiprocessing`, a pipe whose other end only the owner
+  has open. When that end closes, the Linux kernel sends this process SIGKILL, which ends it even in
+  C code that never releases the GIL. On other systems, a thread waits for the owner to end.
   """
   parent = multiprocessing.parent_process()
   if sys.platform == 'linux':
@@ -58,7 +61,7 @@ def _die_with_owner() -> None:
     fcntl.fcntl(
       parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
     )
-    # The owner ended before the signal was set.
+    # The owner may have ended before the signal was set.
     if multiprocessing.connection.wait([parent.sentinel], timeout=0):
       os._exit(1)
   else:
@@ -86,9 +89,10 @@ def _known_libraries() -> set[str]:
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Returns the modules that a built-in scorer needs (own and libraries); None for a user's scorer.
+  """Returns the modules that a built-in scorer needs, or None for a user's scorer.
 
-  Options with an attribute `libraries` override the module's `LIBRARIES`.
+  These are the scorer's own module and its libraries. The libraries are those in the attribute
+  `libraries` of the scorer's options, if it exists, else those in the module's `LIBRARIES`.
   """
   options: Any = None
   while isinstance(scorer, OverrunIsZero | PerGroup | functools.partial):
@@ -118,7 +122,7 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 
 
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
-  """Imports the libraries that the scorers' first calls would import within their deadlines.
+  """Imports the libraries that the scorers need, before the deadline of a first call begins.
 
   The fork server has usually imported these libraries, unless it was started for other scorers. A
   user's scorer may call any built-in scoring function that it has imported, so for such a scorer
@@ -129,25 +133,26 @@ def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
     needed = _built_in(scorer)
     libraries |= _known_libraries() if needed is None else set(needed)
   for name in sorted(libraries):
-    with contextlib.suppress(ImportError):  # The call will report it.
+    with contextlib.suppress(ImportError):  # The first call reports the error.
       importlib.import_module(name)
 
 
 def secrets(environment: Iterable[str]) -> list[str]:
-  """Returns the variables whose names suggest a secret, sorted."""
+  """Returns, sorted, the names of the environment variables whose names suggest a secret."""
   return sorted(name for name in environment if _SECRET.search(name))
 
 
 def initialise(
   scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()
 ) -> None:
-  """Initialises a worker process: limits, libraries and scorers; removes the variables `withheld`
-  from its environment.
+  """Initialises a worker process: sets its limits, removes the variables `withheld` from its
+  environment, imports libraries, and stores the scorers.
   """
   _die_with_owner()
   # Ctrl-C reaches the whole process group, but only the owner reacts to it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # A Python handler would wait for C code to return, and block all workers meanwhile.
+  # A Python handler would run only after C code has returned. The pool waits for a worker that it
+  # stops, so all workers would be blocked until then.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for name in withheld:
@@ -165,13 +170,14 @@ def heavy_modules() -> list[str]:
 def call(
   name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
 ) -> CallOutcome:
-  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which ends the owner.
+  """Calls scorer `name` and returns its exceptions as data.
 
-  After a `BadSign` this process exits: its results can no longer be trusted.
+  This includes SystemExit, which would end the pool's owner. After a `BadSign`, this process exits,
+  since its results can no longer be trusted.
 
   Args:
     attempts: a group for a `PerGroup` scorer, else one attempt.
-    scores: per-sample scores of each attempt; for groups only.
+    scores: per-sample scores of each attempt; empty unless the scorer is a `PerGroup`.
   """
   start, scorer = time.perf_counter(), _scorers[name]
   try:
@@ -187,7 +193,8 @@ def call(
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # Frees objects that the frames hold. If these fill the memory, none is left for the outcome.
+    # Frees the objects to which the frames of the traceback refer. If these objects fill the
+    # memory, no memory is left for the outcome.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)
