@@ -46,11 +46,11 @@ class ScorerPool:
 
   Attributes:
     counts: counters, keyed by name. Calls are counted by status, in total (`ok`, `timeout`,
-      `error`, `crashed`) and for each scorer (`<scorer>/<status>`). `<scorer>/retried` counts the calls that
-      were repeated after a failure. `<scorer>/unscorable` and `<scorer>/zeroed` count the attempts
-      that got no value or the value 0 because the scorer failed, and `<scorer>/dropped_groups` counts the
-      groups that were dropped for this reason. `unscorable` counts all values of None, and
-      `breaks` counts the restarts of all workers.
+      `error`, `crashed`) and for each scorer (`<scorer>/<status>`). `<scorer>/retried` counts the
+      calls that were repeated after a failure. `<scorer>/unscorable` and `<scorer>/zeroed` count
+      the attempts that got no value or the value 0 because the scorer failed, and
+      `<scorer>/dropped_groups` counts the groups that were dropped for this reason. `unscorable`
+      counts all values of None, and `breaks` counts the restarts of all workers.
   """
 
   def __init__(

@@ -1,9 +1,10 @@
-"""Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a
-plain Python function.
+"""Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, and
+plain Python functions.
 
-Invariant: a function gets the arguments that its own framework would pass, under the same names
-(docs/guides/rewards.md lists what is not available here); its result becomes the Verdict.
-Exceptions and results of another form count as failures of the scorer, never as a value.
+Invariants: a function gets the arguments that its own framework would pass, under the same names;
+docs/guides/rewards.md lists those that are not available here. The function's result becomes the
+Verdict. An exception, or a result of an unexpected form, counts as a failure of the scorer and
+never as a value.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, Verdict
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerlOptions:
   function: str
-  """`module:attribute`, or `path/to/file.py:attribute` (verl's `custom_reward_function.path` and
-  `name`).
+  """The function, as `module:attribute` or `path/to/file.py:attribute`. The file and the attribute
+  are verl's `custom_reward_function.path` and `name`.
   """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Further keyword arguments (verl's `custom_reward_function.reward_kwargs`)."""
+  """Further keyword arguments of the function (verl's `custom_reward_function.reward_kwargs`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrlOptions:
   function: str
-  """`module:attribute`, or `path/to/file.py:attribute`."""
+  """The function, as `module:attribute` or `path/to/file.py:attribute`."""
   form: Literal['row', 'plain', 'conversational'] = 'row'
-  """Form of prompts and completions. plain: text; conversational: messages; row: the form of the
-  row's own prompt.
+  """Form in which the function gets prompts and completions. plain: text; conversational: lists of
+  messages; row: the form that the prompt has in the task's dataset row.
   """
   truth_column: str = 'ground_truth'
-  """Name of the column in which the function gets the truth; a field of the row with this name
-  takes precedence.
+  """Name of the column in which the function gets the truth (the reference answer). If the row has
+  a field with this name, the function gets that field instead.
   """
   per_group: bool = False
   """Whether to call the function once per group instead of once per attempt, for functions that
@@ -66,12 +67,12 @@ class PythonOptions:
   """`module:attribute` or `path/to/file.py:attribute` of a function `f(prompt, completion, truth)`.
   """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Further keyword arguments."""
+  """Further keyword arguments of the function."""
 
 
 class UserFunction:
-  """A user's function, pickled by name, so that a worker loads it at start-up and not within the
-  first call's deadline.
+  """A user's function, which is pickled by name. A worker therefore loads the function when the
+  worker starts, before the deadline of the first call begins.
   """
 
   def __init__(self, name: str, scorer: str):
@@ -100,7 +101,7 @@ class UserFunction:
     return UserFunction, (self.name, self._scorer)
 
   def __call__(self, *arguments: Any, **named: Any) -> Any:
-    """Returns the function's result; an `async def` is run to completion."""
+    """Calls the function and returns its result. An `async def` is run to completion."""
     result = self.call(*arguments, **named)
     return asyncio.run(_result(result)) if inspect.isawaitable(result) else result
 
@@ -110,7 +111,9 @@ async def _result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:
-  """Imports the file as a module, once per process; it can import its siblings, as scripts can."""
+  """Imports the file as a module, once per process. Like a script, the file can import modules from
+  its own directory.
+  """
   if not path.is_file():
     raise UserError(f'{where}: {path}: no such file')
   name = (
@@ -122,7 +125,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
     sys.path.append(str(path.parent))
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # Dataclasses in the file resolve their annotations through it.
+  sys.modules[name] = module  # Dataclasses in the file look up annotations there.
   try:
     spec.loader.exec_module(module)
   except (Exception, SystemExit) as error:
@@ -143,7 +146,11 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
 
 
 def ground_truth(task: Task) -> Json:
-  """Returns the truth with its type in the row; the taskset's text if the taskset made its own."""
+  """Returns the task's truth with the type that it has in the dataset row.
+
+  If the taskset derived the truth instead of copying it from the row, returns the text of the
+  truth.
+  """
   reward_model = task.fields.get('reward_model')
   values = [
     reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else None,
@@ -160,13 +167,15 @@ def ground_truth(task: Task) -> Json:
 
 
 def data_source(task: Task) -> str:
-  """Returns the row's `data_source`, else the taskset's name."""
+  """Returns the row's field `data_source` if it is text, else the name of the taskset."""
   named = task.fields.get('data_source')
   return named if isinstance(named, str) else task.taskset
 
 
 def prompt_text(task: Task) -> str:
-  """Returns the prompt as text: the row's if text, else the messages joined by blank lines."""
+  """Returns the prompt as text: the row's prompt if it is text, else the contents of the task's
+  messages, joined by blank lines.
+  """
   prompt = task.fields.get('prompt')
   return (
     prompt
@@ -184,7 +193,7 @@ def _number(value: Any, where: str) -> float:
 def _json(value: Any) -> Json:
   try:
     return json.loads(json.dumps(value, default=repr), parse_constant=str)
-  # A key that JSON does not allow, or a value that contains itself.
+  # The value has a key that JSON does not allow, or contains itself.
   except (TypeError, ValueError, RecursionError):
     return repr(value)
 
@@ -194,14 +203,16 @@ def _is_part(value: Any) -> bool:
     return False
   try:
     return math.isfinite(float(value))
-  # An array of several numbers; an integer too large for a float.
+  # The value is an array of several numbers, or an integer too large for a float.
   except (TypeError, ValueError, OverflowError):
     return False
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
-  """Converts a function's result: a number, or a dict that has the value under one of `keys`. Other
-  numbers in the dict become parts, other entries evidence.
+  """Converts the result of a function to a Verdict.
+
+  The result is a number, or a dict that has the value under one of `keys`. Other finite numbers in
+  the dict become parts, and all other entries become evidence.
   """
   if not isinstance(result, Mapping):
     return Verdict(value=_number(result, 'what the function returned'))
@@ -229,7 +240,10 @@ def _none_said() -> Verdict:
 def score_verl(
   attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]
 ) -> Verdict:
-  """Scores as verl's reward manager does: the function returns a number, or a dict with `score`."""
+  """Scores an attempt with a function that is called as verl's reward manager would call it.
+
+  The function returns a number, or a dict with the key `score`.
+  """
   task = attempt.task
   result = function(
     data_source=data_source(task),
@@ -242,8 +256,8 @@ def score_verl(
 
 
 def verl_scorer(**options: Any) -> Scorer:
-  """verl's compute_score(data_source, solution_str, ground_truth, extra_info), unchanged; options:
-  `VerlOptions`.
+  """An unchanged function for verl: compute_score(data_source, solution_str, ground_truth,
+  extra_info). The options are `VerlOptions`.
   """
   read = from_json(dict(options), VerlOptions, "options of scorer 'verl'")
   return functools.partial(
@@ -254,8 +268,10 @@ def verl_scorer(**options: Any) -> Scorer:
 def score_python(
   attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]
 ) -> Verdict:
-  """Scores with a function that returns a number, a bool, a dict with `score` or `value`, or None
-  for unscorable.
+  """Scores an attempt with a plain Python function.
+
+  The function returns a number, a bool, a dict with the key `score` or `value`, or None if it
+  cannot score the attempt.
   """
   result = function(
     prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments
@@ -264,8 +280,8 @@ def score_python(
 
 
 def python_scorer(**options: Any) -> Scorer:
-  """A plain Python function f(prompt, completion, truth) -> number, bool or dict; options:
-  `PythonOptions`.
+  """A plain Python function f(prompt, completion, truth) that returns a number, a bool or a dict.
+  The options are `PythonOptions`.
   """
   read = from_json(dict(options), PythonOptions, "options of scorer 'python'")
   return functools.partial(
@@ -274,7 +290,7 @@ def python_scorer(**options: Any) -> Scorer:
 
 
 class UnknownTokens(Sequence):
-  """Stands in for a completion's token IDs: scorers get only their number."""
+  """Stands in for a completion's token IDs, since scorers know only the number of tokens."""
 
   def __init__(self, count: int):
     self._count = count
@@ -287,7 +303,9 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """Returns the rows' fields as TRL passes columns: a list per field, an element per completion."""
+  """Returns the rows' fields as columns in TRL's form: for each field, a list with one element per
+  completion.
+  """
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
   columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in kept}
@@ -308,7 +326,9 @@ def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
 def trl_verdicts(
   attempts: Sequence[Attempt], function: UserFunction, options: TrlOptions
 ) -> tuple[Verdict, ...]:
-  """Calls the function once, as `GRPOTrainer` does; returns one verdict per attempt."""
+  """Calls the function once, with the arguments that TRL's `GRPOTrainer` would pass. Returns one
+  verdict per attempt.
+  """
   extras: dict[str, list[Any]] = {}
   metrics: dict[str, float] = {}
   row_prompts = [attempt.task.fields.get('prompt') for attempt in attempts]
@@ -376,7 +396,9 @@ def score_trl_group(
 
 
 def trl_scorer(**options: Any) -> Scorer | PerGroup:
-  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged (`TrlOptions`)."""
+  """An unchanged function for TRL: reward_func(prompts, completions, **columns), which returns a
+  list. The options are `TrlOptions`.
+  """
   read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
   function = UserFunction(read.function, 'trl')
   if read.per_group:

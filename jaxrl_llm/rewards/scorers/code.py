@@ -1,8 +1,8 @@
 """Scorer that runs the completion's program against the task's tests, in a sandbox.
 
-The value is 1.0 if all tests pass, else 0.0 (or the fraction that passes, see `credit`); it is None
-only if the task has no valid tests. Whatever the program does, it gets a value; if the sandbox
-itself fails, the scorer raises an exception.
+The value is 1.0 if all tests pass. Otherwise it is 0.0 or, with the option `credit='fraction'`, the
+fraction of the tests that pass. The value is None only if the task has no valid tests. A program
+gets a value whatever it does. If the sandbox itself fails, the scorer raises an exception.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeOptions(DiscoveringOptions):
   credit: Literal['all', 'fraction'] = 'all'
-  """Value of a program that passes only some tests. all: 0; fraction: the fraction that it passes.
-  In both cases, the part `passed` of the score holds the fraction.
+  """Value of a program that passes only some tests. all: the value is 0; fraction: the value is the
+  fraction of tests that the program passes. In both cases, the part `passed` of the score is this
+  fraction.
   """
   addresses: tuple[str, ...] = ()
-  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run here."""
+  """Addresses of the sandbox hosts (`jaxrl serve --role=sandbox`) that run the programs. If empty,
+  the programs run on this machine, unless `discover` is set.
+  """
   isolation: Isolation = 'auto'
   """How programs that run on this machine are isolated."""
   wall_s: float = Limits.wall_s
   """Wall-clock limit in seconds for a program with all of its tests.
 
-  It must be below the scorer's deadline_s, so that the program, not the scorer, is blamed for a
-  timeout.
+  The limit must be below the scorer's deadline_s, so that the program, not the scorer, is blamed
+  for a timeout.
 
-  Unless configured, it is four fifths of deadline_s, but not more than the default
-  (`options_within`).
+  If the limit is not configured, it is the default or four fifths of deadline_s, whichever is
+  lower. With sandbox hosts, four fifths of request_deadline_s also bound it (`options_within`).
   """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
@@ -79,7 +82,9 @@ def fenced(text: str) -> str | None:
 
 
 def _block(fence: re.Match[str]) -> str:
-  """Returns the block's code without the indentation that its fence has inside a list."""
+  """Returns the code of a fenced block. If the fence is indented, as in a list, the same
+  indentation is removed from the code.
+  """
   indent = len(fence['indent'])
   return (
     re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
@@ -94,7 +99,9 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether the source is code that defines or imports something, not prose or a usage example."""
+  """Whether the source is code that defines or imports something and uses no undefined names,
+  rather than prose or a usage example.
+  """
   tree = _parses(source)
   kinds = (
     ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
@@ -129,10 +136,12 @@ def _stands_alone(tree: ast.Module) -> bool:
 
 
 def program_of(completion: str, prompt: str) -> str | None:
-  """Extracts the completion's program: its last fenced block, else all of it; None if it is blank.
+  """Extracts the program from a completion; None if the program is blank.
 
-  A program that continues code in the prompt (with an indented body), or repeats only a part of
-  that code, is appended to that code.
+  The program is the last fenced block of the answer after the thoughts, or the whole answer if
+  there is no such block. The program is appended to the code in the prompt in two cases: if it
+  parses only as a continuation of that code, such as an indented function body, or if that code is
+  itself complete and defines or imports something.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)
@@ -151,7 +160,7 @@ _ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
 
 
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
-  """Reads the task's tests into a Work whose program is empty; None if there are none.
+  """Reads the tests of a task into a `Work` whose program is empty; None if the task has no tests.
 
   Raises ValueError if the tests are malformed.
   """
@@ -235,7 +244,7 @@ class SandboxHosts(ServiceClient):
     self._limits, self._credit = options.limits, options.credit
 
   async def __call__(self, attempt: Attempt) -> Verdict:
-    # In a thread: parsing a long completion would hold up the event loop.
+    # This runs in a thread, since parsing a long completion would block the event loop.
     work = await asyncio.to_thread(read_work, attempt)
     if isinstance(work, Verdict):
       return work
@@ -244,14 +253,16 @@ class SandboxHosts(ServiceClient):
 
 
 _SHARE = 0.8
-"""Share of a call's deadline that is the program's wall-clock limit; the sandbox needs the rest."""
+"""Default wall-clock limit of a program, as a fraction of the call's deadline. The sandbox needs
+the rest of the time.
+"""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
-  """Returns the scorer's options; if they set no `wall_s`, adds one that fits the deadline.
+  """Returns the scorer's options. If they do not set `wall_s`, one that fits the deadline is added.
 
-  Raises UserError if a program that never ends would count as a failure of the scorer rather than
-  score 0.
+  Raises UserError if `wall_s` is not below the deadline. A program that never ends would then count
+  as a failure of the scorer, rather than score 0.
   """
   options = dict(config.options)
   remote_s = (
@@ -260,7 +271,7 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
     else math.inf
   )
   if not isinstance(remote_s, int | float):
-    return options  # Refused where the options are parsed.
+    return options  # Parsing the options refuses the value.
   wall_s = options.setdefault(
     'wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s)
   )
@@ -273,7 +284,9 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
 
 
 def code_scorer(**options: Any) -> Scorer | Awaited:
-  """Whether the program passes the task's tests, run in a sandbox; options: `CodeOptions`."""
+  """Whether the completion's program passes the task's tests, which run in a sandbox. The options
+  are `CodeOptions`.
+  """
   read = from_json(dict(options), CodeOptions, "options of scorer 'code'")
   limits = read.limits
   if read.addresses or read.discover is not None:
@@ -290,6 +303,7 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
       concurrency=read.concurrency,
       discovers=Discovers.of('sandbox', read.discover),
     )
-  # Fails at the start on a machine that cannot isolate.
+  # Opening a sandbox here reports, when the scorer is built, that a machine cannot isolate
+  # programs.
   Sandboxes(limits, isolation=read.isolation).close()
   return functools.partial(score_code, options=read)

@@ -70,7 +70,10 @@ def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
 
 
 def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
-  """Returns (contents of the template's fields, ''), or ({}, reason) if the form is wrong."""
+  """Returns the contents of the template's fields, keyed by field, and an empty reason.
+
+  If the completion does not have the template's form, returns an empty dict and the reason.
+  """
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)
@@ -103,6 +106,6 @@ def score_format(attempt: Attempt, *, pieces: tuple[Piece, ...]) -> Verdict:
 
 
 def format_scorer(**options: Any) -> Scorer:
-  """Whether the completion has the form of a template; options: `FormatOptions`."""
+  """Whether the completion has the form of a template. The options are `FormatOptions`."""
   read = read_options(FormatOptions, options, 'format')
   return functools.partial(score_format, pieces=read_template(read.template))

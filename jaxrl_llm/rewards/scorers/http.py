@@ -1,8 +1,9 @@
 """A scorer behind HTTP: posts each attempt as JSON and reads the verdict from the response.
 
-Request: `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is a
-list of chat messages. Response: `{value | score, parts?, evidence?}`; a null value means that the
-attempt cannot be judged. Any other response counts as a failure of the scorer, never as a value.
+The request is `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is
+a list of chat messages. The response is `{value, parts, evidence}`, where `parts` and `evidence`
+are optional and `value` may also be named `score`. A null value means that the attempt cannot be
+judged. Any other response counts as a failure of the scorer, never as a value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndpointOptions(DiscoveringOptions):
-  """Options of the scorer; addresses are full URLs: `http://host:port/path`."""
+  """Options of the scorer. The addresses are complete URLs, such as `http://host:port/path`."""
 
 
 def request_body(attempt: Attempt) -> dict[str, Json]:
@@ -77,7 +78,7 @@ class Endpoint(ServiceClient):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """An HTTP endpoint that receives each attempt and responds with its value; options:
+  """An HTTP endpoint that receives each attempt and responds with its value. The options are
   `EndpointOptions`.
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")

@@ -1,5 +1,7 @@
-"""Scorer for school questions: grades each by its kind against the reference answer, with the
-functions of `answer`.
+"""Scorer for school questions of several kinds, such as choice, numeric and text.
+
+The kind of a question decides how its answer is compared with the reference answer. The comparisons
+are those of scorer `answer`.
 """
 
 from __future__ import annotations
@@ -22,22 +24,24 @@ LIBRARIES = ('math_verify',)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class K12Options(AnswerOptions):
   mode: Mode | None = None
-  """Mode for tasks that state no kind; None: such tasks cannot be scored."""
+  """Comparison mode for tasks that state no kind. If None, such tasks cannot be scored."""
   kind_field: str = 'kind'
-  """Field of the row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
+  """Field of the task's row, or of the row's `extra_info`, that states the kind of the question.
+  The kinds are the modes of scorer `answer`.
+  """
   extraction: Methods = ANYWHERE
   units: Units = 'stated'
 
   @property
   def libraries(self) -> tuple[str, ...]:
-    return LIBRARIES  # A row may name any kind.
+    return LIBRARIES  # A row may state any kind, and some kinds need them.
 
 
 def score_k12(
   attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]
 ) -> Verdict:
-  """Scores 1.0 if the answer agrees with the reference by the rules of the task's kind, else 0.0;
-  None for an unknown kind.
+  """Scores 1.0 if the answer agrees with the reference by the rules of the task's kind, else 0.0.
+  The value is None if the kind is unknown.
   """
   kind = field_of(attempt.task, options.kind_field) or options.mode
   if not isinstance(kind, str) or kind not in by_kind:
@@ -49,8 +53,8 @@ def score_k12(
 
 
 def k12_scorer(**options: Any) -> Scorer:
-  """School questions, compared with a reference by their kind (choice, numeric, text, …); options:
-  `K12Options`.
+  """School questions, compared with a reference answer by their kind (choice, numeric, text, …).
+  The options are `K12Options`.
   """
   read = read_options(K12Options, options, 'k12')
   by_kind = {kind: dataclasses.replace(read, mode=kind) for kind in typing.get_args(Mode)}

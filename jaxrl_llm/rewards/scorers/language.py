@@ -5,15 +5,17 @@ words in the reasoning. The paper does not define a word; these rules are ours, 
 without a model:
 
 1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`,
-   commands), tags and URLs are removed. A fence that is never closed runs to the end.
-2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word. A
-   single letter of any other script is not a word (`x`, `A`: variables and option labels), nor are
-   digits and signs.
-3. A word belongs to a language that uses its script. If several supported languages use it, the
-   sentence (up to a full stop or the end of the line) decides: Latin words belong to the language
-   whose function words are most frequent, with ties in favour of the target; Han characters are
-   Japanese in a sentence with kana and Chinese in one without, and count as either if there are
-   fewer than five and no kana.
+   commands), tags and URLs are removed. A fenced block that is never closed extends to the end of
+   the text.
+2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word.
+   In other scripts, a single letter is not a word, since it is usually a variable (`x`) or the
+   label of an option (`A`). Digits and signs are not words either.
+3. A word belongs to a language that uses its script. If several supported languages use the
+   script, the sentence decides, which ends at a full stop or at the end of the line. Latin words
+   belong to the language whose function words are most frequent in the sentence; if there is a tie,
+   they belong to the target language. Han characters are Japanese in a sentence with kana and
+   Chinese in a sentence without kana. If a sentence has fewer than five Han characters and no kana,
+   the characters count as either language.
 
 A text without words scores 0.
 """
@@ -35,8 +37,8 @@ Language = Literal[
   'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru',
   'ta', 'tr', 'vi', 'zh',
 ]  # fmt: skip
-"""ISO 639-1 codes. If only one of these languages uses a script, all text in that script counts as
-that language: Persian as `ar`.
+"""ISO 639-1 codes of the supported languages. If only one of these languages uses a script, all
+text in that script counts as that language. For example, Persian counts as `ar`.
 """
 
 SCRIPTS: dict[str, frozenset[str]] = {
@@ -45,7 +47,7 @@ SCRIPTS: dict[str, frozenset[str]] = {
   'ko': frozenset({'HANGUL'}), 'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}),
   'zh': frozenset({'HAN'}),
 }  # fmt: skip
-"""Scripts, keyed by language; languages not listed use Latin script."""
+"""Scripts, keyed by language. Languages that are not listed use the Latin script."""
 
 FUNCTION_WORDS: dict[str, frozenset[str]] = {
   language: frozenset(words.split())
@@ -97,12 +99,18 @@ _CLOSING = {'```': '```', '~~~': '~~~', '`': '`', '$$': '$$', r'\(': r'\)', r'\[
 class LanguageOptions:
   language: Language = 'en'
   field: str = 'think'
-  """Template field to score; a completion without its form scores 0. Empty: all of it."""
+  """Field of the template whose content is scored. A completion that does not have the template's
+  form scores 0. If `field` is empty, the whole completion is scored and the template is not used.
+  """
   template: str = '<think>{think}</think><answer>{answer}</answer>'
 
 
 def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
-  """Returns the closing mark and its search range; `$` and backtick must close on the same line."""
+  """Returns the mark that closes `opening`, and the start and end of the range in which to search
+  for it.
+
+  `$` and the backtick must be closed on the same line.
+  """
   mark = opening.group()
   start = opening.end()
   if opening['name']:
@@ -124,7 +132,8 @@ def prose(text: str) -> str:
       position = len(text)
       break
     if end < 0:
-      # A mark missing up to the end of the text is missing for every later opening too.
+      # If the closing mark does not occur before the end of the text, it is also missing for every
+      # later opening mark.
       unclosed |= {mark} if limit == len(text) else set()
       kept.append(text[position:start])
       position = start
@@ -136,8 +145,8 @@ def prose(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def script(letter: str) -> str:
-  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a combining mark, '' for
-  other non-letters.
+  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …). Returns `MARK` for a combining mark,
+  and an empty string for any other character that is not a letter.
   """
   category = unicodedata.category(letter)
   if category[0] != 'L':
@@ -175,7 +184,9 @@ def _latin(sentence: list[str], language: str) -> bool:
 
 
 def share(text: str, language: Language) -> tuple[float, int]:
-  """Returns the share of words in the language, and the number of words; (0, 0) without words."""
+  """Returns the share of words in the language and the number of words; (0, 0) if there are no
+  words.
+  """
   scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
   right = total = 0
   for sentence in _SENTENCE.findall(prose(unicodedata.normalize('NFC', text))):
@@ -199,8 +210,8 @@ def share(text: str, language: Language) -> tuple[float, int]:
 def score_language(
   attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]
 ) -> Verdict:
-  """Scores the share of words in the language, in [0, 1]; 0 if there are no words or the template
-  does not fit.
+  """Scores the share of words in the language, in [0, 1]. The value is 0 if there are no words or
+  the completion does not have the template's form.
   """
   text = attempt.completion
   if options.field:
@@ -215,7 +226,7 @@ def score_language(
 
 
 def language_scorer(**options: Any) -> Scorer:
-  """Share of target-language words in the reasoning (R1's language consistency); options:
+  """Share of target-language words in the reasoning (R1's language consistency). The options are
   `LanguageOptions`.
   """
   read = read_options(LanguageOptions, options, 'language')

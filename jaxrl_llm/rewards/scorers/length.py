@@ -1,8 +1,10 @@
-"""Length rewards as scorers: DAPO's overlong penalty per sample, Kimi's length reward per group.
+"""Scorers for the length of responses: DAPO's overlong penalty, given to single samples, and Kimi's
+length reward, given within a group.
 
-The formulas are those of `advantages.shaping`. An algorithm with the same option
-(`overlong_buffer_len`, `length_reward_weight`) adds them too: use one or the other. Kimi's warm-up
-counts steps, which a scorer does not know, so the warm-up is available in the algorithm only.
+The formulas are those of `advantages.shaping`. Algorithms have options that add the same rewards
+(`overlong_buffer_len`, `length_reward_weight`), so use either the scorer or the option, but not
+both. Kimi's warm-up of the reward counts steps, which a scorer does not know, so only the
+algorithm's option has the warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class OverlongOptions:
   max_length: int
   """Response length in tokens at which the full penalty is reached."""
   buffer: int
-  """Number of tokens before `max_length` over which the penalty grows."""
+  """Number of tokens up to `max_length` over which the penalty grows from 0 to its full size."""
   factor: float = 1.0
   """Magnitude of the full penalty."""
 
@@ -39,7 +41,9 @@ def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
 
 
 def overlong_scorer(**options: Any) -> Scorer:
-  """DAPO's penalty for responses near the limit, in [-factor, 0]; options: `OverlongOptions`."""
+  """DAPO's penalty for responses near the limit, in [-factor, 0]. The options are
+  `OverlongOptions`.
+  """
   read = read_options(OverlongOptions, options, 'overlong')
   # Raises an error for an impossible buffer when the scorer is built.
   overlong_penalty([], max_length=read.max_length, buffer=read.buffer)
@@ -49,15 +53,17 @@ def overlong_scorer(**options: Any) -> Scorer:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthOptions:
   correct_by: str = ''
-  """Name of the scorer that decides correctness: a value of at least 1 is correct. Empty: the first
-  scorer in force for the sample.
+  """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If empty,
+  the first scorer in force for the sample decides.
   """
 
 
 def score_length(
   attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, options: LengthOptions
 ) -> tuple[Verdict, ...]:
-  """Returns each attempt's reward, in [−0.5, 0.5]; None if its correctness is unknown."""
+  """Returns a verdict for each attempt, with the reward as its value, in [−0.5, 0.5]. The value is
+  None if it is unknown whether the attempt is correct.
+  """
   correct = [_correct(sample_scores, options.correct_by) for sample_scores in scores]
   lengths = [attempt.response_len for attempt in attempts]
   rewards = length_rewards(lengths, correct, ['group'] * len(attempts))
@@ -80,8 +86,8 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
 
 
 def length_scorer(**options: Any) -> PerGroup:
-  """Kimi's length reward: in a group, shorter correct answers gain, longer ones lose; options:
-  `LengthOptions`.
+  """Kimi's length reward: in a group, shorter correct answers gain and longer answers lose. The
+  options are `LengthOptions`.
   """
   return PerGroup(
     functools.partial(score_length, options=read_options(LengthOptions, options, 'length'))

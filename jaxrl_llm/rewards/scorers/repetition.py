@@ -1,10 +1,10 @@
-"""Repetition penalty.
+"""Scorer that penalises repeated n-grams of words.
 
-penalty = −max · (1 − distinct n-grams / n-grams), over the completion's case-folded words; 0 for
-fewer than n words.
+The penalty is −max · (1 − distinct n-grams / all n-grams), where upper and lower case count as the
+same. It is 0 if the completion has fewer than n words.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated
-n-grams; the formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. The
+n-grams. The formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. The
 computation takes linear time.
 """
 
@@ -24,9 +24,13 @@ _WORD = re.compile(rf'[{_SINGLE}]|[^\s{_SINGLE}]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionOptions:
   ngram: int = 3
-  """N-gram size in words; a Han or kana character counts as a word, as these have no spaces."""
+  """Number of words in an n-gram. Each Han or kana character counts as a word, since text in these
+  scripts has no spaces between words.
+  """
   max_penalty: float = 1.0
-  """Upper limit of the penalty; a completion that keeps repeating one n-gram approaches it."""
+  """Largest magnitude of the penalty. A completion that keeps repeating a single n-gram approaches
+  it.
+  """
 
   def __post_init__(self):
     if self.ngram < 1:
@@ -45,13 +49,15 @@ def repeated(text: str, ngram: int) -> float:
 
 
 def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict:
-  """Returns the penalty, in (−max, 0]."""
+  """Returns the penalty of a completion, in (−max_penalty, 0]."""
   rate = repeated(attempt.completion, options.ngram)
   return Verdict(value=-options.max_penalty * rate if rate else 0.0, evidence={'repeated': rate})
 
 
 def repetition_scorer(**options: Any) -> Scorer:
-  """Penalty in [-max, 0] for repeated n-grams; options: `RepetitionOptions`."""
+  """Penalty in [-max_penalty, 0] for repeated n-grams of words. The options are
+  `RepetitionOptions`.
+  """
   return functools.partial(
     score_repetition, options=read_options(RepetitionOptions, options, 'repetition')
   )

@@ -1,8 +1,9 @@
-"""Visual grounding: the IoU of a box with the true box, and whether a point is in the region.
+"""Scorers for visual grounding: one scores a box by its IoU (intersection over union) with the true
+box, the other scores whether a point is in the true region.
 
-Coordinates are compared as written; the task defines their unit (pixels or thousandths). All
-arithmetic is exact. Questions about images whose answer is a number, a letter or words are for
-`answer` and `k12`.
+Coordinates are compared as they are written; the task defines their unit (pixels or thousandths).
+All arithmetic is exact. The scorers `answer` and `k12` are for questions about images whose answer
+is a number, a letter or words.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ _XML = re.compile(rf'<point\s+x="({_NUMBER})"\s+y="({_NUMBER})"', re.ASCII)
 
 
 def parse_box(text: str, form: str = 'xyxy') -> Box | None:
-  """Returns the only box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, top left and
-  bottom right; None if there is no box, if two differ, or if the box has no area.
+  """Returns the only box in the text. Returns None if there is no box, if two boxes differ, or if
+  the box has no area.
+
+  A box is written `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, with its top left and bottom right
+  corners. In form `xywh`, the last two numbers are its width and height.
   """
   boxes = {
     tuple(map(Fraction, numbers))
@@ -58,8 +62,8 @@ def parse_box(text: str, form: str = 'xyxy') -> Box | None:
 
 
 def parse_point(text: str) -> Point | None:
-  """Returns the only point in the text (`(x, y)`, `[x, y]`, `<point x="…" y="…"`); None if there is
-  none or two differ.
+  """Returns the only point in the text, written `(x, y)`, `[x, y]` or `<point x="…" y="…"`. Returns
+  None if there is no point or two points differ.
   """
   points = {
     tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)
@@ -80,8 +84,8 @@ def iou(a: Box, b: Box) -> Fraction:
 
 
 def parse_region(text: str) -> tuple[Point, ...] | None:
-  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None for
-  malformed text or a shape without area.
+  """Returns, in order, the corners of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`. Returns
+  None if the text is malformed or the shape has no area.
   """
   try:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
@@ -128,9 +132,13 @@ def contains(region: Sequence[Point], point: Point) -> bool:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoxOptions:
   threshold: float = 0.0
-  """Minimum IoU for a value of 1.0; below it, the value is 0.0. If 0, the value is the IoU."""
+  """Minimum IoU for a value of 1.0. Below it, the value is 0.0. If the threshold is 0, the value is
+  the IoU itself.
+  """
   form: Literal['xyxy', 'xywh'] = 'xyxy'
-  """Form of boxes in truth and answer. xyxy: two corners; xywh: a corner, width and height."""
+  """Form of boxes in truth and answer. xyxy: the top left and bottom right corners; xywh: the top
+  left corner, the width and the height.
+  """
   extraction: Methods = ANYWHERE
   tag: str = 'answer'
 
@@ -153,8 +161,8 @@ def _answer(attempt: Attempt, extraction: Methods, tag: str) -> str:
 
 
 def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
-  """Scores the IoU of the answer's box with the true box, in [0, 1]; 0 if the answer is not a
-  single box with area.
+  """Scores the IoU of the answer's box with the true box, in [0, 1]. The value is 0 if the answer
+  does not have a single box with an area. If a threshold is set, the value is 1.0 or 0.0.
   """
   truth = parse_box(attempt.task.truth or '', options.form)
   if truth is None:
@@ -188,10 +196,12 @@ def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
 
 
 def box_iou_scorer(**options: Any) -> Scorer:
-  """Intersection over union of a box `[x1, y1, x2, y2]` with the truth; options: `BoxOptions`."""
+  """Intersection over union of a box `[x1, y1, x2, y2]` with the true box. The options are
+  `BoxOptions`.
+  """
   return functools.partial(score_box_iou, options=read_options(BoxOptions, options, 'box_iou'))
 
 
 def point_scorer(**options: Any) -> Scorer:
-  """Whether a point `(x, y)` is in the true box or polygon; options: `PointOptions`."""
+  """Whether a point `(x, y)` is in the true box or polygon. The options are `PointOptions`."""
   return functools.partial(score_point, options=read_options(PointOptions, options, 'point'))

@@ -1,4 +1,6 @@
-"""Multiple-choice answers: letters, or the text of a choice if the task lists the choices."""
+"""Reads and compares multiple-choice answers, which are letters or, if the task lists the choices,
+the text of a choice.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _HEDGE = re.compile(
 
 
 def read_choices(value: Json) -> dict[str, str] | None:
-  """Returns the choices' texts, keyed by letter, from `[text, …]`, `{letter: text, …}` or `{'text':
-  […], 'label': […]}`; None for any other value.
+  """Returns the texts of the choices, keyed by letter; None if `value` does not list choices.
+  Choices are listed as `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`.
   """
   if (
     isinstance(value, Mapping)
@@ -55,12 +57,14 @@ def _letter(token: str) -> str:
 
 
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
-  """Returns the letters that the text as a whole names. None: it names no letter, it hedges, or the
-  text after a letter is not the text of that choice.
+  """Returns the letters of the choices that the text as a whole names.
+
+  Returns None if the text names no choice, if it hedges, or if a letter is followed by text that is
+  not the text of that choice.
 
   Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices.
   If the choices are unknown, text after a single letter is taken as the text of that choice, unless
-  it contains another choice letter or a negation.
+  it contains the letter of another choice or a negation.
   """
   text = plain(unboxed(text)).replace('**', '').strip()
   prefix = _PREFIX.match(text)
@@ -72,7 +76,7 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   bare = text.rstrip('.):]').lstrip('([').strip()
   if len(bare) == 1 and bare.isascii() and bare.isalpha() and allowed({bare.upper()}):
     return frozenset(bare.upper())
-  if choices and bare.upper() in choices:  # A label that is not a letter.
+  if choices and bare.upper() in choices:  # Labels need not be letters.
     return frozenset({bare.upper()})
   if choices:
     same = [
@@ -112,6 +116,8 @@ def _letters(text: str) -> frozenset[str]:
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:
-  """Whether the answer names exactly the truth's letters; None if the truth names none."""
+  """Whether the answer names exactly the letters that the truth names; None if the truth names
+  none.
+  """
   wanted, got = parse_choice(truth, choices), parse_choice(answer, choices)
   return None if wanted is None else wanted == got

@@ -1,5 +1,7 @@
 """Chooses the comparison mode and the extraction methods from the truths of a taskset.
 
+The truth of a task is its reference answer.
+
 Invariant: the choice depends only on the set of truths, not on their order.
 """
 
@@ -14,9 +16,10 @@ from jaxrl_llm.rewards.scorers.answer.short_text import aliases
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
-"""exact: the same text up to white space; numeric: a number, with units as in
-`AnswerOptions.units`; latex: any mathematical answer; interval: intervals and their unions; set:
-elements in any order; tuple: entries in order; choice: letters of choices; text: words.
+"""How an answer is compared with the truth. exact: the same text up to white space; numeric: a
+number, with units as in `AnswerOptions.units`; latex: any mathematical answer; interval: intervals
+and their unions; set: elements in any order; tuple: entries in order; choice: letters of choices;
+text: words.
 """
 
 ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'whole')
@@ -34,7 +37,7 @@ class ChosenOptions(NamedTuple):
 
 
 def choose(truths: Iterable[str | None]) -> ChosenOptions:
-  """Chooses the options for tasks with these truths; None stands for a task without truth."""
+  """Chooses the options for tasks with these truths. None stands for a task without a truth."""
   given = sorted({truth for truth in truths if truth and truth.strip()})
   if not given:
     return ChosenOptions({'mode': 'latex', 'extraction': ANYWHERE}, 'no task has a truth')

@@ -1,4 +1,4 @@
-"""Finds the likely cause, and a remedy, if no completion passes scorer `answer`."""
+"""Finds the likely reason why no completion passes scorer `answer`, and a remedy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def _described(options: AnswerOptions) -> str:
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
-  """Returns advice naming the extraction method that finds an answer in the most completions."""
+  """Returns advice: the extraction method that finds an answer in the most completions, if there is
+  one, else how to change the prompt.
+  """
   step = -(-len(attempts) // _SAMPLE)
   texts = [said(attempt.completion) for attempt in attempts[::step]]
   hits = {

@@ -1,4 +1,4 @@
-"""Detection of expressions that are refused because their evaluation may not terminate."""
+"""Detects expressions that are refused because evaluating them could take very long."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import itertools
 import re
 
 SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-"""Matches parts of an expression that do not matter here: spaces, commas, and bracket scaling."""
+"""Matches parts of an expression that do not matter here: spaces, commas, `\\left` and `\\right`.
+"""
 MAX_DEPTH = 40
-"""Maximum nesting depth of brackets: LaTeX parsers take seconds for a hundred levels."""
+"""Maximum nesting depth of brackets. LaTeX parsers take seconds for a hundred levels."""
 _EXPLOSIVE = re.compile(
   # a power of numbers raised to a power
   r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'
@@ -17,11 +18,14 @@ _EXPLOSIVE = re.compile(
 
 
 def explodes(text: str) -> bool:
-  """Whether evaluating a text could take hours, because the text has power towers, exponents or
-  factorials of five digits, nested factorials or deeply nested brackets.
+  """Whether evaluating a text could take hours.
 
-  Such an answer is refused unless it equals the truth as written. The pool's deadline stops any
-  other endless evaluation.
+  This is assumed if the text has power towers, numbers of at least 400 digits, brackets nested
+  deeper than `MAX_DEPTH`, factorials of factorials, or an exponent or factorial of at least five
+  digits.
+
+  Such an answer is refused unless it equals the truth as written. If the evaluation of another text
+  does not end, the pool's deadline stops it.
   """
   depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
   return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(SPACES.sub('', text)) is not None

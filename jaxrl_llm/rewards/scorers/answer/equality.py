@@ -1,6 +1,7 @@
 """Compares formulas, equations and inequalities by value, at sample points if they have variables.
 
-Invariant: the points are derived from both texts, so a pair always gets the same verdict.
+Invariant: the points are derived from both texts, so the same two texts always get the same
+verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def _close(a: Value, b: Value, relative: float) -> bool:
 
 
 def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], bool]]:
-  """Returns pairs: a point derived from the seed, and whether all its coordinates are positive."""
+  """Returns sample points derived from the seed, each with a flag that says whether all coordinates
+  are positive.
+  """
 
   def coordinate(name: str, index: int) -> Fraction:
     drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
@@ -65,14 +68,16 @@ def _compared(
 
 
 MIN_DECIMALS = 6
-"""Minimum digits after the point for a decimal to count as an approximation of an exact value."""
+"""Minimum number of digits after the point that a decimal must have to count as an approximation of
+an exact value.
+"""
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
   """Whether two formulas are equal; None if they cannot be evaluated at enough points.
 
-  A decimal with at least `MIN_DECIMALS` digits after the point equals an exact value that it
-  truncates or rounds.
+  A decimal with at least `MIN_DECIMALS` digits after the point also counts as equal to an exact
+  value if truncating or rounding that value gives the decimal.
   """
   same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
   if same is not False or truth.symbols or answer.symbols:
@@ -101,8 +106,10 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """Returns (left − right) of the truth divided by (left − right) of the answer; 0 if the ratio is
-  not constant, None if it is unknown.
+  """Returns the ratio of (left − right) of the truth to (left − right) of the answer.
+
+  Returns 0 if the ratio is not constant, and None if the sides cannot be evaluated at enough
+  points.
   """
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
   if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(
@@ -137,15 +144,21 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations are equivalent, that is, the differences of their sides are proportional
-  and nonzero; None if unknown.
+  """Whether two equations are equivalent; None if this is unknown.
+
+  They are equivalent if the differences of their sides are nonzero and have a constant ratio.
   """
   factor = _proportion(truth, answer, seed)
   return None if factor is None else bool(factor)
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """Returns 1 for equivalent inequalities of the same relation, -1 with the opposite, else 0."""
+  """Compares two inequalities of which the sides are given without the relation.
+
+  Returns 1 if the inequalities are equivalent when both have the same relation, such as `<`.
+  Returns -1 if they are equivalent when they have opposite relations, such as `<` and `>`.
+  Otherwise, returns 0.
+  """
   factor = _proportion(truth, answer, seed) or 0
   if not isinstance(factor, int | Fraction) and factor.imag:
     return 0

@@ -1,4 +1,4 @@
-"""Comparison of expressions by math-verify, with guards against hedged and hostile answers."""
+"""Compares expressions by math-verify, with guards against hedged and hostile answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LIBRARIES = ('math_verify',)
 
 @functools.cache
 def _math_verify() -> Callable[[str], list[Any]]:
-  # Imported here, since importing sympy would add a third of a second to every launch script;
-  # workers preload it.
+  # Imported here, since importing sympy would add a third of a second to every launch script.
+  # Workers import the library when they start.
   import math_verify
 
   # Hides math-verify's warning that timeouts are off. They are off because they use SIGALRM; the
@@ -45,8 +45,8 @@ def _math_verify() -> Callable[[str], list[Any]]:
 
 @functools.lru_cache(maxsize=64)
 def parse_latex(text: str) -> tuple[Any, ...]:
-  """Parses text with math-verify; returns (sympy expression, text it was read from), or an empty
-  tuple on failure.
+  """Parses a text with math-verify. Returns the sympy expression and the text from which it was
+  read, or an empty tuple if math-verify cannot read the text.
   """
   return tuple(_math_verify()(rf'\boxed{{{text}}}'))
 
@@ -74,8 +74,8 @@ def _evaluated(value: Any) -> Any:
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Rechecks two values that math-verify calls equal. To math-verify, 0.0 equals 10^{-19}, and 2^∞e
-  equals any number.
+  """Whether two values that math-verify considers equal are really equal. math-verify also
+  considers 0.0 equal to 10^{-19}, and 2^∞e equal to any number.
   """
   import sympy
 
@@ -92,8 +92,8 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
   for value in values(answer):
     known = _evaluated(value)
-    # An infinity on its own, such as the end of an interval, is a value; one within a computation
-    # is not.
+    # An infinity on its own, such as the end of an interval, is a value. An infinity within a
+    # computation is not a value.
     if (value if known is None else known).has(*infinities) and not value.atoms() <= {
       *infinities,
       sympy.S(-1),
@@ -149,7 +149,9 @@ def unboxed(answer: str) -> str:
 
 
 def _brackets(text: str) -> str:
-  """Returns the kind of brackets around a list, `set` or `tuple`; empty if not a bracketed list."""
+  """Returns the kind of a list according to its brackets, `set` or `tuple`. Returns an empty string
+  if the text is not a list in brackets.
+  """
   text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
   if ',' not in text:
     return ''
@@ -179,7 +181,9 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Whether an equation's left side names the right side: `x`, `f(2)`, `AB`, no `2x` or `x + 1`."""
+  """Whether an equation's left side names the right side, as do `x`, `f(2)` and `AB`, but not `2x`
+  and `x + 1`.
+  """
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search(
     '[a-zA-Z]', _COMMANDS.sub('', bare) or bare
@@ -187,8 +191,10 @@ def is_name(left: str) -> bool:
 
 
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
-  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`, `2\pi` and None for `2\pi`.
-  Returns None if something else follows the value.
+  r"""Splits a text into a value and a unit, which is None if the text has no unit.
+
+  For `2\pi \text{ cm}`, these are `2\pi` and `cm`. Returns None if the text after the value is not
+  a unit.
   """
   at = text.find(r'\text')
   if at < 0 and read_formula(text) is None:
@@ -233,14 +239,18 @@ def _values_agree(truth: str, answer: str) -> bool | None:
 
 
 def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
-  """Whether the numbers have the truth's bases; one without is read in the truth's base."""
+  """Whether the numbers in the answer have the same bases as those in the truth. If the answer
+  states no base, it is read in the base of the truth.
+  """
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
   return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
-  """Whether two equations or (named) values are equivalent; None for forms not handled here."""
+  """Whether two equations or two values are equivalent, where values may have names (`x = 3`).
+  Returns None for forms not handled here.
+  """
   wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
   if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
     return None
@@ -301,15 +311,19 @@ _NEAR = 0.005
 
 
 def latex_agree(truth: str, answer: str) -> bool:
-  """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their
-  values (`formula.py`), other expressions by math-verify, with guards against hedged answers.
+  """Whether two pieces of LaTeX mean the same.
 
-  math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`.
-  Here a separator that the truth lacks means a second answer; a relation (`\\geq 42`) is not a
-  value; every side of an equation without a variable must agree; the first side must not compute
-  with the unknown (`x + 1 = 42`); the base of a number counts (`101_3`); the kind of brackets
-  counts; a number picked from unreadable text is not an answer; and equality according to
-  math-verify is double-checked (`_confirmed`).
+  Numbers, quantities, formulas and equations are compared by their values (`formula.py`), other
+  expressions by math-verify. math-verify alone is too lenient: it takes the last side of `41 = 42`
+  and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. These rules therefore apply:
+
+  - A separator that the truth lacks means a second answer.
+  - A relation (`\\geq 42`) is not a value.
+  - Every side of an equation without a variable must agree, and the first side must not compute
+    with the unknown (`x + 1 = 42`).
+  - The base of a number (`101_3`) and the kind of brackets count.
+  - A number that math-verify picked from text that it could not read is not an answer.
+  - Two values that math-verify considers equal are checked again (`_confirmed`).
   """
   truth, answer = (canonical(unboxed(text)) for text in (truth, answer))
   if tight(truth) == tight(answer):

@@ -1,7 +1,8 @@
-"""Extracts the single answer from a completion; a completion with two different answers has none.
+"""Extracts the single answer from a completion. A completion with two different answers has no
+answer.
 
-Invariants: extraction takes linear time for any text; verbatim copies of the prompt in a completion
-are not answers.
+Invariants: extraction takes linear time for any text. A verbatim copy of the prompt in a completion
+is not an answer.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ occurrences must agree.
 """
 
 Methods = Method | tuple[Method, ...]
-"""One method, or several in order: the first that finds anything decides, even if the answers that
-it finds disagree. `whole` before another method applies only to text without prose.
+"""One extraction method, or several methods in order. The first method that finds anything decides,
+even if the answers that it finds disagree. If `whole` stands before another method, it applies only
+to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods that must agree with the one that found the answer, as far as they read as values."""
+"""Methods whose answers must agree with the answer that another method found, if both methods are
+configured. An answer that cannot be read as a value does not count.
+"""
 
 NO_ANSWER = 'no answer'
 """Reason given if no method finds an answer."""
@@ -137,7 +141,8 @@ def _held(text: str) -> list[tuple[_Boxed, str]]:
 
 
 def _boxed(text: str) -> list[list[str]]:
-  """Returns the contents of the boxes; adjacent boxes (`\\boxed{2} and \\boxed{3}`) form a group.
+  """Returns the contents of the boxes in groups. Adjacent boxes (`\\boxed{2} and \\boxed{3}`) form
+  a group.
 
   If the words "final answer" precede a box, boxes before these words do not count.
   """
@@ -165,13 +170,13 @@ def _boxed(text: str) -> list[list[str]]:
 
 
 def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
-  """Joins the contents of adjacent boxes into one answer, a list that has each value once."""
+  """Joins the contents of adjacent boxes into one answer, a list that contains each value once."""
   values = {key(held): held for held in reversed(group)}
   return ', '.join(reversed(values.values()))
 
 
 def boxed_lists(text: str) -> list[str]:
-  """Returns the contents of the boxes as candidates; adjacent boxes become one list."""
+  """Returns the contents of the boxes. The contents of adjacent boxes are joined into one list."""
   return [_joined(group, collapse) for group in _boxed(text)]
 
 
@@ -188,7 +193,9 @@ def _between(text: str, left: str, right: str) -> list[str]:
 
 
 def _formulas(text: str) -> list[str]:
-  """Returns the first to the last formula of the last sentence with formulas; empty without any."""
+  """Returns the text from the first to the last formula of the last sentence that has formulas, as
+  the only element of a list. The list is empty if there are no formulas.
+  """
   begin = end = None
   for match in _FORMULA.finditer(text):
     if begin is None or _SENTENCE_END.search(text, end, match.start()):
@@ -239,11 +246,13 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Removes verbatim copies of prompts that would yield an answer (an example, an instruction)."""
+  """Removes verbatim copies of those prompts in which the method finds an answer, such as an
+  example.
+  """
   for prompt in prompts:
     echo = prompt.strip()
     if echo and echo in text and candidates(echo, method, tag):
-      # Not inside a longer word or number: the prompt "3" is not echoed by "13".
+      # A match inside a longer word or number is no copy: "13" does not repeat the prompt "3".
       text = re.sub(rf'(?<![\w.]){re.escape(echo)}(?!\w)', '\n', text)
   return text
 
@@ -307,9 +316,11 @@ def extract(
 
 
 def reference(truth: str) -> str:
-  """Extracts the reference answer from a dataset's truth: the text after the last `####`, else the
-  content of the last box and those adjacent to it, else, if the truth is longer than `MAX_TRUTH`,
-  the text after "the final answer is", else the whole truth.
+  """Extracts the reference answer from a dataset's truth.
+
+  The reference answer is the text after the last `####`. If there is none, it is the content of the
+  last box and of the boxes adjacent to it. If there is no box and the truth is longer than
+  `MAX_TRUTH`, it is the text after "the final answer is". Otherwise, it is the whole truth.
   """
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]

@@ -1,8 +1,7 @@
 r"""Parses formulas in LaTeX or plain text into trees.
 
-Invariants: no part of a formula reaches Python's or sympy's evaluation; parsing takes linear time
-and is limited to `MAX_DEPTH` levels and `MAX_NODES` nodes; a text is parsed as a whole or not at
-all.
+Invariants: Python and sympy never evaluate any part of a formula. Parsing takes linear time and is
+limited to `MAX_DEPTH` levels and `MAX_NODES` nodes. A text is parsed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -58,7 +57,9 @@ _GREEK = frozenset({
   'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
-"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` is not `2f(x)`."""
+"""Letters that name a function, rather than a factor, if a parenthesis follows. Such a function is
+unknown, so `f(2x)` does not equal `2f(x)`.
+"""
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
@@ -358,7 +359,9 @@ class _Reader:
     )
 
   def applied(self) -> Node:
-    """Parses a function's argument: a group, or the factors up to the next operator or function."""
+    """Parses a function's argument: a group in brackets, or all factors up to the next operator or
+    function.
+    """
     if self.peek('(') or self.peek('{') or self.peek('['):
       return self.group()
     self.skip()
@@ -410,7 +413,9 @@ class _Reader:
 
 @functools.lru_cache(maxsize=256)
 def read_formula(text: str) -> Formula | None:
-  """Parses a text in canonical LaTeX (`latex.canonical`); None if the text is not one formula."""
+  """Parses a text in canonical LaTeX (`latex.canonical`). Returns None if the text is not a single
+  formula.
+  """
   reader = _Reader(text)
   try:
     root = reader.whole()

@@ -1,4 +1,7 @@
-"""Intervals and their unions: brackets (`[1,2)`, `[1,2[`), half-lines, inequalities, single points.
+"""Parses and compares intervals and their unions.
+
+An interval is written in brackets (`[1,2)`, `[1,2[`) or as an inequality. Half-lines and single
+points are intervals, too.
 
 Invariant: two sets of real numbers agree if they contain the same numbers, so open and closed ends
 differ, and `(1,2] ∪ (2,3)` equals `(1,3)`.
@@ -114,8 +117,8 @@ def _inequality(text: str) -> list[Interval] | None:
 
 
 def _without(text: str) -> list[Interval] | None:
-  """Returns the intervals of all real numbers except those in `text`, a list such as `{1, 2}`; None
-  for other text.
+  """Returns the intervals of all real numbers except those in `text`, which is a list such as `{1,
+  2}`. Returns None if it is not such a list.
   """
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]
@@ -202,9 +205,11 @@ def _merged(pieces: list[Interval]) -> list[Interval]:
 
 
 def parse_intervals(text: str) -> list[Interval] | None:
-  """Parses a union of intervals, sorted and merged; None if the text is not a set of real numbers.
+  """Parses a union of intervals, sorted and merged. Returns None if the text is not a set of real
+  numbers.
 
-  If ends contain names (`[a, b)`), which have no order, the intervals stay as written.
+  If an end contains a name, as in `[a, b)`, the order of the ends is unknown, and the intervals
+  stay as written.
   """
   pieces = _pieces(mathematical(text))
   if pieces is None or not all(_proper(piece) for piece in pieces):
@@ -215,7 +220,7 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether truth and answer are the same set of real numbers; None if the truth is none."""
+  """Whether truth and answer are the same set of real numbers; None if the truth is no such set."""
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -1,7 +1,8 @@
-r"""Canonical spelling of mathematics in LaTeX and plain text: spaces, fonts, sizes, Unicode,
-fractions, words.
+r"""Converts mathematics in LaTeX and plain text to a canonical spelling.
 
-Invariants: the conversion takes linear time, never changes the meaning, and keeps unknown text.
+The conversion unifies spaces, fonts, sizes, Unicode characters, fractions and words.
+
+Invariants: the conversion takes linear time and never changes the meaning. Unknown text is kept.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ def canonical(text: str) -> str:
   r"""Returns the text in canonical LaTeX: `\frac12` for `\dfrac12`, `\sqrt ` for `√`, ` and ` for
   `\text{ and }`.
 
-  LaTeX's spaces and sizes are removed, as are fonts of a single letter, a number or a function
-  name; other words keep `\text{}`. LaTeX spaces between thousands become a plain space.
+  LaTeX commands for spaces and sizes are removed, as are font commands around a single letter, a
+  number or a function name. Other words keep `\text{}`. A LaTeX space that separates thousands
+  becomes a plain space.
   """
   text = undelimited(_REPEATED.sub(r'\1\\overline{\2}', text))
   if not text.isascii():

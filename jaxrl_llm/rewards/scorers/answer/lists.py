@@ -1,4 +1,4 @@
-"""Comparison of sets (in any order) and tuples (in order) of expressions, which may be nested."""
+"""Compares sets (in any order) and tuples (in order) of expressions, which may be nested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.numbers import plain
 
 MAX_ELEMENTS = 64
-"""Maximum number of elements in a set or tuple; the time to compare sets is quadratic in it."""
+"""Maximum number of elements in a set or tuple. The time to compare two sets is quadratic in their
+numbers of elements.
+"""
 
 _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
@@ -42,16 +44,17 @@ def mathematical(text: str) -> str:
 
 
 def named(text: str) -> tuple[str, str]:
-  """Splits `x = 3` into name and value; the name is empty if there is none."""
+  """Splits `x = 3` into name and value; the name is empty if the text has none."""
   match = _NAME.match(text)
   return (match['name'], text[match.end() :].strip()) if match else ('', text.strip())
 
 
 def split(text: str, *, words: bool = False) -> list[str]:
-  """Splits at commas and semicolons outside all brackets and, with `words`, at `or` and `and`.
+  """Splits a text at commas and semicolons outside all brackets. With `words`, it is also split at
+  `or` and `and`.
 
-  If any separator is followed by white space, commas between groups of three digits belong to
-  numbers.
+  If any comma or semicolon is followed by white space, a comma between a digit and a group of three
+  digits belongs to a number, as in `1,000, 2`.
   """
   loose = re.search(r'[,;]\s', text) is not None
   parts, start, depth = [], 0, 0
@@ -77,7 +80,8 @@ def split(text: str, *, words: bool = False) -> list[str]:
 
 
 def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | None:
-  """Returns the content of the pair of brackets that encloses the whole text; else None.
+  """Returns the content of the pair of brackets that encloses the whole text; None if there is no
+  such pair.
 
   Args:
     left: opening brackets.
@@ -96,8 +100,10 @@ def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | No
 
 
 def parse_set(text: str) -> list[str] | None:
-  """Returns the elements of a set as written, with or without braces (also `x = 1 or x = 2`); None
-  for other text.
+  """Returns the elements of a set, as they are written in the text. Returns None if the text is not
+  a set.
+
+  Braces around the set are optional, and elements may have names, as in `x = 1 or x = 2`.
   """
   text = mathematical(text)
   if named(text)[0] and (len(split(text, words=True)) == 1 or named(text)[0].startswith('(')):
@@ -108,7 +114,7 @@ def parse_set(text: str) -> list[str] | None:
     return [] if text or inner is not None else None
   parts = split(text, words=True)
   if len(parts) > 1 and '' in parts:
-    # `1, 2, and 3`
+    # In `1, 2, and 3`, there is an empty part between the last comma and `and`.
     parts = [part for i, part in enumerate(parts) if part or i != len(parts) - 2]
   pairs = [named(part) for part in parts]
   names = {name for name, _ in pairs}
@@ -124,7 +130,9 @@ def parse_set(text: str) -> list[str] | None:
 
 
 def parse_tuple(text: str) -> list[str] | None:
-  """Returns entries of a tuple as written, in round, square, angle or no brackets; else None."""
+  """Returns the entries of a tuple, as they are written in the text. Returns None if the text is
+  not a tuple. The brackets may be round, square, angle or missing.
+  """
   text = mathematical(text)
   name, value = named(text)
   text = (
@@ -143,8 +151,8 @@ def parse_tuple(text: str) -> list[str] | None:
 
 
 def names(text: str) -> list[str]:
-  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; the list is empty
-  unless each entry has a name.
+  """Returns the names of the entries of a tuple, as in `(x, y) = …` or `x = …, y = …`. The list is
+  empty unless every entry has a name.
   """
   text = mathematical(text)
   name, _ = named(text)
@@ -167,7 +175,7 @@ def _elements_agree(truth: str, answer: str) -> bool:
 
 
 def _is_set(text: str) -> bool:
-  """Whether the text is in escaped braces, or is a list in LaTeX's grouping braces."""
+  """Whether the text is in escaped braces, or is a list in the braces that group text in LaTeX."""
   grouped = inside(text, ('{',), ('}',))
   return inside(text, (r'\{',), (r'\}',)) is not None or (
     grouped is not None and len(split(grouped)) > 1

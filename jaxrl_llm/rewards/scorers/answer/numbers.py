@@ -1,7 +1,7 @@
-"""Exact parsing of numbers as people write them.
+"""Parses numbers exactly, as people write them.
 
-Invariants: a text that is not a single number in a known form is not a number; the cost of all
-arithmetic is bounded by the length of the text (exponents have at most three digits).
+Invariants: a text is a number only if all of it is a single number in a known form. The cost of all
+arithmetic is bounded by the length of the text, since exponents have at most three digits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def plain(text: str) -> str:
 
 
 def split_number(text: str) -> tuple[Number, str] | None:
-  """Splits a `plain` text into its leading number and the rest; None if it begins with none."""
+  """Splits a text from `plain` into its leading number and the rest. Returns None if the text does
+  not begin with a number.
+  """
   match = _NUMBER.match(text)
   if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):
     return None
@@ -91,12 +93,13 @@ def split_number(text: str) -> tuple[Number, str] | None:
 
 
 def parse_number(text: str) -> Number | None:
-  """Parses a single number, exactly; None for anything else (two numbers, a word, NaN).
+  """Parses a text that is a single number, exactly. Returns None for any other text, such as two
+  numbers, a word or NaN.
 
-  Accepts signs, thousands separated by commas or spaces, decimals, exponents of up to three digits
-  (`1e3`, `10^3`, `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3
-  million`), percent and a currency sign; ignores math delimiters, LaTeX text commands and spaces,
-  bold marks and a final full stop.
+  The number may have a sign, thousands separated by commas or spaces, decimals, an exponent of up
+  to three digits (`1e3`, `10^3`, `2 \\times 10^{3}`), a magnitude (`3 million`), a percent sign and
+  a currency sign. It may be a fraction or a mixed number, in plain text or LaTeX. Math delimiters,
+  LaTeX text commands and spaces, bold marks and a final full stop are ignored.
   """
   leading = split_number(plain(text))
   return leading[0] if leading and not leading[1] else None
@@ -107,9 +110,9 @@ def numbers_agree(
 ) -> bool:
   """Whether the numbers are equal within the tolerance.
 
-  p% means p/100. If only one of the two has a percent sign, they may also agree as written, because
-  references for questions like "what percentage …" often omit the sign. But a truth below 1 is
-  taken as a fraction: 0.35 is not 0.35%.
+  p% means p/100. If only one of the two numbers has a percent sign, they may also agree as written,
+  because references for questions like "what percentage …" often omit the sign. However, a truth
+  below 1 without a percent sign is taken as a fraction, so 0.35 does not agree with 0.35%.
   """
 
   def close(t, a):

@@ -45,19 +45,19 @@ LIBRARIES = ('math_verify',)
 """Libraries that the functions of this module import at their first call."""
 
 NO_TRUTH = 'the task has no truth'
-"""Reason given for a score of None."""
+"""Reason in the evidence if a score is None because the task has no truth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """Comparison mode. None: a run or `jaxrl score` chooses it at its start from all truths;
-  elsewhere it is chosen for each task from the task's truth.
+  """Comparison mode. If None, a run and `jaxrl score` choose the mode at their start from the
+  truths of all tasks. Elsewhere, the mode is chosen for each task from the task's own truth.
   """
   extraction: Methods | None = None
-  """Extraction method, or several methods, of which the first that finds anything decides. None:
-  chosen together with the mode. The option does not apply to the truth, whose form is recognised
-  (`…#### 42`, `\\boxed{42}`, `42`).
+  """Extraction method, or several methods, of which the first that finds anything decides. If None,
+  it is chosen from the truths like the mode. The option does not apply to the truth itself, whose
+  form is recognised (`…#### 42`, `\\boxed{42}`, `42`).
   """
   tag: str = 'answer'
   ignore_case: bool = False
@@ -66,20 +66,21 @@ class AnswerOptions:
   """Mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """Mode `numeric`: an answer may differ by max(absolute, relative · |truth|); both 0: it must
-  equal the truth exactly.
+  """Mode `numeric`: an answer may differ from the truth by at most max(absolute, relative ·
+  |truth|). If both tolerances are 0, the answer must equal the truth exactly.
   """
   choices_field: str = 'choices'
-  """Mode `choice`: field of the task's row, or of its `extra_info`, that holds the choices."""
+  """Mode `choice`: field of the task's row, or of the row's `extra_info`, that lists the choices.
+  """
   truth_is_index: bool = False
   """Mode `choice`: whether the truth is the index of the right choice, counted from 0."""
   aliases_field: str = 'aliases'
-  """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list
-  of texts.
+  """Mode `text`: field of the task's row, or of the row's `extra_info`, that lists further accepted
+  answers. The truth itself may also be a JSON list of texts.
   """
   on_timeout: Literal['zero', 'none'] = 'zero'
-  """Value if scoring runs out of time, memory or stack. zero: 0, since the completion is to blame
-  (`OverrunIsZero`); none: no value.
+  """What happens if scoring runs out of time, memory or stack. zero: the value is 0, since the
+  completion is to blame (`OverrunIsZero`); none: the call counts as a failure of the scorer.
   """
 
   def __post_init__(self):
@@ -105,8 +106,8 @@ def field_of(task: Task, name: str) -> Json:
 
 
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
-  """Reads a number from text that states it, assigns it to a name (`x = 3`) or computes it
-  correctly (`4 · 3 = 12`); None for other text.
+  """Reads a number from a text that states it, assigns it to a name (`x = 3`) or computes it
+  correctly (`4 · 3 = 12`). Returns None for other text.
   """
   text = unboxed(text)
   if (plainly := _stated(text, options)) is not None:
@@ -185,8 +186,8 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
 
 
 def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
-  """Returns a key shared by all spellings of an answer; the key is text if the answer cannot be
-  read as a value.
+  """Returns a key that all spellings of an answer share. If the answer cannot be read as a value,
+  the key is text.
   """
   match options.mode:
     case 'exact':
@@ -222,7 +223,9 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values in `chosen` for options left open: `extraction`, and `mode` with `units`."""
+  """Returns the values in `chosen` for the options that are not set: `extraction`, and `mode`
+  together with `units`.
+  """
   if options.mode is None:
     return {
       name: value
@@ -249,15 +252,15 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Fills in the options that are not set, from this truth alone."""
+  """Chooses the options that are not set, from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))
 
 
 def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
-  """Scores 1.0 if the completion's answer agrees with the task's truth, else 0.0; None without a
-  readable truth.
+  """Scores 1.0 if the completion's answer agrees with the task's truth, else 0.0. The value is None
+  if the truth is missing or cannot be read.
   """
   if attempt.task.truth is None or not attempt.task.truth.strip():
     return Verdict(value=None, evidence={'reason': NO_TRUTH})
@@ -276,8 +279,8 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …); options:
-  `AnswerOptions`.
+  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …). The options
+  are `AnswerOptions`.
   """
   read = read_options(AnswerOptions, options, 'answer')
   scorer = functools.partial(score_answer, options=read)

@@ -1,6 +1,6 @@
-"""Comparison of short answers in words, ignoring case, articles, punctuation and spacing.
+"""Compares short answers in words, ignoring case, articles, punctuation and spacing.
 
-Punctuation that changes the meaning does count: within numbers (`3.5`), as a sign (`-5`), in
+Punctuation that changes the meaning does count: within numbers (`3.5`), as a sign (`-5`), and in
 symbols (`C++`, `50%`).
 """
 
@@ -21,7 +21,7 @@ _ARTICLES = ('a', 'an', 'the')
 
 
 def normalise(text: str) -> str:
-  """Returns the normal form of a short text; equal forms are the same answer.
+  """Returns the normal form of a short text. Texts with equal normal forms are the same answer.
 
   The steps, in order: remove LaTeX text commands and bold marks; convert full-width characters;
   fold case; replace `&` with `and`; remove thousands separators, the dots in abbreviations
@@ -52,7 +52,9 @@ def normalise(text: str) -> str:
 
 
 def aliases(truth: str) -> list[str]:
-  """Returns the accepted answers: the texts of a truth that is a JSON list, else the truth."""
+  """Returns the accepted answers: the elements of the truth if it is a JSON list of texts, else the
+  truth itself.
+  """
   if truth.lstrip().startswith('['):
     try:
       several = json.loads(truth)
@@ -64,6 +66,8 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is an accepted one; None if all of them are empty after normalisation."""
+  """Whether the answer is one of the accepted answers; None if all of these are empty after
+  normalisation.
+  """
   wanted = {normalise(text) for text in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

@@ -1,7 +1,9 @@
-"""Comparison of mathematical answers of any form: the truth's form decides how they compare.
+"""Compares mathematical answers of any form with the truth, whose form decides how they are
+compared.
 
-Invariant: an answer of another form than the truth's is accepted only if both mean the same
-(`x > 3` for `(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
+Invariants: if an answer has another form than the truth, it is accepted only if both mean the same,
+as do `x > 3` and `(3, ∞)`, or `x = 3, y = -2` and `(3, -2)`. An answer with several values is never
+accepted if the truth is a single value.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether the answer agrees with the truth, which may be a choice letter, words, a matrix, a
-  ratio, a set of real numbers, a list, a value or an equation; None for an empty truth.
+  """Whether the answer agrees with the truth; None if the truth is empty. The truth may be a choice
+  letter, words, a matrix, a ratio, a set of real numbers, a list, a value or an equation.
   """
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))
   return _agree(truth, answer) if truth else None
@@ -77,19 +79,25 @@ def _agree(truth: str, answer: str) -> bool:
 
 
 def _label(text: str) -> tuple[str, str] | None:
-  r"""Splits `\text{(B)} 12` into letter and value; None without a marked letter."""
+  r"""Splits a text such as `\text{(B)} 12` into the letter of a choice and the value. Returns None
+  if the text does not begin with a marked letter.
+  """
   match = _LABEL.fullmatch(text)
   return (match['a'] or match['b'] or match['c'], match['rest'].strip()) if match else None
 
 
 def unlabelled(text: str) -> str:
-  r"""Returns the value of `\text{(B)} 12`; a text without a leading choice letter is unchanged."""
+  r"""Returns the text without a leading choice letter: `12` for `\text{(B)} 12`. A text that does
+  not begin with such a letter is returned unchanged.
+  """
   label = _label(text)
   return label[1] if label and label[1] and _LABEL.match(text)['c'] is None else text
 
 
 def answer_key(text: str) -> Hashable:
-  """Returns a key of all spellings of an answer: a choice letter, a number, else the text."""
+  """Returns a key that all spellings of an answer share: a choice letter, a number, or else the
+  text without insignificant spaces.
+  """
   text = canonical(unboxed(text))
   label = _label(text)
   if label or _LETTER.fullmatch(text):
@@ -98,7 +106,8 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Comparisons, one for each form of truth; each returns None if it does not apply.
+# Each of the following functions compares one form of truth with the answer. It returns None if it
+# does not apply.
 
 
 def _choices(truth: str, answer: str) -> bool | None:
@@ -199,7 +208,7 @@ def _texts(truth: str, answer: str) -> bool | None:
     return True if clock else None
   if _words(truth) and _words(truth) == _words(answer):
     return True
-  # A truth with digits, or a list, may still be a quantity or several answers.
+  # A truth with digits may still be a quantity, and a list may be several answers.
   return None if re.search(r'[\d=,;\\]|\b(?:and|or)\b', bare) else False
 
 
@@ -269,7 +278,9 @@ def _entries(text: str) -> list[str]:
 
 
 def _records(text: str) -> list[str] | None:
-  """Returns the tuples of `p = 5, q = 2; p = 7, q = 2`; None for other text."""
+  """Returns the tuples that a text such as `p = 5, q = 2; p = 7, q = 2` lists, here `(5,2)` and
+  `(7,2)`. Returns None for other text.
+  """
   groups = [split(group) for group in text.split(';')]
   if len(groups) < 2 or any(
     len(group) < 2 or not all(named(part)[0] for part in group) for group in groups
@@ -285,7 +296,9 @@ def _bracketed(text: str) -> bool:
 
 
 def _decimal(text: str) -> str:
-  """Returns the text with a decimal point for its comma, if the comma may be one, else ''."""
+  """Returns the text with its comma replaced by a decimal point. Returns an empty string if the
+  comma cannot be a decimal comma.
+  """
   match = re.fullmatch(r'([-+]?\d+),(\d+)', text)
   return f'{match[1]}.{match[2]}' if match else ''
 
@@ -302,7 +315,7 @@ def _lists(truth: str, answer: str) -> bool | None:
     if got.startswith(r'\{') or (
       len(split(value[1:-1])) == 2 and {value[0], other[:1]} == {'(', '['}
     ):
-      return False  # A set, or an interval with different ends.
+      return False  # The answer is a set, or an interval with different ends.
     return tuples_agree(wanted, got)
   several, given = _entries(wanted), _entries(got)
   if len(several) == 1 and '±' not in wanted and r'\pm' not in wanted:

@@ -1,8 +1,9 @@
-"""Parsing, exact conversion and comparison of numbers with units.
+"""Parses numbers with units, converts units exactly, and compares such quantities.
 
 A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other
-words name what is counted (`42 red apples`). Tons, bytes, temperatures, and months to days are not
-converted: they are ambiguous or have no common zero.
+words name what is counted (`42 red apples`). Tons and bytes are not converted since they are
+ambiguous, temperatures since their scales have different zeros, and months are not converted to
+days since their lengths differ.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Literal, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plain, split_number
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
-"""refused: a number followed by text is unreadable; ignored: words and units after a number do not
-count; stated: if both sides state a unit, the units must agree, after conversion if they are known;
-required: as with stated, and the answer must have a unit if the truth does.
+"""Treatment of words and units after a number. refused: a number followed by text cannot be read;
+ignored: words and units do not count; stated: if both sides state a unit, the units must agree,
+after conversion if they are known; required: like stated, but the answer must have a unit if the
+truth has one.
 """
 
 
@@ -26,7 +28,7 @@ class Unit(NamedTuple):
   factor: Fraction
   """Size of the unit in base units."""
   dimensions: frozenset[tuple[str, int]]
-  """(base unit, nonzero power) pairs; empty if the text has only words."""
+  """Pairs of a base unit and its power, which is not zero. Empty if the text has only words."""
   words: frozenset[str]
   """Words that are not units, in the singular."""
 
@@ -115,8 +117,8 @@ _NO_UNIT = re.compile(
   'eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|squared|cubed|'
   'factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
-"""Matches words after a number that are neither units nor things counted: connectives, numerals,
-operations.
+"""Matches words after a number that are neither units nor things that are counted, namely
+connectives, numerals and operations.
 """
 _TOKEN = re.compile(
   r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?'
@@ -168,8 +170,8 @@ def _known(word: str) -> Unit | None:
 
 
 def parse_unit(text: str) -> Unit | None:
-  """Parses the text after a number; None if it is not a unit (another number, a connective, a
-  single letter).
+  """Parses the text after a number as a unit. Returns None if the text is not a unit, for example
+  another number, a connective or an unknown single letter.
   """
   position, factor, powers, words = 0, Fraction(1), {}, set()
   sign, exponent, last = 1, 1, None
@@ -218,8 +220,8 @@ def _power(written: str | None) -> int:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-  """Parses a text that is a single number, with or without unit, such as `1 hour 30 minutes`; None
-  for other text.
+  """Parses a text that is a single quantity, with or without a unit, such as `1 hour 30 minutes`.
+  Returns None for other text.
   """
   text = plain(text)
   if len(text) > _MAX_LENGTH:
@@ -280,7 +282,7 @@ def quantities_agree(
 
 
 def quantity_key(quantity: Quantity, units: Units) -> Hashable:
-  """Returns a key shared by quantities that are the same answer."""
+  """Returns a key that quantities share if they are the same answer."""
   number, unit = quantity
   if units in ('refused', 'ignored') or unit is None:
     return number

@@ -1,4 +1,5 @@
-"""Evaluation of formulas: exact for rationals, otherwise in floating point with guard digits.
+"""Evaluates formulas: exactly for rational numbers, otherwise in floating point with additional
+digits.
 
 Invariant: no number grows beyond `MAX_BITS`, so evaluation time is bounded by the size of the
 formula.
@@ -44,7 +45,7 @@ class _Evaluation:
   """One evaluation of a formula, at one point and in one precision."""
 
   def __init__(self, symbols: Mapping[str, Fraction], digits: int, *, log_base: int | None):
-    import mpmath  # Imported here: it would add 0.1 s to every launch script.
+    import mpmath  # Imported here, since the import would add 0.1 s to every launch script.
 
     self.mp, self.symbols, self.log_base = mpmath.mp, symbols, log_base
     self.digits = digits
@@ -57,7 +58,7 @@ class _Evaluation:
     """
 
   def tiny(self) -> Any:
-    """Returns the magnitude below which a value may be zero up to rounding."""
+    """Returns the magnitude below which a value may be zero, given the rounding errors."""
     return (
       self.mp.mpf(0)
       if self.lossy is None
@@ -135,7 +136,7 @@ class _Evaluation:
     self.lossy = max([*exponents, self.lossy or exponents[0]]) if exponents else self.lossy
 
   def is_zero(self, value: Any) -> bool:
-    """Whether a value computed from numbers near 1 is zero up to rounding."""
+    """Whether a value that was computed from numbers near 1 is zero, given the rounding errors."""
     return abs(value) < self.mp.mpf(10) ** (-self.digits + 15)
 
   def power(self, base: Any, exponent: Any) -> Any:
@@ -318,8 +319,8 @@ def real_value(text: str) -> Any:
 
 
 def exact_number(text: str) -> Fraction | None:
-  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`;
-  None for other text.
+  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`.
+  Returns None for other text.
   """
   formula = read_formula(text)
   if formula is None or formula.bases:

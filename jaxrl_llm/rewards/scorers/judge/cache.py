@@ -1,7 +1,7 @@
-"""Cache of judge answers, so that the same question is paid for once.
+"""Cache of judges' answers, so that the same question is paid for only once.
 
-Invariant: `get` only returns answers that were written completely, by this run or another one with
-the same file.
+Invariant: `get` returns only answers that were written completely, either by this run or by another
+run with the same file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 _CACHE_ENTRIES = 100_000
-"""Maximum number of answers in memory, about a kilobyte each; the oldest are evicted first."""
+"""Maximum number of answers in memory, of about a kilobyte each. The oldest answer is evicted
+first.
+"""
 
 
 class Cache:
-  """Answers keyed by request digest; with a file, a JSON line each, shared with other runs."""
+  """Judges' answers, keyed by the digest of the request.
+
+  If there is a file, it has one JSON line per answer, and other runs can use it.
+  """
 
   def __init__(self, file: str | None):
     self._path = None if file is None else pathlib.Path(file)
@@ -28,7 +33,7 @@ class Cache:
     self._file = None
 
   def open(self) -> None:
-    """Loads the file, skipping truncated lines. Raises UserError if it cannot be used."""
+    """Loads the file, skipping truncated lines. Raises UserError if the file cannot be used."""
     if self._path is None:
       return
     try:

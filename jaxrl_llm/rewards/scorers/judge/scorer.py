@@ -1,8 +1,9 @@
-"""LLM-as-a-judge scorer over any OpenAI-compatible server (`/v1/chat/completions`).
+"""Scorer that asks a language model, the judge, on an OpenAI-compatible server
+(`/v1/chat/completions`).
 
-Invariants: a score comes from a single JSON object of the required form; if the judge gives no such
-object, even after retries, the call fails. The same question is paid for once: answers are cached
-by the digest of the whole request, and identical requests in flight share one answer.
+Invariants: a score comes from a single JSON object of the required form. If the judge gives no such
+object, even after retries, the call fails. The same question is paid for only once: answers are
+cached by the digest of the whole request, and identical requests in flight share one answer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from jaxrl_llm.rewards.scorers.judge.texts import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeOptions(DiscoveringOptions):
-  """Options of the judge; addresses are `http://host:port`, optionally with `/v1`, or
+  """Options of the judge. Addresses have the form `http://host:port`, optionally with `/v1`, or
   `unix:/path/to.sock`.
   """
 
@@ -52,22 +53,27 @@ class JudgeOptions(DiscoveringOptions):
   group is better.
   """
   against: Literal['all', 'next', 'first'] = 'all'
-  """Mode `pairwise`. all: each attempt is compared with all others; next: with its two neighbours
-  in a ring; first: all are compared with the first.
+  """Which attempts of a group are compared in mode `pairwise`. all: each attempt with all others;
+  next: each attempt with its two neighbours, where the last attempt is a neighbour of the first;
+  first: the first attempt with all others.
   """
   template: str | None = None
-  """Prompt with the fields {question} and {completion} (pairwise: {first} and {second}) and,
-  optionally, {truth}; literal braces are doubled. None: a built-in template, with the truth if the
-  task has one.
+  """Template of the prompt, with the field {completion} (in mode `pairwise`, {first} and {second})
+  and, optionally, {question} and {truth}. Literal braces are doubled. If None, a built-in template
+  is used, which shows the truth if the task has one.
   """
   max_tokens: int = 1024
   """Maximum number of tokens in an answer, including its reasoning."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields to add to each request or to override in it, such as `response_format`."""
   malformed_retries: int = 2
-  """How many times the judge is asked again after a malformed answer; it is told the reason."""
+  """How many times the judge is asked again after a malformed answer. The new request states what
+  was wrong.
+  """
   cache_file: str | None = None
-  """JSONL file that keeps answers beyond the run; None: answers are kept in memory only."""
+  """JSONL file that keeps the judge's answers beyond the run. If None, answers are kept in memory
+  only.
+  """
 
   def check(self, where: str) -> None:
     super().check(where)
@@ -124,7 +130,8 @@ class Judge(ServiceClient):
     judge's answers.
 
     Args:
-      read: parses the verdict in a text; raises Malformed if it is malformed.
+      read: parses the verdict in the text of an answer; raises Malformed if the verdict is
+        malformed.
     """
     options = self.options
     body = {
@@ -142,13 +149,13 @@ class Judge(ServiceClient):
     if task is None:
       task = self._pending[key] = asyncio.create_task(self._answer(key, body, read))
       task.add_done_callback(functools.partial(self._answered, key))
-    # A caller that is cancelled does not cancel the request for other callers or the cache.
+    # If a caller is cancelled, the request goes on for other callers and for the cache.
     return Said(await asyncio.shield(task), cached=not new)
 
   def _answered(self, key: str, task: asyncio.Task) -> None:
     del self._pending[key]
     if not task.cancelled():
-      task.exception()  # Retrieved, so that asyncio does not complain if every caller has given up.
+      task.exception()  # Otherwise, asyncio complains if every caller was cancelled.
 
   async def _answer(
     self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]
@@ -190,7 +197,9 @@ def _content(answer: Json) -> tuple[str, bool]:
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:
-  """Returns the task's texts for the template; None if it shows the truth and the task has none."""
+  """Returns the task's texts for the template: the question and, if the template shows it, the
+  truth. Returns None if the template shows the truth but the task has none.
+  """
   if 'truth' not in fields_of(template):
     return {'question': _question(task)}
   return None if task.truth is None else {'question': _question(task), 'truth': task.truth}
@@ -228,8 +237,10 @@ def pairs(count: int, against: str) -> list[tuple[int, int]]:
 
 
 class ComparingJudge(Judge):
-  """Judge that compares attempts of a group, each pair in both orders; an attempt's value is its
-  mean result.
+  """Judge that compares attempts of a group, each pair in both orders.
+
+  An attempt's value is the mean result of its comparisons: 1 for a win, 0.5 for a tie, 0 for a
+  loss.
   """
 
   async def __call__(
@@ -261,8 +272,11 @@ class ComparingJudge(Judge):
   async def _compare(
     self, template: str, texts: Mapping[str, str], first: str, second: str
   ) -> tuple[float, bool]:
-    """Returns the result of `first` against `second` (1, 0 or, for a tie, 0.5), and whether both
+    """Returns the result of `first` against `second`, and whether the judge's answers for the two
     orders agree.
+
+    The result is 1 for a win of `first` and 0 for a loss. It is 0.5 for a tie, or if the answers
+    disagree.
     """
     if first == second:
       return 0.5, True
@@ -284,7 +298,7 @@ class ComparingJudge(Judge):
 def _standing(
   index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str
 ) -> Verdict:
-  """Returns the mean result of an attempt over its comparisons."""
+  """Returns the verdict on an attempt. Its value is the mean result of the comparisons."""
   values, disagree = [], 0
   for (first, second), (value, agreed) in zip(games, results, strict=True):
     if index in (first, second):
@@ -301,8 +315,8 @@ def _standing(
 
 
 def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
-  """LLM judge on an OpenAI-compatible server, by score or by pairwise comparison; options:
-  `JudgeOptions`.
+  """LLM judge on an OpenAI-compatible server, which scores answers or compares them in pairs. The
+  options are `JudgeOptions`.
   """
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")

@@ -1,10 +1,10 @@
-"""Prompts for judges, and the parsing of their answers.
+"""Builds the prompts of judges, and parses the judges' answers.
 
 Invariants: each text to be judged is enclosed in markers with a key that occurs in none of the
-texts; an answer is a verdict only if it contains exactly one JSON object of the required form.
+texts. An answer is a verdict only if it contains exactly one JSON object of the required form.
 
-The key is a digest of all the texts, so a completion can neither close its marker nor predict the
-key. This keeps the texts apart, but does not make a judge immune to what they say
+The key is a digest of all the texts, so a completion cannot predict the key, and cannot close its
+own marker. This separates the texts, but does not make a judge immune to what the texts say
 (docs/guides/rewards.md).
 """
 
@@ -107,7 +107,7 @@ _MAX_REASONING = 1000
 
 
 def fields_of(template: str) -> set[str]:
-  """Returns the names in braces in a template."""
+  """Returns the names of a template's fields, which are written in braces."""
   return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
@@ -156,18 +156,20 @@ def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
-  """Returns the JSON object with the key `wanted` in a judge's answer. The object may be fenced, or
-  follow prose or thoughts.
+  """Returns the JSON object with the key `wanted` in a judge's answer.
 
-  Raises Malformed, with a message for the judge, if there is no such object, or if two differ: if a
-  judge quotes a verdict from the text and then gives its own, it is unclear which counts.
+  The object may be in a fenced block, or follow prose or thoughts.
+
+  Raises Malformed if there is no such object, or if two such objects have different values. If a
+  judge quotes a verdict from the text and then gives its own, it is unclear which verdict counts.
+  The message of the exception is meant for the judge.
   """
   text = text[:_MAX_TEXT].lstrip()
-  if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.
+  if text.startswith('<think>'):  # A later tag may be a quotation after the verdict.
     text = text.partition('</think>')[2]
   objects, decoder, position, broken = [], json.JSONDecoder(), 0, 0
   for start in (match.start() for match in _OBJECT.finditer(text)):
-    if start < position:  # Inside the previous object.
+    if start < position:  # The match is inside the previous object.
       continue
     try:
       value, position = decoder.raw_decode(text, start)

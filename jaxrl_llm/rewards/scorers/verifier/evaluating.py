@@ -1,8 +1,8 @@
 """Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
-Invariants: only verifiers known not to evaluate run outside a sandbox, so unknown ones are
-sandboxed. Each answer gets its own sandbox, forked from a process with the libraries loaded, so no
-answer can change the verdict on another.
+Invariants: only verifiers that are known not to evaluate text run outside a sandbox, so unknown
+verifiers run inside one. Each answer gets its own sandbox, which is forked from a process that has
+loaded the libraries. An answer therefore cannot change the verdict on another answer.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PLAIN = frozenset({
   'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal',
   'word_sorting', 'zebra_puzzles',
 })  # fmt: skip
-"""Verifiers whose source was reviewed and does not evaluate answers
-(`tests/rewards/scorers/evaluating_test.py`).
+"""Verifiers whose source was reviewed and does not evaluate answers (see
+`tests/rewards/scorers/evaluating_test.py`).
 """
 
 LIMITS = Limits(
@@ -62,8 +62,8 @@ MAX_LENGTH = 2000
 BUDGET_S = 8.0
 """Time limit in seconds for an answer, including the start of its sandbox.
 
-It is below the default call deadline: a call that misses its deadline counts against the answer,
-but a sandbox that starts slowly must not.
+The limit is below the default deadline of a call. A call that misses its deadline counts against
+the answer, which must not happen merely because a sandbox starts slowly.
 """
 
 _FUNCTIONS = frozenset({
@@ -132,8 +132,8 @@ answer may be evaluated. The answer is exactly the text that the verifier gets.
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text as code; false only for verifiers in `PLAIN` and
-  those derived from them.
+  """Whether verifier `name` may evaluate text as code. This is false only for the verifiers in
+  `PLAIN` and for verifiers derived from them.
   """
   if name in PLAIN:
     return False
@@ -151,17 +151,17 @@ def evaluates(name: str) -> bool:
 
 
 def may_evaluate(name: str, answer: str, reference: str) -> bool:
-  """Whether the answer is in the verifier's grammar, so that it cannot contain code.
+  """Whether the answer is in the grammar of verifier `name`, so that it cannot contain code.
 
-  Always true for a verifier without a known grammar.
+  Always true for the reference answer, and for a verifier without a known grammar.
   """
   if answer == reference:
     return True
   return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
 
 
-# Warm-up: parsing, differentiation and simplification trigger imports and fill caches for later
-# calls.
+# Warm-up of the process from which the sandboxes are forked: parsing, differentiation and
+# simplification import modules and fill caches, which saves this time in later calls.
 _PRELOAD = """
 import reasoning_gym, sympy
 x = sympy.Symbol('x')
@@ -200,7 +200,7 @@ def _open(isolation: Isolation) -> Sandboxes:
 
 _opening = threading.Lock()
 _opened: dict[Isolation, Sandboxes] = {}
-"""This process's sandboxes, keyed by isolation; they end with the process."""
+"""This process's sandboxes, keyed by isolation. They end with the process."""
 
 
 def _sandboxes(isolation: Isolation) -> Sandboxes:

@@ -1,11 +1,12 @@
 """Scorer that checks answers to procedural tasks with the verifier of the task's generator.
 
-The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with
-partial credit sum floats, and a right answer followed by junk can reach 0.9999999999999999.
+The value is 1.0 if the verifier returns exactly 1, else 0.0. There is no tolerance: some verifiers
+give partial credit as a sum of floats, so a right answer followed by junk can get
+0.9999999999999999.
 
-Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. These
-run in a sandbox and get only answers within a strict grammar (`evaluating`). The others run in this
-process, under a watch (`watch`).
+Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. Such
+verifiers run in a sandbox, and only get answers that match a strict grammar (`evaluating`). All
+other verifiers run in this process, where an audit hook refuses forbidden operations (`watch`).
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Strip white space around the answer; extractions other than `whole` always strip it."""
+  """Whether extraction `whole` strips white space around the answer. Other extractions always do.
+  """
   partial_credit: bool = False
   """Whether to use the verifier's number as the value, instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
-  """How the sandboxes of verifiers that evaluate answers are isolated, as in scorer `code`."""
+  """Isolation of the sandboxes in which verifiers evaluate answers, as in scorer `code`."""
 
 
 @functools.cache
 def _score_answer(name: str) -> Callable[..., float]:
-  # Imported here, since the import would add nearly a second to every launch script; workers
-  # preload it.
+  # Imported here, since the import would add nearly a second to every launch script. Workers import
+  # the library when they start.
   import reasoning_gym
 
   return reasoning_gym.get_score_answer_fn(name)
@@ -87,17 +89,19 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 
 
 def runs_code(answer: str) -> bool:
-  """Whether `eval` of the answer could do more than compute: the answer calls a builtin (other than
-  `_HARMLESS`) or a method, passes a string to any call, contains a lambda, or uses a dunder name.
+  """Whether `eval` of the answer could do more than compute.
 
-  This check, for verifiers without a known grammar, keeps answers from deciding their own scores.
-  It does not protect the host, since a verifier may rewrite what Python cannot parse (`3!`) before
-  it evaluates; the sandbox does.
+  This is so if the answer calls a method or a builtin other than those in `_HARMLESS`, passes a
+  string to any call, contains a lambda, or uses a dunder name.
+
+  The check is for verifiers without a known grammar, and keeps answers from deciding their own
+  scores. It does not protect the host, since a verifier may rewrite an answer that Python cannot
+  parse (`3!`) before it evaluates the answer. The sandbox protects the host.
   """
   try:
     tree = ast.parse(answer.strip(), mode='eval')
   except (SyntaxError, ValueError, MemoryError, RecursionError):
-    return False  # eval refuses it too.
+    return False  # `eval` refuses such an answer, too.
   for node in ast.walk(tree):
     match node:
       case ast.Call(func=ast.Name(id=name)) if name not in _BUILTINS:
@@ -118,7 +122,8 @@ def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
   the reference answer.
   """
   score_answer = _score_answer(name)
-  # Some verifiers (`number_sorting`) evaluate the reference answer, which is a list.
+  # Some verifiers (`number_sorting`) evaluate the reference answer if it is a list, so compiling
+  # its text is permitted.
   with watched(name, entry['answer'] if is_list(str(entry['answer'])) else None):
     try:
       return float(score_answer(answer=answer, entry=entry))
@@ -128,7 +133,9 @@ def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _refusal(name: str, answer: str, reference: str) -> str | None:
-  """Returns why verifier `name`, which evaluates, must not get the answer; None if it may."""
+  """Returns the reason why verifier `name`, which evaluates answers, must not get this answer.
+  Returns None if it may get the answer.
+  """
   if not may_evaluate(name, answer, reference):
     return 'the answer is not in the grammar of what its verifier evaluates'
   if name not in GRAMMARS and answer != reference and runs_code(answer):
@@ -139,8 +146,10 @@ def _refusal(name: str, answer: str, reference: str) -> str | None:
 def _ask_in_sandbox(
   name: str, answer: str, entry: dict[str, Any], options: VerifierOptions
 ) -> float | Verdict:
-  """Returns the verifier's number like `_ask`, but runs it in a sandbox; a Verdict if the answer is
-  refused or the verifier hits a limit.
+  """Returns the verifier's number like `_ask`, but runs the verifier in a sandbox.
+
+  Returns a Verdict with the value 0 if the answer is refused or the verifier reaches a limit of the
+  sandbox. With `on_timeout='none'`, such a limit raises TimeoutError instead.
   """
   if reason := _refusal(name, answer, entry['answer']):
     return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
@@ -176,7 +185,7 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
   if not answer:
     return Verdict(value=0.0, evidence={'reason': reason})
   name, entry = fields['reasoning_gym'], fields['entry']
-  _score_answer(name)  # Raises for an unknown verifier.
+  _score_answer(name)  # This raises an exception if the verifier is unknown.
   score = (
     _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
   )
@@ -187,8 +196,8 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
 
 
 def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> None:
-  """Raises UserError for tasks whose verifiers evaluate answers if this machine has no sandbox for
-  them.
+  """Raises UserError if the verifier of a task evaluates answers and this machine cannot provide
+  the sandbox that the verifier needs.
   """
   if not any(scorer.implementation == 'verifier' for scorer in scorers):
     return
@@ -215,7 +224,7 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
 
 
 def verifier_scorer(**options: Any) -> Scorer:
-  """The task's own verifier (reasoning-gym); options: `VerifierOptions`."""
+  """The verifier of the task's own generator (reasoning-gym). The options are `VerifierOptions`."""
   read = read_options(VerifierOptions, options, 'verifier')
   scorer = functools.partial(score_verifier, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer
