@@ -30,7 +30,7 @@ class BadSign(RuntimeError):
 
 
 class _Watch:
-  """State of the watch, which covers one thread of the process at a time."""
+  """State of the watch. At any time, the watch covers at most one thread of the process."""
 
   installed = False
   thread: int | None = None

@@ -20,7 +20,7 @@ from jaxrl_llm.rewards.api import Addressed, Attempt, Awaited, AwaitedGroup
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked, failed, timed_out
 
 OPEN_DEADLINE_S = 120.0
-"""Time limit in seconds for opening a scorer, including the first reply from its server."""
+"""Time limit in seconds for opening a scorer. It includes the first reply from its server."""
 CLOSE_DEADLINE_S = 10.0
 """Time limit in seconds for closing a scorer. After that, the scorer is left open and the run
 continues.
@@ -70,7 +70,7 @@ class AwaitedScorer:
     """
     try:
       async with self._scorer.open() as call:
-        if not ready.done():  # It is done if `start` no longer waits.
+        if not ready.done():  # `ready` is done if `start` has stopped waiting.
           ready.set_result(call)
         await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
     except (KeyboardInterrupt, GeneratorExit):

@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.api import Discovers
 from jaxrl_llm.rewards.pool.live import Live
 
 SERVICES_DEADLINE_S = 900.0
-"""Time limit in seconds, at the start of a run, until every scorer has a service in the registry.
+"""How many seconds a run waits at its start until every scorer that discovers its services has one.
 """
 _LOOK_S = LOOK_S
 

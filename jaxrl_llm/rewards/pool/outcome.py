@@ -29,7 +29,7 @@ class CallOutcome:
   """Details of the failure; empty if the call succeeded."""
   seconds: float = 0.0
   overran: bool = False
-  """Whether the call ran out of time, memory or stack."""
+  """Whether the call failed because it ran out of time, memory or stack."""
 
 
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
@@ -55,7 +55,8 @@ def _checked(verdict: Verdict) -> Verdict:
   parts = {name: float(part) for name, part in verdict.parts.items()}
   turns = tuple(float(turn) for turn in verdict.turn_values)
   numbers = (value or 0.0, *parts.values(), *turns)
-  if not all(abs(number) <= MAX_SCORE for number in numbers):  # Also false for NaN.
+  # The comparison is also false for NaN.
+  if not all(abs(number) <= MAX_SCORE for number in numbers):
     raise ValueError(
       f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of '
       f'at most {MAX_SCORE:g}'

@@ -8,8 +8,8 @@ Start-up: a fork server imports the libraries of the scorers once and forks each
 worker is replaced in milliseconds. A process has only one fork server, which imports what the first
 pool of the process needs. Workers of a later pool import any other libraries when they start,
 before the deadline of a call begins. `multiprocessing` executes the top level of the main module in
-every new worker, so a launch script should keep its heavy imports under `if __name__ ==
-'__main__':`.
+every new worker, so a launch script should keep its heavy imports under
+`if __name__ == '__main__':`.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Workers:
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
   ) -> CallOutcome:
-    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group and its
-    per-sample scores.
+    """Calls scorer `config.name` on one attempt. A `PerGroup` scorer is called on a group and the
+    per-sample scores of its attempts.
     """
     outcome = None
     while outcome is None:
@@ -227,7 +227,7 @@ class Workers:
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)
-      # If the new pool is broken, too, the next call fails and counts the break.
+      # If the new pool is broken, too, the next call finds out and counts another break.
       with contextlib.suppress(BrokenProcessPool):
         await _started(new)
       if self._pool is not broken:  # The pool was closed meanwhile.
@@ -311,7 +311,7 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
     while True:
       await asyncio.wait({future}, timeout=CHECK_S)
       alive = pool.active
-      if answer.done():  # `future` follows only when the event loop runs its callback.
+      if answer.done():  # `future` is done only after the event loop runs its callback.
         return await future  # wait score: it is there
       if not alive:
         raise BrokenProcessPool('the pool ended without an answer')
@@ -320,7 +320,7 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
 
 
 async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:
-  """Stops the workers, after at most `answers_s` seconds in which calls in flight may finish.
+  """Stops the workers. Calls in flight first have at most `answers_s` seconds to finish.
 
   Raises:
     WaitExpired: the workers do not end.

@@ -35,7 +35,7 @@ DISCARDED = 70
 
 _PACKAGE = 'jaxrl_llm.rewards.'
 _ADAPTERS = 'adapters'
-"""Name of the module whose scorers call a user's function."""
+"""Name of the module of built-in scorers that call a user's function."""
 
 _SECRET = re.compile(
   r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL',
@@ -79,7 +79,7 @@ def _libraries_of(module: str) -> tuple[str, ...]:
 
 
 def _known_libraries() -> set[str]:
-  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process imported."""
+  """Returns the libraries in `LIBRARIES` of all modules of `jaxrl_llm.rewards` in this process."""
   return {
     library
     for name in [*sys.modules]
@@ -109,8 +109,8 @@ def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
 def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
   """Returns the modules that the fork server imports for workers with these scorers.
 
-  For a user's scorer, the modules include the known libraries that this process has imported,
-  because the scorer may use them.
+  If there is a user's scorer, these include the libraries of built-in scorers that this process has
+  imported, because the user's scorer may use them.
   """
   modules = [__name__]
   for scorer in scorers:

@@ -56,15 +56,16 @@ class TrlOptions:
   a field with this name, the function gets that field instead.
   """
   per_group: bool = False
-  """Whether to call the function once per group instead of once per attempt, for functions that
-  compare completions.
+  """Whether to call the function once per group instead of once per attempt. Functions that compare
+  completions need this.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PythonOptions:
   function: str
-  """`module:attribute` or `path/to/file.py:attribute` of a function `f(prompt, completion, truth)`.
+  """The function `f(prompt, completion, truth)`, as `module:attribute` or
+  `path/to/file.py:attribute`.
   """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Further keyword arguments of the function."""
@@ -316,7 +317,7 @@ def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[J
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the arguments in `given` that the function has parameters for."""
+  """Returns those arguments in `given` for which the function has parameters."""
   parameters = inspect.signature(function).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return dict(given)

@@ -72,8 +72,8 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 
 def fenced(text: str) -> str | None:
-  """Returns the last fenced block of Python, closed or not, else the last block without a language,
-  else None.
+  """Returns the last fenced block of Python, even if it is not closed. If there is none, returns
+  the last block that states no language, or None.
   """
   blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
@@ -194,7 +194,7 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
 
 
 def read_work(attempt: Attempt) -> Work | Verdict:
-  """Returns the program and its tests, or the verdict if there is nothing to run."""
+  """Returns the program with its tests. If there is nothing to run, returns the verdict instead."""
   try:
     work = read_tests(attempt.task.fields)
   except ValueError as error:
@@ -224,12 +224,14 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """Returns this process's sandboxes for these arguments. The sandboxes end with the process."""
+  """Returns the sandboxes of this process for these limits and this isolation. They end with the
+  process.
+  """
   return Sandboxes(limits, isolation=isolation)
 
 
 def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
-  """Scores the completion's program by the task's tests, in a sandbox on this machine."""
+  """Scores the completion's program with the task's tests, in a sandbox on this machine."""
   work = read_work(attempt)
   if isinstance(work, Verdict):
     return work

@@ -3,7 +3,7 @@
 A template is literal text with named fields, such as
 `<think>{think}</think><answer>{answer}</answer>`. Each literal piece (a tag, or text between tags)
 must occur exactly as often and in the same order as in the template, and no field may be blank.
-White space at both ends and around literal pieces is ignored, in the template and in the
+White space at both ends and around literal pieces is ignored, both in the template and in the
 completion.
 """
 
@@ -24,7 +24,7 @@ _PIECES = re.compile(r'<[^<>]*>|[^<>]+|[<>]')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatOptions:
   template: str = '<think>{think}</think><answer>{answer}</answer>'
-  """Template; literal braces are doubled, as in str.format."""
+  """Template of the completion. Literal braces are doubled, as in str.format."""
 
 
 @dataclasses.dataclass(frozen=True)

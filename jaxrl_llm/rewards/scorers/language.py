@@ -122,7 +122,7 @@ def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
 
 
 def prose(text: str) -> str:
-  """Returns the text without code, LaTeX, tags and URLs, in linear time."""
+  """Removes code, LaTeX, tags and URLs from a text, in linear time."""
   kept, position, unclosed = [], 0, set()
   while opening := _OPENING.search(text, position):
     mark, start, limit = _closing(text, opening)
@@ -160,7 +160,7 @@ def script(letter: str) -> str:
 
 
 def words(sentence: str) -> list[tuple[str, str]]:
-  """Returns (word, script) for each word, in order."""
+  """Returns the words of a sentence in order, each with its script."""
   tokens: list[tuple[str, str]] = []
   word, word_script = '', ''
   for letter in f'{sentence} ':
@@ -175,7 +175,7 @@ def words(sentence: str) -> list[tuple[str, str]]:
 
 
 def _latin(sentence: list[str], language: str) -> bool:
-  """Whether the sentence's Latin words belong to the language."""
+  """Whether words in Latin script, all from one sentence, belong to the language."""
   occurrences = collections.Counter(word.casefold() for word in sentence)
   counts = {
     name: sum(occurrences[word] for word in function) for name, function in FUNCTION_WORDS.items()

@@ -1,7 +1,7 @@
 """Scorer that penalises repeated n-grams of words.
 
-The penalty is −max · (1 − distinct n-grams / all n-grams), where upper and lower case count as the
-same. It is 0 if the completion has fewer than n words.
+The penalty is −max · (1 − distinct n-grams / all n-grams), where max is the option `max_penalty`.
+Upper and lower case count as the same. If the completion has fewer than n words, the penalty is 0.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated
 n-grams. The formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. The
@@ -40,7 +40,7 @@ class RepetitionOptions:
 
 
 def repeated(text: str, ngram: int) -> float:
-  """Returns 1 − (distinct n-grams / all n-grams) of the text's words; 0 if there are no n-grams."""
+  """Returns 1 − (distinct n-grams / all n-grams) of the text's words, or 0 if it has no n-grams."""
   words = _WORD.findall(text.casefold())
   count = len(words) - ngram + 1
   if count < 1:

@@ -72,7 +72,7 @@ def parse_point(text: str) -> Point | None:
 
 
 def iou(a: Box, b: Box) -> Fraction:
-  """Intersection over union: area of the intersection divided by the area of the union."""
+  """Returns the area of the intersection divided by the area of the union."""
   width = min(a.x2, b.x2) - max(a.x1, b.x1)
   height = min(a.y2, b.y2) - max(a.y1, b.y1)
   both = max(width, Fraction(0)) * max(height, Fraction(0))
@@ -113,8 +113,8 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
 
 
 def contains(region: Sequence[Point], point: Point) -> bool:
-  """Whether the point is inside the polygon or on its edge. Self-intersecting polygons follow the
-  even-odd rule.
+  """Whether the point is inside the polygon or on its edge. For a polygon that intersects itself,
+  the even-odd rule decides.
   """
   inside = False
   for a, b in zip(region, [*region[1:], *region[:1]]):
@@ -171,7 +171,7 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
   if box is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
   overlap = iou(truth, box)
-  # Converted from the threshold's text, since Fraction(0.7) is slightly less than 7/10.
+  # The threshold is converted from its text, since Fraction(0.7) is slightly less than 7/10.
   value = (
     float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
   )

@@ -23,7 +23,7 @@ text: words.
 """
 
 ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'whole')
-"""Extraction methods from the most to the least explicit."""
+"""Default extraction methods, from the most to the least explicit."""
 HASHES_FIRST: Methods = ('hashes', 'boxed', 'tags', 'phrase', 'bold', 'whole')
 
 _LETTER = re.compile(r'(?:\\text(?:bf|rm)?\s*\{)?\s*\(?[A-J]\)?\.?\s*\}?')
@@ -32,7 +32,7 @@ _MATHEMATICAL = re.compile(r'[\d\\=^+*/<>${}()\[\]|_]')
 
 class ChosenOptions(NamedTuple):
   options: Mapping[str, Any]
-  """Chosen options for the scorer `answer`, keyed by name."""
+  """The chosen options of scorer `answer`, keyed by name."""
   why: str
 
 

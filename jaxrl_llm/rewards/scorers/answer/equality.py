@@ -90,7 +90,7 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
 
   def rounded(a: Value, b: Value) -> bool:
     whole = (a if exact is truth else b).number
-    # An exact value with no more decimal places than the decimal would not have been rounded.
+    # An exact value that needs no more decimal places than the decimal has would not be rounded.
     if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
       return False
     with mpmath.workdps(DIGITS):

@@ -33,8 +33,8 @@ def _math_verify() -> Callable[[str], list[Any]]:
   # Workers import the library when they start.
   import math_verify
 
-  # Hides math-verify's warning that timeouts are off. They are off because they use SIGALRM; the
-  # pool's deadline applies instead.
+  # Hides math-verify's warning that its timeouts are off. They are off because they need SIGALRM;
+  # the pool's deadline applies instead.
   logging.getLogger('math_verify').setLevel(logging.ERROR)
   targets = [
     math_verify.LatexExtractionConfig(boxed_match_priority=0),
@@ -61,7 +61,9 @@ def _latex_equal(truth: str, answer: str) -> bool:
 
 
 _CLOSE = 1e-3
-"""Relative tolerance in `_confirmed`, since math-verify rounds decimals to six places."""
+"""Relative tolerance in `_confirmed`, which is needed since math-verify rounds decimals to six
+places.
+"""
 
 
 def _evaluated(value: Any) -> Any:
@@ -125,7 +127,8 @@ _RELATIONS = re.compile(
 )
 _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
-"""Matches numbers that are not values: subscripts, bases, moduli."""
+"""Matches subscripts (also those that state number bases) and moduli, whose numbers are not values.
+"""
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
 _ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
@@ -134,11 +137,14 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""Matches a left side that computes (`2x = 42`, `x + 1 = 42`), not a name for the right side."""
+"""Matches a left side that computes (`2x` in `2x = 42`), rather than one that names the right side.
+"""
 
 
 def unboxed(answer: str) -> str:
-  """Unwraps a single box: `42` for `$\\boxed{42}$`; other text is unchanged."""
+  """Returns the content of a text that is a single box: `42` for `$\\boxed{42}$`. Other text is
+  returned unchanged.
+  """
   inner = answer.strip().strip('$').strip()
   boxes = candidates(inner, 'boxed')
   return (
@@ -161,13 +167,14 @@ def _brackets(text: str) -> str:
 
 
 def _picked(text: str) -> bool:
-  """Whether math-verify could not read the text and picked one of several numbers, such as 42 in
-  `41 \\oplus 42`.
+  """Whether math-verify could not read the whole text and picked one of several numbers in it, such
+  as 42 in `41 \\oplus 42`.
   """
   import sympy
 
   value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
-  if isinstance(value, sympy.Mul) and isinstance(value.args[-1], sympy.UnevaluatedExpr):  # 42%
+  # math-verify parses 42% as such a product.
+  if isinstance(value, sympy.Mul) and isinstance(value.args[-1], sympy.UnevaluatedExpr):
     value = value.args[0]
   if not isinstance(value, sympy.Number) or not isinstance(read, str):
     return False
@@ -176,7 +183,7 @@ def _picked(text: str) -> bool:
 
 
 def tight(text: str) -> str:
-  """Removes spaces that are not between two word characters."""
+  """Removes all spaces, except those between two word characters."""
   return re.sub(r'(?<!\w) | (?!\w)', '', text)
 
 
@@ -211,7 +218,8 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal; None for forms not handled here."""
+  """Whether two values, with or without units, are equal; None if their form is not handled here.
+  """
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):
@@ -307,7 +315,7 @@ def _exact_part(truth: str, answer: str) -> str:
 
 
 _NEAR = 0.005
-"""Relative tolerance for an approximation given after the exact answer."""
+"""Maximum relative difference between the truth and the decimals after `\\approx` in an answer."""
 
 
 def latex_agree(truth: str, answer: str) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
-"""Location of the answer. whole: the whole text; boxed: `\\boxed{…}`; hashes: after `####`; tags:
-`<tag>…</tag>`; phrase: after "the answer is" or a label `Answer:`; bold: in bold at the very end,
-`**…**`; formula: the formulas of the last sentence that has any (`$…$`, `\\(…\\)`, `\\[…\\]`);
-number: the last number. `boxed`, `hashes`, `tags` and `phrase` find every occurrence, and all
-occurrences must agree.
+"""Where an answer is looked for. whole: the whole text; boxed: in `\\boxed{…}`; hashes: after
+`####`; tags: in `<tag>…</tag>`; phrase: after "the answer is" or a label `Answer:`; bold: in bold
+(`**…**`) at the very end; formula: the formulas (`$…$`, `\\(…\\)`, `\\[…\\]`) of the last sentence
+that has any; number: the last number.
+
+`boxed`, `hashes`, `tags` and `phrase` find every occurrence, and all occurrences must agree.
 """
 
 Methods = Method | tuple[Method, ...]
@@ -32,9 +33,11 @@ configured. An answer that cannot be read as a value does not count.
 """
 
 NO_ANSWER = 'no answer'
-"""Reason given if no method finds an answer."""
+"""Reason in the evidence if no method finds an answer."""
 MAX_TRUTH = 300
-"""Length in characters above which a truth is treated as a solution that contains the answer."""
+"""Length in characters above which a truth is treated as a solution that contains the answer,
+rather than as the answer itself.
+"""
 MAX_LENGTH = 2000
 """Maximum length of an answer in characters."""
 
@@ -55,8 +58,8 @@ _LEAD = re.compile(
 )
 """Matches a lead-in before the answer, as in "Answer: the largest n is 34"."""
 _REASON = re.compile(r'(?<=[\w)}$*]),?\s+(?:because|since)\s|(?<=[\w)}$*]),\s+not\s', re.IGNORECASE)
-"""Matches what ends an answer: "because" in "the answer is 42, because …", or "not" in "the answer
-is 42, not 41".
+"""Matches the words that end an answer: "because" in "the answer is 42, because …", or "not" in
+"the answer is 42, not 41".
 """
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
 _BRACES = re.compile(r'\\\\?(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
@@ -72,7 +75,7 @@ _BARE_BOX = re.compile(r'\\boxed\s+([^\s${}\\]+?)(?=[.,;]?(?:[\s$]|$))')
 _BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
 _FINAL = re.compile(r'\bfinal answer\b', re.IGNORECASE)
 _MAX_GAP = 40
-"""Maximum number of characters between boxes that form one list."""
+"""Maximum number of characters between two adjacent boxes that form one list."""
 _TOGETHER = re.compile(
   r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL
 )
@@ -98,7 +101,7 @@ class _Boxed(NamedTuple):
 
 
 def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
-  """Returns the outermost boxes and the nested ones, both ordered by their ends."""
+  """Returns the outermost boxes and the nested boxes, both ordered by their ends."""
   outer, inner, stack, open_boxes = [], [], [], 0
   for match in _BRACES.finditer(text):
     token = match.group()
@@ -121,7 +124,9 @@ def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
 
 
 def _held(text: str) -> list[tuple[_Boxed, str]]:
-  """Returns the outermost boxes and their contents, without the commands of nested boxes."""
+  """Returns the outermost boxes with their contents, in which nested boxes are replaced by their
+  contents.
+  """
   outer, inner = _boxes(text)
   cuts = sorted(
     [(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner]
@@ -222,8 +227,8 @@ def _phrases(text: str) -> list[str]:
 
 
 def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
-  """Returns every non-blank answer that `method` finds in the text, in order, stripped of white
-  space at both ends.
+  """Returns, in order, all answers that `method` finds in the text. White space at both ends of an
+  answer is removed, and blank answers are left out.
   """
   match method:
     case 'whole':

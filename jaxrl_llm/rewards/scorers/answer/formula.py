@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.effort import MAX_DEPTH
 
 MAX_NODES = 1_000
-"""Maximum number of nodes of a formula."""
+"""Maximum number of nodes in a formula's tree."""
 
 
 class Unreadable(ValueError):
@@ -24,10 +24,10 @@ class Unreadable(ValueError):
 
 class Node(NamedTuple):
   kind: str
-  """`number`, `symbol`, `constant`, an operation or a function name."""
+  """Kind of the node: `number`, `symbol`, `constant`, an operation, or the name of a function."""
   parts: tuple[Node, ...] = ()
   value: Any = None
-  """Value of a `number`, or name of a `symbol`, `constant` or `opaque` function."""
+  """Value if the node is a `number`, or the name of a `symbol`, `constant` or `opaque` function."""
 
 
 class Formula(NamedTuple):
@@ -240,7 +240,9 @@ class _Reader:
     return self.node(_NAMED[opening], inner) if opening in _NAMED else inner
 
   def argument(self) -> Node:
-    """Parses a command's argument: a group in braces or, as in TeX, a digit, letter or command."""
+    """Parses a command's argument: a group in braces or, as in TeX, a single digit, letter or
+    command.
+    """
     self.skip()
     if self.peek('{'):
       return self.group()

@@ -27,7 +27,9 @@ from jaxrl_llm.rewards.scorers.answer.values import real_less, real_value
 class End(NamedTuple):
   text: str
   value: Any
-  """A Fraction, a real mpmath number or ±inf; None if the expression contains names."""
+  """A Fraction, a real mpmath number or ±inf; None if the expression has no value, as with names in
+  it.
+  """
 
   def precedes(self, other: End) -> bool:
     if math.inf in (other.value, -self.value):
@@ -117,8 +119,8 @@ def _inequality(text: str) -> list[Interval] | None:
 
 
 def _without(text: str) -> list[Interval] | None:
-  """Returns the intervals of all real numbers except those in `text`, which is a list such as `{1,
-  2}`. Returns None if it is not such a list.
+  """Returns the intervals of all real numbers except those in `text`, a list such as `{1,2}`.
+  Returns None if it is no such list.
   """
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]

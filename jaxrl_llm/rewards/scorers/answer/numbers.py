@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 class Number(NamedTuple):
   value: Fraction
-  """Value as written, so 42 for `42%`."""
+  """Value as it is written: 42 for `42%`."""
   percent: bool
 
 
@@ -56,7 +56,7 @@ _WORDS = re.compile(
 
 
 def plain(text: str) -> str:
-  """Strips LaTeX spaces and text commands, math delimiters, bold marks and a final full stop."""
+  """Strips math delimiters, LaTeX spaces, LaTeX text commands, bold marks and a final full stop."""
   for old, new in _NOISE:
     text = text.replace(old, new)
   text = _WORDS.sub(r'\1', text).strip()

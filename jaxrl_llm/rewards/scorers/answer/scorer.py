@@ -1,9 +1,10 @@
-"""Scorer `answer`: compares the completion's single answer with the reference answer, in the mode
-the task requires.
+"""Scorer `answer`, which compares the completion's single answer with the task's reference answer
+(the truth).
 
-The value is 1.0 or 0.0, and None only if the truth is missing or unreadable. A completion scores 0
-if it gives no answer, two different answers (in two boxes, or as a list where the truth is not a
-list), or only an answer copied from the prompt.
+The value is 1.0 if they agree in the comparison mode of the task, else 0.0. It is None only if the
+truth is missing or cannot be read. A completion scores 0 if it gives no answer, or two different
+answers (in two boxes, or as a list although the truth is not a list), or only an answer that is
+copied from the prompt.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class AnswerOptions:
   """Mode `choice`: field of the task's row, or of the row's `extra_info`, that lists the choices.
   """
   truth_is_index: bool = False
-  """Mode `choice`: whether the truth is the index of the right choice, counted from 0."""
+  """Mode `choice`: whether the truth is the index of the right choice, where the first choice has
+  index 0.
+  """
   aliases_field: str = 'aliases'
   """Mode `text`: field of the task's row, or of the row's `extra_info`, that lists further accepted
   answers. The truth itself may also be a JSON list of texts.
@@ -100,7 +103,9 @@ class AnswerOptions:
 
 
 def field_of(task: Task, name: str) -> Json:
-  """Returns a field of the task's row, or of its `extra_info`; None if neither has it."""
+  """Returns a field of the task's row or, if the row lacks it, of the row's `extra_info`. Returns
+  None if neither has the field.
+  """
   extra = task.fields.get('extra_info')
   return task.fields.get(name, extra.get(name) if isinstance(extra, Mapping) else None)
 
@@ -207,7 +212,7 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
-  """Extracts the completion's single answer, in the completion's spelling."""
+  """Extracts the completion's single answer, as it is written in the completion."""
   choices = (
     read_choices(field_of(attempt.task, options.choices_field))
     if options.mode == 'choice'
@@ -238,7 +243,9 @@ def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, A
 def choose_options(
   given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]
 ) -> ChosenOptions | None:
-  """Chooses, from the tasks' truths, the options that are not set; None if all are set."""
+  """Chooses the options that are not set, from the truths of the tasks. Returns None if all options
+  are set.
+  """
   options = read_options(AnswerOptions, given, 'answer')
   if options.mode is not None and options.extraction is not None:
     return None
@@ -268,8 +275,8 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
   truth = reference(attempt.task.truth)
   extraction = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
-  # The truth is read even without an answer, since whether a task can be scored must not depend on
-  # the completion.
+  # The truth is read even if there is no answer, since whether a task can be scored must not depend
+  # on the completion.
   agree = _agree(truth, extraction.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})

@@ -120,7 +120,7 @@ def _choices(truth: str, answer: str) -> bool | None:
     value = unlabelled(answer)
     if value == answer:
       return None
-    # A second letter would be a second answer.
+    # Another letter before the value would be a second answer.
     return unlabelled(value) == value and _agree(truth, value)
   given = _label(answer)
   if wanted[1] and given and given[1]:
@@ -187,8 +187,8 @@ def _ratios(truth: str, answer: str) -> bool | None:
 
 
 def _words(answer: str) -> str:
-  """Returns the form in which answers in words are compared: normalised and in the singular, and
-  'none' for answers such as "no solution".
+  """Returns the form in which answers in words are compared: normalised and in the singular. The
+  form of answers such as "no solution" is 'none'.
   """
   words = [
     word[:-1] if len(word) > 3 and word.endswith('s') else word
@@ -213,7 +213,9 @@ def _texts(truth: str, answer: str) -> bool | None:
 
 
 def _members(text: str) -> str:
-  """Returns `{1, 2}` for `x ∈ {1, 2}`; other text is returned unchanged."""
+  """Returns the set itself, `{1, 2}`, for a text such as `x ∈ {1, 2}`. Other text is returned
+  unchanged.
+  """
   value = named(text)[1] if '∈' in text else text
   return value if value.startswith(r'\{') and not re.search('[|:]', value) else text
 
@@ -241,7 +243,9 @@ def _real_sets(truth: str, answer: str) -> bool | None:
 
 
 def _relations(truth: str, answer: str) -> bool:
-  """Whether two inequalities are equivalent up to a factor and the order of their sides."""
+  """Whether two inequalities are equivalent. They may differ by a factor and in the order of their
+  sides.
+  """
   wanted, got = _RELATION.split(truth), _RELATION.split(answer)
   if (
     len(wanted) != len(got)
@@ -264,7 +268,7 @@ def _relations(truth: str, answer: str) -> bool:
 
 
 def _single(text: str) -> bool:
-  """Whether the text is a single value, so that its commas belong to a number."""
+  """Whether the text is a single value, so that any commas in it belong to a number."""
   return (
     parse_number(text) is not None
     or parse_quantity(text) is not None
@@ -273,7 +277,9 @@ def _single(text: str) -> bool:
 
 
 def _entries(text: str) -> list[str]:
-  """Returns the values of a list without brackets; the whole text if it is a single value."""
+  """Returns the values of a list without brackets. If the text is a single value, returns the whole
+  text.
+  """
   return [text] if _single(text) else split(text, words=True)
 
 
@@ -290,7 +296,7 @@ def _records(text: str) -> list[str] | None:
 
 
 def _bracketed(text: str) -> bool:
-  """Whether the text is several entries in one pair of brackets."""
+  """Whether the text consists of several entries in one pair of brackets."""
   inner = inside(text, ('(', '[', '⟨'), (')', ']', '⟩'))
   return inner is not None and len(split(inner)) > 1
 

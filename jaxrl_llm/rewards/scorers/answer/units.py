@@ -26,11 +26,11 @@ truth has one.
 
 class Unit(NamedTuple):
   factor: Fraction
-  """Size of the unit in base units."""
+  """Size of the unit, expressed in base units."""
   dimensions: frozenset[tuple[str, int]]
   """Pairs of a base unit and its power, which is not zero. Empty if the text has only words."""
   words: frozenset[str]
-  """Words that are not units, in the singular."""
+  """Words in the text that are not units, in the singular."""
 
 
 class Quantity(NamedTuple):
@@ -264,7 +264,9 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerances; `absolute` is in the truth's unit."""
+  """Whether the quantities are equal within the tolerances. The tolerance `absolute` is in the
+  truth's unit.
+  """
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:
     return numbers_agree(truth.number, number, absolute=absolute, relative=relative)

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.formula import Formula, Node, read_formula
 
 MAX_BITS = 20_000
-"""Maximum number of bits in a numerator or denominator, and maximum binary exponent. Larger numbers
-raise Undefined.
+"""Maximum number of bits in a numerator or denominator, and maximum magnitude of a binary exponent.
+Larger numbers raise Undefined.
 """
 DIGITS = 60
-"""Precision of floating-point values in decimal digits, in addition to the digits before the point
-of the largest intermediate result.
+"""Number of decimal digits in floating-point values. If intermediate results are large, the digits
+before their decimal point are added to this number.
 """
 _MAX_LOST = 1_000
-"""Maximum number of digits before the point in an intermediate result, for formulas whose value is
-not exact.
+"""Maximum number of digits before the decimal point of an intermediate result. The limit applies to
+formulas whose value is not exact.
 """
 
 
@@ -38,7 +38,7 @@ def as_float(value: Any) -> Any:
 
 
 class Undefined(ArithmeticError):
-  """The formula has no value at this point, or its value exceeds `MAX_BITS`."""
+  """The formula has no value at this point, or a number in its evaluation exceeds `MAX_BITS`."""
 
 
 class _Evaluation:
@@ -53,8 +53,8 @@ class _Evaluation:
     """Binary exponent of the largest intermediate result."""
     self.complex = False
     self.lossy: float | None = None
-    """Binary exponent of the largest operand whose digits may have cancelled; None if nothing could
-    cancel.
+    """Binary exponent of the largest operand of an operation in which digits may have cancelled;
+    None if no digits can have cancelled.
     """
 
   def tiny(self) -> Any:
@@ -212,7 +212,7 @@ def _folded(
 
 
 def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
-  """Applies an operation to rationals; None if its result may be irrational."""
+  """Applies an operation to rational numbers. Returns None if the result may be irrational."""
   first = values[0]
   match kind:
     case 'negative':
@@ -268,7 +268,7 @@ class Value(NamedTuple):
   number: Any
   """A Fraction, or a real or complex mpmath number."""
   complex: bool
-  """Whether an intermediate result was not real."""
+  """Whether any intermediate result was not real."""
   tiny: Any
   """Magnitude below which differences are rounding errors."""
 
@@ -303,8 +303,8 @@ def evaluate(
 
 
 def real_value(text: str) -> Any:
-  """Returns the real value of a text in canonical LaTeX, as a Fraction or mpmath number; None if
-  the text has no real value.
+  """Returns the real value of a text in canonical LaTeX, as a Fraction or an mpmath number. Returns
+  None if the text has no real value.
   """
   formula = read_formula(text)
   if formula is None or formula.symbols or formula.bases:

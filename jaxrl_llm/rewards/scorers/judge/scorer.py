@@ -49,8 +49,8 @@ class JudgeOptions(DiscoveringOptions):
   model: str
   """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """score: the judge gives each answer a number; pairwise: the judge says which of two answers of a
-  group is better.
+  """How the judge assesses answers. score: it gives each answer a number; pairwise: it says which
+  of two answers of a group is better.
   """
   against: Literal['all', 'next', 'first'] = 'all'
   """Which attempts of a group are compared in mode `pairwise`. all: each attempt with all others;
@@ -65,7 +65,7 @@ class JudgeOptions(DiscoveringOptions):
   max_tokens: int = 1024
   """Maximum number of tokens in an answer, including its reasoning."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields to add to each request or to override in it, such as `response_format`."""
+  """Fields that are added to each request or replace its fields, such as `response_format`."""
   malformed_retries: int = 2
   """How many times the judge is asked again after a malformed answer. The new request states what
   was wrong.
@@ -97,10 +97,10 @@ def _question(task: Task) -> str:
 
 
 class Said(NamedTuple):
-  """A judge's parsed answer to a prompt."""
+  """A judge's answer to a prompt, after parsing."""
 
   answer: dict[str, Json]
-  """The answer as parsed by the `read` function passed to `Judge.ask`."""
+  """The answer, as parsed by the function `read` that was passed to `Judge.ask`."""
   cached: bool
 
 
@@ -228,7 +228,7 @@ class ScoringJudge(Judge):
 
 
 def pairs(count: int, against: str) -> list[tuple[int, int]]:
-  """Returns the pairs of attempts (indices below `count`) to compare, each pair once."""
+  """Returns the pairs of attempts to compare, as indices below `count`. Each pair occurs once."""
   if against == 'first':
     return [(0, other) for other in range(1, count)]
   if against == 'next' and count > 2:

@@ -97,7 +97,7 @@ _FIELDS = {
 }
 _OBJECT = re.compile(r'\{\s*"')
 _MAX_TEXT = 100_000
-"""Maximum number of characters of a judge's answer that are parsed."""
+"""Maximum number of characters of a judge's answer that are read. The rest is ignored."""
 _MAX_BROKEN = 64
 """Maximum number of malformed JSON objects tolerated in an answer, since each may be scanned to the
 end of the text.
@@ -147,8 +147,8 @@ def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
 
 
 def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
-  """Builds the judge's prompt: the template with its texts between markers, the rules, and the
-  required answer form.
+  """Builds the judge's prompt. It consists of the template with its texts between markers, the
+  rules for the judge, and the required form of the answer.
   """
   key = marker_key(list(texts.values()), json.dumps([template, mode, dict(sorted(texts.items()))]))
   marked = {name: f'<text-{key}>\n{text}\n</text-{key}>' for name, text in texts.items()}

@@ -84,8 +84,8 @@ def _is_arithmetic(answer: str, reference: str) -> bool:
 
 
 def _is_symbolic(answer: str, reference: str) -> bool:
-  """Whether the answer is arithmetic with one-letter symbols, common functions and names in the
-  reference answer.
+  """Whether the answer is arithmetic that contains no names other than one-letter symbols, common
+  functions and names in the reference answer.
   """
   if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
     return False
@@ -106,9 +106,9 @@ def _is_literal(answer: str, reference: str) -> bool:
   """Whether the answer has only capitals, underscores and digits, or is a list of numbers and
   strings.
 
-  Neither form permits a name before a bracket, so nothing can be called. Lower-case names are
-  excluded because one may be a variable in the verifier: evaluating `oracle_answer` would return
-  the reference answer.
+  In both forms, no name can stand before a bracket, so nothing can be called. Lower-case names are
+  excluded because such a name may be a variable in the verifier: evaluating `oracle_answer` would
+  return the reference answer.
   """
   return _WORDS.fullmatch(answer) is not None or is_list(answer)
 
@@ -126,8 +126,10 @@ GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'spiral_matrix': _is_literal,
   'string_insertion': _is_literal,
 }
-"""Grammars, keyed by verifier: functions of (answer, reference answer) that return whether the
-answer may be evaluated. The answer is exactly the text that the verifier gets.
+"""Grammars of the answers that may be evaluated, keyed by verifier.
+
+A grammar is a function of an answer and the reference answer that returns whether the answer may be
+evaluated. The verifier gets exactly the text that the grammar has checked.
 """
 
 
@@ -211,8 +213,8 @@ def _sandboxes(isolation: Isolation) -> Sandboxes:
 
 
 def _within_budget(work: Callable[[], T]) -> T:
-  """Returns the result of `work`. Raises SandboxError after `BUDGET_S` seconds; `work` then
-  continues in its thread.
+  """Returns the result of `work`. Raises SandboxError if there is none after `BUDGET_S` seconds;
+  `work` then continues in its thread.
   """
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -242,7 +244,10 @@ def check_isolation(isolation: Isolation) -> None:
 def score_in_sandbox(
   name: str, answer: str, entry: Mapping[str, Any], isolation: Isolation
 ) -> tuple[float | None, ProgramOutcome]:
-  """Returns the verifier's number (None if the answer hit a limit) and the outcome of its sandbox.
+  """Runs a verifier in a sandbox.
+
+  Returns the verifier's number, or None if the answer made it reach a limit, and the outcome of the
+  sandbox.
 
   Raises:
     NoIsolation: this machine cannot provide the isolation.

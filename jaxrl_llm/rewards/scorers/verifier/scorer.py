@@ -54,7 +54,7 @@ class VerifierOptions:
   """Whether extraction `whole` strips white space around the answer. Other extractions always do.
   """
   partial_credit: bool = False
-  """Whether to use the verifier's number as the value, instead of 1.0 or 0.0."""
+  """Whether the value is the verifier's number, rather than 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
   """Isolation of the sandboxes in which verifiers evaluate answers, as in scorer `code`."""
@@ -118,8 +118,9 @@ def runs_code(answer: str) -> bool:
 
 
 def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
-  """Returns the verifier's number; 0 if the verifier raises an exception on this answer but not on
-  the reference answer.
+  """Returns the verifier's number.
+
+  If the verifier raises an exception on this answer, but not on the reference answer, returns 0.
   """
   score_answer = _score_answer(name)
   # Some verifiers (`number_sorting`) evaluate the reference answer if it is a list, so compiling
@@ -165,7 +166,9 @@ def _ask_in_sandbox(
 
 
 def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
-  """Scores the completion's answer with the task's verifier; None for a task without a verifier."""
+  """Scores the completion's answer with the task's verifier. The value is None if the task has no
+  verifier.
+  """
   fields = attempt.task.fields
   if 'reasoning_gym' not in fields or 'entry' not in fields:
     return Verdict(
