@@ -139,9 +139,9 @@ def program_of(completion: str, prompt: str) -> str | None:
   """Extracts the program from a completion; None if the program is blank.
 
   The program is the last fenced block of the answer after the thoughts, or the whole answer if
-  there is no such block. The program is appended to the code in the prompt in two cases: if it
-  parses only as a continuation of that code, such as an indented function body, or if that code is
-  itself complete and defines or imports something.
+  there is no such block. Code in the prompt is put before the program in two cases: if the program
+  does not parse without it, as an indented function body does not, or if the code in the prompt is
+  itself complete and defines or imports something. In both cases, the two together must parse.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)

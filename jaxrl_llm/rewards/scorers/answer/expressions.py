@@ -218,8 +218,7 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal; None if their form is not handled here.
-  """
+  """Whether two values, with or without units, are equal; None for forms not handled here."""
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):

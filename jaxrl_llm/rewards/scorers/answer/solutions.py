@@ -106,8 +106,8 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Each of the following functions compares one form of truth with the answer. It returns None if it
-# does not apply.
+# Each of the following functions handles some forms of truth and returns whether the answer agrees.
+# It returns None if it does not apply.
 
 
 def _choices(truth: str, answer: str) -> bool | None:
