@@ -1,8 +1,8 @@
-"""Inference engine interface: tokens in, tokens out, each token attributed to the weight version
-that sampled it.
+"""Inference engine interface. An engine takes the tokens of a prompt and returns sampled tokens,
+each attributed to the version of the policy weights that sampled it.
 
-Invariant: nothing here handles text or depends on how or where an engine runs, so workflows, the
-gate and the publisher drive an in-process JAX sampler and remote servers alike.
+Invariant: nothing in this module handles text or depends on how or where an engine runs. Hence
+workflows, the gate and the publisher use an in-process JAX sampler and remote servers alike.
 """
 
 from __future__ import annotations
@@ -23,23 +23,32 @@ WORD = 2**32
 """Exclusive upper bound of each word of `Request.key`."""
 
 CUT = 'load'
-"""`Segment.finish` of a segment cut by a weight load; the completion continues in the next one."""
+"""Value of `Segment.finish` for a segment that ended because new weights were loaded. The
+completion continues in the next segment.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """Sampling parameters: logits are divided by the temperature, filtered by top-k, then by top-p,
-  and renormalised.
+  """Sampling parameters. Logits are divided by the temperature. Then top-k and after it top-p
+  remove tokens, and the probabilities of the remaining tokens are renormalised.
 
-  Training rollouts leave top_p and top_k off: the trainer compares unfiltered distributions.
+  Training rollouts leave top_p and top_k off, because the trainer computes its own logprobs under
+  the unfiltered distribution.
   """
 
   temperature: float = 1.0
-  """0: greedy, which takes the most probable token; its logprob is computed at temperature 1."""
+  """Divisor of the logits. 0 selects greedy sampling, which takes the most probable token; the
+  logprob of that token is computed at temperature 1.
+  """
   top_p: float = 1.0
-  """Keeps the fewest most probable tokens whose probabilities sum to at least this; 1: off."""
+  """Only the fewest most probable tokens whose probabilities sum to at least this value are kept. 1
+  turns the filter off.
+  """
   top_k: int = -1
-  """Keeps the k most probable tokens, and ties with the k-th; -1: off."""
+  """Only the k most probable tokens are kept, along with any tokens that are tied with the k-th. -1
+  turns the filter off.
+  """
 
   def __post_init__(self):
     if not 0.0 <= self.temperature < float('inf'):
@@ -53,7 +62,9 @@ class Sampling:
 
   @property
   def filtered(self) -> bool:
-    """Whether top-k or top-p restricts the vocabulary. Filters do not change a greedy choice."""
+    """Whether top-k or top-p restricts the tokens that can be sampled. This is False for greedy
+    sampling, whose choice the filters cannot change.
+    """
     return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1)
 
 
@@ -62,18 +73,20 @@ class Request:
   """One prompt and the number of completions to sample."""
 
   uid: str
-  """Identifier for messages and logs; not a source of randomness."""
+  """Identifier in messages and logs. It does not affect the random numbers."""
   prompt: tuple[int, ...]
   max_tokens: int
   """Maximum length of each completion."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   stop_ids: tuple[int, ...] = ()
-  """Stop tokens; the one that ends a completion is kept as its last token."""
+  """Ids of tokens that end a completion. The stop token is kept as the last token of the
+  completion.
+  """
   samples: int = 1
-  """Number of completions; sample i does not depend on this number."""
+  """Number of completions to sample. Completion i does not depend on this number."""
   key: tuple[int, ...]
-  """Words (uint32) of the request's random key. With the engine's seed, the sample index and the
-  token position, they determine every draw.
+  """Words (uint32) of the request's random key. Together with the engine's seed, the sample index
+  and the token position, they determine the random numbers that sample each token.
   """
 
   def __post_init__(self):
@@ -93,12 +106,16 @@ class Completion:
   """One sampled completion of a request. All arrays have the length of `tokens`."""
 
   tokens: Int32[np.ndarray, 'time']
-  """Completion tokens, including the stop token; without the prompt."""
+  """Tokens of the completion without the prompt. If a stop token ended the completion, it is
+  included.
+  """
   logprobs: Float32[np.ndarray, 'time']
   """Logprob of each token under the distribution it was drawn from (see `Sampling`)."""
   finish: Finish
   segments: tuple[Segment, ...]
-  """One segment per version that sampled; together they cover the tokens from 0 on without gaps."""
+  """Ranges of tokens in order, each sampled under one version. Together the segments cover all
+  tokens without gaps.
+  """
 
   def __post_init__(self):
     if len(self.tokens) != len(self.logprobs):
@@ -112,13 +129,15 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-  """Fixed token sequences and the trainer's logprobs for them. An engine with the same weights
-  reproduces the logprobs.
+  """Fixed token sequences and the trainer's logprobs for them. An engine with the same weights must
+  reproduce the logprobs within a tolerance.
   """
 
   sequences: Int32[np.ndarray, 'sequences time']
   logprobs: Float32[np.ndarray, 'sequences time']
-  """Logprobs at temperature 1; `logprobs[:, 0]` is 0."""
+  """Logprob of each token given its prefix, at temperature 1. `logprobs[:, 0]` is 0, because the
+  first token has no prefix.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,11 +146,13 @@ class Weights:
 
   version: Version
   leaves: Iterable[tuple[str, np.ndarray]]
-  """(name in the parameter tree, array), sorted by name; an array is valid only until the next is
-  requested.
+  """Pairs of (name in the parameter tree, array), sorted by name. Each array is valid only until
+  the next pair is requested.
   """
   probe: Probe | None = None
-  """Probe that checks an engine whose arithmetic differs from the trainer's; None: no check."""
+  """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
+  are not checked.
+  """
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:
@@ -147,8 +168,8 @@ class Generator(Protocol):
   """Anything that generates completions."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """Yields (sample index, completion) as each sample finishes. Ending the iteration cancels the
-    others.
+    """Yields (sample index, completion) as each completion finishes. Closing the iterator early
+    cancels the unfinished completions.
     """
     ...
 
@@ -157,9 +178,10 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
   """Generates tokens with one policy, whose weights can be replaced while it runs.
 
-  `load` pauses dispatch: it waits for running device work, replaces the weights, and resumes. A
-  completion in flight continues under the new weights in a new segment; one that has not started
-  uses the new weights throughout.
+  `load` suspends sampling, replaces the weights, and resumes sampling. A completion in flight then
+  continues under the new weights in a new segment, unless the new weights are a LoRA adapter on a
+  server: there the completion keeps its earlier adapter. A completion that has not started uses the
+  new weights throughout.
   """
 
   name: str
@@ -170,15 +192,18 @@ class Engine(Generator, Protocol):
     ...
 
   async def load(self, weights: Weights) -> None:
-    """Copies the weights: the caller may change, donate or delete its arrays once this returns.
+    """Loads a copy of the weights, so the caller may change, donate or delete its arrays once this
+    returns.
 
-    Iterates `weights.leaves` on the process's device thread, because producing the arrays may need
-    collectives.
+    `weights.leaves` is iterated on the device thread of the process, because producing an array may
+    need a collective operation of all processes.
     """
     ...
 
   async def relabel(self, version: Version) -> None:
-    """Renames the served weights to `version`, whose weights are identical."""
+    """Attributes the weights being served to `version` from now on, without loading anything. The
+    weights of `version` must be identical to them.
+    """
     ...
 
   def take_metrics(self) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""Auxiliary models: models other than the policy that workflows may query on OpenAI-compatible
-servers.
+"""Auxiliary models, which are models other than the policy that workflows may query on
+OpenAI-compatible servers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class AuxiliaryConfig(RemoteOptions):
   """An auxiliary model and its OpenAI-compatible servers."""
 
   name: str
-  """Name by which workflows refer to it."""
+  """Name by which workflows refer to the model."""
   model: str
-  """Model name in requests to its servers."""
+  """Name of the model in requests to the servers."""
 
   def __post_init__(self):
     self.check(f'rollout.auxiliary.{self.name}')

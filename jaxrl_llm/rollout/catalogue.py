@@ -15,6 +15,6 @@ ENGINES: Mapping[str, tuple[type, Callable[[Any], EngineSpec]]] = {
   'embedded': (EmbeddedConfig, embedded_engine),
   'vllm': (VllmConfig, vllm_engine),
 }
-"""Options class and factory of each engine, keyed by name. `rollout` has its options in the field
-with that name.
+"""Options class and factory of each engine, keyed by engine name. The configuration section
+`rollout` has a field of the same name for the engine's options.
 """

@@ -1,4 +1,6 @@
-"""Engine specs: an engine before it is built, with everything that a run needs to know about it."""
+"""Engine specs. A spec describes an engine before it is built, including everything that a run
+needs to know about the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from jaxrl_llm.rollout.api import Engine, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 Run = Callable[..., Awaitable[Any]]
-"""Awaits `function(*args, **kwargs)` on the device thread of the trainer's process."""
+"""Coroutine function that calls `function(*args, **kwargs)` on the device thread of the trainer's
+process and returns the result.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetting:
-  """Settings of the run available to an engine besides its options."""
+  """Settings of the run that an engine receives in addition to its own options."""
 
   spec: ModelSpec
   """Architecture of the policy."""
@@ -29,7 +33,7 @@ class EngineSetting:
   param_dtype: str
   """Data type of the policy's parameters."""
   lora: LoraConfig | None
-  """Adapters that the policy trains; None: the whole model."""
+  """Configuration of the policy's LoRA adapters; None if the whole model is trained."""
   max_length: int
   """Length of the longest sequence in tokens, prompt included."""
   seed: int
@@ -37,13 +41,18 @@ class EngineSetting:
   tokenizer: Tokenizer
   """Tokenizer of the policy."""
   text: str
-  """One of the run's prompts as text, for comparing tokenizers; '': the run has no tasks."""
+  """Text of one of the run's prompts, on which a server's tokenizer is compared with the policy's.
+  It is empty if the run has no tasks.
+  """
   workdir: pathlib.Path
-  """Run directory, for logs and files of servers."""
+  """Run directory. Logs and other files of servers are written there."""
   registry: Registry | None = None
-  """Registry of the run; None: it has none."""
+  """Registry in which servers can announce themselves to the run; None if the run has no registry.
+  """
   on_server: Callable[[str, str], None] = lambda name, how: None
-  """Called with the name of a server that joins or leaves while the run goes on, and how."""
+  """Called when a server found in the registry joins or leaves, with the server's name and what
+  happened: 'joined', 'left', 'expired', 'refused' or 'given up'.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,32 +60,39 @@ class EngineSpec:
   """An engine with its options, before it is built."""
 
   build: Callable[[EngineSetting, Run], Engine]
-  """Returns the engine, not started, in process 0 of the trainer."""
+  """Builds the engine without starting it. Called only in process 0 of the trainer."""
   served: bool = False
-  """Whether servers outside the trainer's process sample the tokens. Their arithmetic differs from
-  the trainer's, so each version is published to them with a probe; an engine in the process runs
-  the trainer's own model on its devices.
+  """Whether servers outside the trainer's process sample the tokens. The servers' arithmetic
+  differs from the trainer's, so each version is published to them with a probe. An engine inside
+  the trainer's process needs no probe, because it runs the trainer's own model on the trainer's
+  devices.
   """
   adapters: bool = False
-  """Whether a LoRA policy is published as base weights once and then adapters alone; False: always
-  merged.
+  """Whether the base weights of a LoRA policy are published only once, and after that only the
+  adapters of each version. If False, each version is published with its adapters merged into the
+  base weights.
   """
   addresses: tuple[str, ...] = ()
-  """Running servers that the engine attaches to (its option `addresses`); empty: it starts its own,
-  or needs none. The run owns their weights, so programs that reopen a run must not load other
-  weights into these servers.
+  """Addresses of running servers that the engine attaches to, or a description if the servers are
+  found in a registry. It is empty if the engine starts its own servers or needs none. The run
+  controls the weights of these servers, so a program that opens the run again must not load other
+  weights into them.
   """
   may_change: tuple[str, ...] = ()
-  """Names of options that a resumed run may change: number, place and deadlines of servers, not
-  what they sample.
+  """Names of the engine's options that may differ when a run is resumed. They concern the number,
+  location and deadlines of servers, and do not affect what the servers sample.
   """
   unsupported: Callable[[Sampling], str | None] = lambda sampling: None
-  """Returns why the engine cannot sample with these parameters; None if it can. It can always
-  sample greedily.
+  """Returns the reason why the engine cannot sample with the given parameters, or None if it can.
+  Every engine supports greedy sampling.
   """
   programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
     lambda setting, device: ()
   )
-  """Returns named programs compiled for one device, for the memory table of `--dry_run`."""
+  """Returns pairs of (name, lowered program) for one device. `--dry_run` lists the memory of these
+  programs.
+  """
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
-  """Returns shell commands of its servers, keyed by server name, which `--dry_run` prints."""
+  """Returns the shell command of each server that the engine starts, keyed by server name.
+  `--dry_run` prints the commands.
+  """

@@ -1,7 +1,8 @@
-"""Services available to a workflow during an episode, in the master process or in an explorer.
+"""The hub: the services that a workflow can call while it runs, in the master process or in an
+explorer process.
 
-Invariant: a workflow reaches models and scorers only through its hub, so all its requests pass
-through the master.
+Invariant: a workflow reaches models and scorers only through its hub, so every such request passes
+through the master process.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ class Hub(Protocol):
     ...
 
   async def score(self, attempt: Attempt) -> Reward:
-    """Scores an unfinished attempt with the run's scorers.
+    """Scores a completion with the run's scorers while the workflow is still running.
 
-    The reward is not stored; the finished sample is scored separately.
+    The reward is returned to the workflow and not stored. The finished sample is scored separately.
     """
     ...
 
   async def ask(
     self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
   ) -> str:
-    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of its
-    servers replies.
+    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of the
+    model's servers replies.
     """
     ...

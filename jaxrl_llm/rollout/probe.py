@@ -1,4 +1,6 @@
-"""The trainer's side of the probe: logprobs of fixed token sequences from its own forward pass."""
+"""The trainer's side of the probe. The trainer computes logprobs of fixed token sequences, which an
+engine's logprobs are compared with after each publication.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Number and length of the probe's sequences. They exceed a vLLM cache block (128 tokens on CPUs)
-if the model's maximum length allows it.
+"""Number of the probe's sequences, and their length in tokens unless the maximum sequence length is
+too small for it. The length exceeds a cache block of vLLM, which has 128 tokens on CPUs.
 """
 
 
 class Prober:
-  """Computes the probe of each version in every process, since the forward pass is sharded like the
-  parameters.
+  """Computes the probe of a version. Every process takes part, because the forward pass is sharded
+  like the parameters.
   """
 
   def __init__(self, model: Model, mesh: Mesh, *, max_length: int):
     """
     Args:
-      max_length: tokens of the longest sequence that the engines serve; a probe is at least one
-        token shorter, since a server samples a token after it.
+      max_length: length in tokens of the longest sequence that the servers accept. A probe sequence
+        is at least one token shorter, because a server must sample one token after the sequence.
     """
     length = max(2, min(LENGTH, max_length - 1))
     self._sequences = np.random.default_rng(0).integers(
@@ -52,6 +54,6 @@ class Prober:
     self._forward = jax.jit(forward, out_shardings=replicated(mesh))
 
   def probe(self, params: Params) -> Probe:
-    """Computes the probe; call it on the device thread."""
+    """Computes the probe. Every process must call this on its device thread."""
     logprobs = np.asarray(self._forward(params).addressable_data(0), np.float32)
     return Probe(sequences=self._sequences, logprobs=logprobs)

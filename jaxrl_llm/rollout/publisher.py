@@ -1,5 +1,5 @@
-"""Weight publishing: gathers sharded parameters to host arrays in process 0, one at a time, and
-loads the engine.
+"""Weight publishing: gathers sharded parameters on the host of process 0, one array at a time, and
+loads them into the engine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
 class Gatherer:
-  """Gathers sharded parameters to full host arrays in process 0; every process takes part."""
+  """Gathers sharded parameters into full host arrays in process 0. All processes must take part."""
 
   def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
     """
     Args:
-      lora: configuration of the adapters, which are merged into their base weights; None: arrays
-        are left unchanged.
+      lora: configuration of the LoRA adapters, which are merged into the base weights. If None,
+        nothing is merged.
     """
     self._lora, whole = lora, replicated(mesh)
     self._replicate = jax.jit(lambda x: x, out_shardings=whole)
@@ -37,10 +37,12 @@ class Gatherer:
     self._leads = jax.process_index() == 0
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) per parameter, in one order in all processes; each process must iterate.
+    """Yields (name, array) for each parameter. The order is the same in all processes, and every
+    process must iterate.
 
-    Only one array at a time is replicated on the devices, so the model may be larger than one
-    device. An array may be a view of a buffer that an update donates: copy what must outlive it.
+    Only one array at a time is replicated on the devices, so the model may be larger than the
+    memory of one device. An array may be a view of a device buffer that the next update donates, so
+    a caller that needs the array for longer must copy it.
     """
     for name, array in merged(params, self._lora):
       if self._several:
@@ -48,7 +50,7 @@ class Gatherer:
       yield name, np.asarray(array)
 
   def gather(self, params: Params) -> Any:
-    """Returns the tree as NumPy copies in process 0; None elsewhere."""
+    """Returns the parameter tree as NumPy copies in process 0, and None in the other processes."""
     host = {}
     for name, array in self.leaves(params):
       if self._leads:
@@ -56,13 +58,17 @@ class Gatherer:
     return unflatten(host) if self._leads else None
 
   def take_part(self, params: Params) -> None:
-    """Joins the collectives in the other processes while process 0 iterates `leaves`."""
+    """Takes part in the collective operations of `leaves`. The other processes call this while
+    process 0 iterates `leaves`.
+    """
     for _ in self.leaves(params):
       pass
 
 
 class Publisher:
-  """Publishes policy versions to the engine; a version that it already serves is not sent again."""
+  """Publishes policy versions to the engine. A version that the engine already serves is not sent
+  again.
+  """
 
   def __init__(
     self,
@@ -76,10 +82,12 @@ class Publisher:
   ):
     """
     Args:
-      engine: the engine in process 0; None in the others, which only take part in gathering.
-      prober: computes the trainer's logprobs of fixed sequences; None for an engine that needs no
-        check.
-      changing: selects the parameters to send after the first full publish.
+      engine: the engine in process 0; None in the other processes, which only take part in
+        gathering parameters.
+      prober: computes the trainer's logprobs of fixed sequences; None if the engine's logprobs need
+        no check.
+      changing: selects the parameters to send after the first publication, which sends all
+        parameters.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
@@ -88,15 +96,18 @@ class Publisher:
 
   @property
   def served(self) -> Version | None:
-    """Version that the engine last acknowledged; the same in every process."""
+    """Version that the engine last acknowledged; None before the first publication. It is the same
+    in every process.
+    """
     return self._served
 
   async def publish(self, params: Params, version: Version, *, moved: int) -> None:
-    """Publishes `version` and returns once the engine has acknowledged it. Called by every process.
+    """Publishes `version` and returns once the engine has acknowledged it. Every process must call
+    this.
 
     Args:
-      moved: step at which the weights last changed. If it equals that of the last call, the engine
-        only relabels its weights.
+      moved: step at which the weights last changed. If the previous call had the same step, the
+        engine only renames the version of its weights.
     """
     if version == self._served:
       return

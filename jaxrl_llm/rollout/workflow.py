@@ -1,8 +1,9 @@
-"""Workflows, which turn a task into samples. The built-in one samples n completions of one prompt.
+"""Workflows, which turn a task into samples. The built-in workflow samples several completions of
+one prompt.
 
-The tokens of its samples are exactly those that the engine returned. A custom workflow is a
-function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it in
-`rollout.workflow`.
+The completion tokens in a sample of the built-in workflow are exactly those that the engine
+returned. A custom workflow is built by a function of (hub, tokenizer, max_tokens, **options) that
+returns a `Workflow`; a run selects this function in `rollout.workflow`.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', or a custom workflow as 'module:attribute'."""
+  """'single_turn', or the function that builds a custom workflow as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Keyword arguments of a custom workflow."""
+  """Keyword arguments of the function that builds a custom workflow."""
 
 
 @runtime_checkable
 class Workflow(Protocol):
-  """Turns tasks into samples; many tasks are in flight at once."""
+  """Turns tasks into samples. `run` is called for many tasks concurrently."""
 
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Yields each sample with its decoded response as soon as it finishes; each index below
-    `samples` once.
+    """Yields each sample with its decoded response as soon as the sample finishes. It must yield
+    each sample index below `samples` once.
 
-    Ending the iteration cancels the samples in flight.
+    Closing the iterator cancels the samples in flight.
 
     Args:
       task: the task to attempt.
-      visit: number of times the task was drawn before, in this and earlier stages; part of every
-        request's key.
-      stage: first part of the sample uid `<stage>/<task uid>/<visit>/<index>`; the group id omits
-        the index.
+      visit: number of times that the task was drawn before, in this stage and earlier stages. It is
+        part of the random key of every request.
+      stage: name of the stage, the first part of the sample uid `<stage>/<task
+        uid>/<visit>/<index>`. The group id is the sample uid without the index.
       samples: number of samples.
       sampling: sampling parameters.
     """
@@ -75,7 +76,9 @@ class Roster:
     self._group, self._samples = group, samples
 
   def take(self, sample: Sample) -> bool:
-    """Returns whether the sample is the first of its index; an unexpected one raises ValueError."""
+    """Records a sample and returns whether it is the first with its index. Raises ValueError if the
+    sample does not belong to the group.
+    """
     index = sample.sample_index
     if not 0 <= index < self._samples:
       raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')
@@ -91,7 +94,9 @@ class Roster:
     return True
 
   def incomplete(self) -> str:
-    """Returns the error message for a workflow that ends now; empty if every sample has arrived."""
+    """Returns an error message that names a missing sample, or an empty string if every sample has
+    arrived.
+    """
     missing = sorted({*range(self._samples)} - self._seen)
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
@@ -99,7 +104,8 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorers.
+  """Yields the samples of `workflow.run`. If the workflow yields several samples with the same
+  index, only the first of them is passed on.
 
   Raises:
     RunError: the workflow yields an unexpected sample or omits an expected one.
@@ -137,7 +143,8 @@ class SingleTurn:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    if self._tokenizer.renders_elsewhere:  # The rendering process may be slow or never answer.
+    # Another process that renders prompts may be slow or never answer, so a thread waits for it.
+    if self._tokenizer.renders_elsewhere:
       prompt = await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     else:
       prompt = self._tokenizer.render_prompt(task.prompt)
