@@ -1,8 +1,10 @@
-"""Embedded engine: continuous batching in the trainer's process with fixed decode slots.
+"""Embedded engine, which samples in the trainer's process with continuous batching over a fixed
+number of decode slots.
 
-Invariant: how busy the engine is affects when a token is sampled, never which token: a prompt's
-bucket and the decode width depend only on the request and the configuration, and randomness is
-keyed by request, sample and position.
+Invariant: other requests affect when a token is sampled, but never which token is sampled. The
+padded length of a prompt (its bucket) and the number of decoded rows depend only on the request and
+the configuration. The random numbers depend only on the seed, the request, the sample index and the
+token position.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from jaxrl_llm.rollout.embedded.scheduler import QueuedRequest, Scheduler, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
-  """Shapes of the embedded engine; they affect memory and compilation, not the random numbers of
-  sampling.
+  """Shapes of the embedded engine's programs. They affect memory and compilation, but not the
+  random numbers of sampling.
   """
 
   slots: int = 64
@@ -36,17 +38,19 @@ class EmbeddedConfig:
   prefill_rows: int = 8
   """Number of prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
-  """Padded prompt lengths in tokens, one program each; empty: powers of two from 16 up to the
-  longest sequence.
+  """Lengths in tokens to which prompts are padded. Each length has its own compiled program. If
+  empty, the lengths are powers of two from 16 up to the length of the longest sequence.
   """
   decode_steps: int = 16
-  """Maximum tokens per slot and device call. Finished sequences and weight updates wait until the
-  call ends.
+  """Maximum number of tokens that each slot samples in one device call. Finished sequences and
+  weight updates wait until the call ends.
   """
   max_stop_ids: int = 8
   """Maximum number of stop tokens per request."""
   filters: bool = True
-  """Whether requests may use top_p or top_k (evaluation); compiles one more program."""
+  """Whether requests may use top_p or top_k, which evaluations can. If so, one more decode program
+  is compiled.
+  """
 
   def __post_init__(self):
     for name in ('slots', 'prefill_rows', 'decode_steps', 'max_stop_ids'):
@@ -59,16 +63,20 @@ class EmbeddedConfig:
       )
 
   def unsupported(self, sampling: Sampling) -> str | None:
-    """Returns why an engine with this configuration cannot use these parameters; None if it can."""
+    """Returns the reason why an engine with this configuration cannot use the given sampling
+    parameters, or None if it can.
+    """
     if sampling.filtered and not self.filters:
       return 'top_p or top_k needs rollout.embedded.filters, which is off'
     return None
 
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
-  """Returns unique ascending buckets of at most `max_length`; by default powers of two from 16."""
-  # Prefill omits the prompt's last token, and at least one is sampled: at most max_length - 2
-  # tokens.
+  """Returns the buckets in ascending order, without duplicates and at most `max_length` each. If
+  `buckets` is empty, powers of two from 16 are used.
+  """
+  # Prefill omits the prompt's last token, and at least one token is sampled after the prompt.
+  # Hence at most max_length - 2 tokens are prefilled.
   buckets = buckets or tuple(1 << i for i in range(4, max(15, max_length - 3).bit_length() + 1))
   return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
 
@@ -90,13 +98,13 @@ def build_programs(
 
 
 class EmbeddedEngine:
-  """Engine that samples from a JAX model in this process; see `rollout.api.Engine` for the methods'
-  contracts.
+  """Engine that samples from a JAX model in this process. See `rollout.api.Engine` for the
+  contracts of the methods.
 
-  A weight update keeps the KV cache of running completions: their later tokens attend to keys and
-  values of both versions, and their segments record the version of each token. Prompts that were
-  prefilled but not yet admitted are prefilled again. At staleness bound 0 nothing runs during a
-  weight update.
+  A weight update keeps the KV cache of running completions, so their later tokens attend to keys
+  and values of both versions. The segments of a completion record which version sampled each token.
+  Prompts that were prefilled for samples still without a slot are prefilled again. At staleness
+  bound 0, no completion is running during a weight update.
   """
 
   def __init__(
@@ -112,13 +120,13 @@ class EmbeddedEngine:
   ):
     """
     Args:
-      model: an 'lm' model; its `options.dtype` is the data type of weights, activations and KV
-        cache here.
+      model: an 'lm' model, whose `options.dtype` is the data type of this engine's weights,
+        activations and KV cache.
       max_length: longest sequence in tokens, prompt included.
       seed: seed of all sampling, combined with each request's key.
-      run: awaits `function(*args, **kwargs)` on the process's device thread.
+      run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
       name: name in segments and messages.
-      device: device of the engine; None: this process's first device.
+      device: device of the engine. If None, the first device of this process is used.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
@@ -166,8 +174,8 @@ class EmbeddedEngine:
     self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, weights: Weights) -> None:
-    """Loads weights. The probe is not checked, because this is the trainer's own model in its own
-    process.
+    """Loads weights without checking their probe, because this engine runs the trainer's own model
+    in the trainer's process.
     """
     version = weights.version
     async with self._turns:
@@ -212,7 +220,9 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _check(self, request: Request) -> int:
-    """Returns the bucket of the request's prompt; raises UserError if it cannot be served."""
+    """Returns the bucket of the request's prompt. Raises UserError if the engine cannot serve the
+    request.
+    """
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:
       raise UserError(
@@ -246,8 +256,8 @@ class EmbeddedEngine:
       raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
-    """Runs turns while there is work. An error ends the engine: its state was donated to the failed
-    call.
+    """Plans and executes turns (units of device work), and waits while there is no work. An error
+    ends the engine, because the failed device call had received its state as donated buffers.
     """
     try:
       while True:

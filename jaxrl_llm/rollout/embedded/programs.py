@@ -1,9 +1,9 @@
 """Compiled programs of the embedded engine (prefill, admit, decode) and their state on the device.
 
-Invariant: every shape is fixed when the programs are built (`slots` rows for decode, `prefill_rows`
-rows and a planned bucket for prefill), so a row's arithmetic does not depend on the other rows, and
-nothing compiles later: the programs are compiled ahead of time and reject other shapes. Not
-thread-safe: call from one thread only.
+Invariant: every shape is fixed when the programs are built. Decode has `slots` rows, and prefill
+has `prefill_rows` rows of a configured length, called a bucket. Hence a row's arithmetic does not
+depend on the other rows. The programs are compiled ahead of time and reject other shapes, so
+nothing is compiled later. The programs are not thread-safe: call them from one thread only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from jaxrl_llm.rollout.embedded.sampling import draw, draw_filtered
 
 
 class Slots(NamedTuple):
-  """State of the decode slots. A slot with `remaining` 0 is free or waits to be harvested."""
+  """State of the decode slots. A slot whose `remaining` is 0 is free, or the host has not yet
+  collected its finished sample.
+  """
 
   cache: Cache
   token: Int32[Array, 'slots']
-  """Newest token, not yet in the cache."""
+  """Newest token of the sequence. Its keys and values are not yet in the cache."""
   position: Int32[Array, 'slots']
   """Position of `token` in its sequence."""
   remaining: Int32[Array, 'slots']
@@ -43,12 +45,12 @@ class Slots(NamedTuple):
 
 
 class Admission(NamedTuple):
-  """One slot's row of the matrix for `admit`, with columns in this order; floats and key words are
-  stored as bits.
+  """One slot's row of the matrix that `Programs.admit` takes. The columns are in the order of these
+  fields. Floats and key words are stored as int32 with the same bits.
   """
 
   source: int
-  """Row of the prefill; -1: the slot keeps its state."""
+  """Row of the prompt in its prefill. -1 means that the slot keeps its state."""
   token: int
   position: int
   remaining: int
@@ -66,7 +68,7 @@ class Admission(NamedTuple):
 
 
 def admissions_matrix(slots: int, max_stop_ids: int) -> Int32[np.ndarray, 'slots columns']:
-  """Returns a matrix for `admit` that admits nothing yet."""
+  """Returns a matrix for `Programs.admit` in which every slot keeps its state."""
   return np.full((slots, 9 + max_stop_ids), -1, np.int32)
 
 
@@ -74,7 +76,7 @@ class Decoded(NamedTuple):
   """Result of one decode call."""
 
   tokens: Int32[np.ndarray, 'steps slots']
-  """Sampled tokens; those of slot i are the first `produced[i]` of column i."""
+  """Sampled tokens. The tokens of slot i are the first `produced[i]` entries of column i."""
   logprobs: Float[np.ndarray, 'steps slots']
   produced: Int32[np.ndarray, 'slots']
   remaining: Int32[np.ndarray, 'slots']
@@ -83,7 +85,7 @@ class Decoded(NamedTuple):
 class Programs:
   """The compiled prefill, admit and decode programs with the weights and slots that they use.
 
-  Call `compile` and `load` before anything else.
+  Call `compile` and `load` before `prefill`, `admit` and `decode`.
   """
 
   def __init__(
@@ -100,12 +102,12 @@ class Programs:
   ):
     """
     Args:
-      model: model; the weights are stored in its compute dtype.
+      model: language model, in whose compute dtype the weights are stored.
       slots: number of rows decoded at a time.
       max_length: longest sequence in tokens, prompt included.
       prefill_rows: number of prompts prefilled at a time.
       buckets: padded prompt lengths in tokens, ascending.
-      decode_steps: maximum tokens per slot and call.
+      decode_steps: maximum number of tokens per slot in one decode call.
       max_stop_ids: maximum number of stop tokens per request.
       device: device of the weights, the slots and the programs.
     """
@@ -129,8 +131,8 @@ class Programs:
     self._state: Slots | None = None
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
-    """Lowers every program of the engine; keys are ('prefill' or 'admit', bucket) and ('decode',
-    whether filtered).
+    """Lowers every program of the engine. The keys of the result are ('prefill', bucket) and
+    ('admit', bucket) for each bucket, ('decode', False), and ('decode', True) if `filtered`.
     """
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -155,14 +157,18 @@ class Programs:
     return lowered
 
   def compile(self, *, filtered: bool) -> None:
-    """Compiles every program (filtered sampling only if `filtered`) and empties the slots."""
+    """Compiles the programs and creates empty slots. The decode program with top-k and top-p is
+    compiled only if `filtered`.
+    """
     self._compiled = {
       name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()
     }
     self._state = jax.jit(self._empty, out_shardings=self._place)()
 
   def load(self, params: Params) -> None:
-    """Copies the weights (nested or flat, scanned or unrolled) into buffers of this object."""
+    """Copies the weights into buffers of this object. The tree may be nested or flat, and its
+    layers may be stacked or separate.
+    """
     given = flatten(unstack_layers(unflatten(flatten(params))))
     wanted = flatten(self._shapes)
     shapes = {name: np.shape(leaf) for name, leaf in given.items()}
@@ -183,7 +189,9 @@ class Programs:
     self._params = jax.block_until_ready(unflatten(copies))
 
   def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
-    """Computes keys and values of `prefill_rows` prompts, zero-padded to a bucket."""
+    """Returns the keys and values of `prefill_rows` prompts, which are padded with zeros to the
+    length of a bucket.
+    """
     return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
 
   def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
@@ -196,8 +204,9 @@ class Programs:
     """Samples up to `decode_steps` tokens in every active slot.
 
     Args:
-      control: first the number of active slots at which the call stops early, then for each slot 1
-        if it may continue, else 0.
+      control: one entry for the call, then one entry per slot. The call stops early once the number
+        of active slots is at most the first entry. A slot's entry is 1 if the slot may continue,
+        else 0.
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
@@ -228,8 +237,8 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
 
 
 def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """Computes keys and values of padded prompts. Decode overwrites the entries of padding before any
-  token attends to them.
+  """Computes keys and values of padded prompts. Those of the padding do no harm, because decode
+  overwrites them before any token attends to them.
   """
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
@@ -288,7 +297,9 @@ def _decode(
   steps: int,
   filtered: bool,
 ) -> tuple[Slots, Int32[Array, 'rows slots']]:
-  """Runs decode steps; returns all results as one integer array, for one transfer to the host."""
+  """Runs decode steps and returns (new state, results). All results are in one integer array, so
+  that one transfer copies them to the host.
+  """
   slots = state.token.shape[0]
   kernel = model.head_kernel(params)
   state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))

@@ -1,12 +1,14 @@
-"""Token sampling with counter-based randomness: from logits to a token and its logprob.
+"""Token sampling: draws a token from logits with counter-based random numbers, and computes the
+token's logprob.
 
 Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the
 other rows, the row's index, or earlier calls. A token of probability zero is never sampled.
 
-Sampling inverts the cumulative distribution in two levels, first over blocks of the vocabulary and
-then within one, with one uniform number each. The Gumbel trick needs a random number per token of
-the vocabulary instead. On a CPU, the two levels are 20 times as fast for a vocabulary of 32k, and
-2.7 times for one of 32.
+Sampling inverts the cumulative distribution in two levels. The first level selects a block of the
+vocabulary, the second selects a token within the block, and each uses one uniform number. The
+Gumbel trick would need one random number for each token of the vocabulary. On a CPU, the two levels
+are 20 times as fast as the Gumbel trick for a vocabulary of 32k tokens, and 2.7 times as fast for a
+vocabulary of 32 tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ class Draw(NamedTuple):
 
   tokens: Int32[Array, 'rows']
   logprobs: Float32[Array, 'rows']
-  """Logprobs under the temperature-scaled distribution after any filters; for greedy rows, under
-  the unscaled distribution.
+  """Logprob of each token under the distribution that it was drawn from, which is scaled by the
+  temperature and then filtered. For a greedy row, it is the logprob under the unscaled and
+  unfiltered distribution.
   """
 
 
 def row_key(*, seed: int, words: tuple[int, ...], sample_index: int) -> UInt32[np.ndarray, '2']:
-  """Returns the two words of a completion's random key: xxh3-64 of (seed, sample index, request's
-  key words).
+  """Returns the random key of a completion as two words. They are the xxh3-64 hash of the seed, the
+  sample index and the words of the request's key.
   """
   counters = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, sample_index, *words], '<u4')
   return np.array(divmod(xxhash.xxh3_64_intdigest(counters.tobytes()), 1 << 32), np.uint32)
@@ -47,13 +50,14 @@ def draw(
   positions: Int[Array, 'rows'],
   temperature: Float[Array, 'rows'],
 ) -> Draw:
-  """Samples from softmax(logits / temperature); at temperature 0 takes the first largest logit.
+  """Samples from softmax(logits / temperature). At temperature 0, takes the first token with the
+  largest logit.
 
   Args:
     logits: logits of the next token.
-    keys: one per completion, see `row_key`.
+    keys: random key of each row's completion, see `row_key`.
     positions: position of the sampled token in its sequence.
-    temperature: >= 0.
+    temperature: temperature of each row, at least 0; 0 is greedy.
   """
   greedy = temperature == 0
   scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
@@ -68,12 +72,12 @@ def draw_filtered(
   top_k: Int[Array, 'rows'],
   top_p: Float[Array, 'rows'],
 ) -> Draw:
-  """Like `draw` after top-k and then top-p of the remaining tokens, both on the temperature-scaled
-  distribution.
+  """Samples like `draw`, but only from tokens that pass top-k and then top-p. Both filters use the
+  temperature-scaled distribution, and top-p considers only the tokens that top-k kept.
 
-  Tokens tied with the last kept token are kept too. Logprobs are under the filtered, renormalised
-  distribution. Thresholds come from a bitwise search, with 32 passes over the row per filter,
-  instead of a sort: 8 times as fast for a vocabulary of 32k.
+  Tokens tied with the last kept token are kept too. Logprobs are computed under the filtered and
+  renormalised distribution. The threshold of each filter is found by a bitwise search, which passes
+  over the row 32 times. For a vocabulary of 32k tokens, this is 8 times as fast as a sort.
 
   Args:
     logits: as in `draw`.
@@ -96,8 +100,8 @@ def draw_filtered(
 
 
 def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
-  """Samples from softmax(allowed), or takes the argmax of `scaled` where greedy; logprobs are of
-  softmax(allowed).
+  """Samples from softmax(allowed). In greedy rows, takes the argmax of `scaled` instead. All
+  logprobs are those of softmax(allowed).
   """
   uniforms = jax.vmap(_uniforms)(keys, positions)
   top = allowed.max(-1, keepdims=True)
@@ -117,7 +121,7 @@ def _uniforms(key: UInt32[Array, '2'], position: Int[Array, '']) -> Float32[Arra
 def _invert(
   weights: Float32[Array, 'rows vocab'], uniforms: Float32[Array, 'rows 2']
 ) -> tuple[Int32[Array, 'rows'], Float32[Array, 'rows']]:
-  """Samples indices in proportion to `weights`; returns (indices, sums of the weights)."""
+  """Samples one index per row in proportion to `weights`. Returns (indices, sums of the weights)."""
   rows, vocab = weights.shape
   if vocab <= BLOCK:
     return _first_above(weights, uniforms[:, 0]), weights.sum(-1)
@@ -132,11 +136,12 @@ def _invert(
 def _first_above(
   weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']
 ) -> Int32[Array, 'rows']:
-  """Returns the first index whose cumulative weight exceeds `uniform` times the total.
+  """Returns for each row the first index whose cumulative weight exceeds the row's uniform number
+  times the total weight.
 
-  Rounding can leave no such index (if `uniform` times the total rounds up to the total) or pick one
-  with zero weight (a parallel cumulative sum need not be monotone). Hence only indices with
-  positive weight count, and the index of the largest weight is the fallback.
+  There may be no such index, because the product can be rounded up to the total; then the index of
+  the largest weight is returned. Indices of weight 0 are excluded, because a parallel cumulative
+  sum need not be monotone and could otherwise select one of them.
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
@@ -145,15 +150,15 @@ def _first_above(
 
 
 def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
-  """Returns the first true index, or the last if none is true; uses min, which XLA vectorises,
-  unlike argmax.
+  """Returns the index of the first true entry in each row, or the last index if no entry is true.
+  The implementation uses min because XLA vectorises it, unlike argmax.
   """
   last = mask.shape[-1] - 1
   return jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), last).min(-1)
 
 
 def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
-  """Maps floats to integers that sort in the same order; -0 equals +0."""
+  """Maps floats to integers that sort in the same order. -0 and +0 map to the same integer."""
   bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -161,8 +166,8 @@ def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
 def _threshold(
   ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Real[Array, 'rows']
 ) -> UInt32[Array, 'rows']:
-  """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if
-  there is none.
+  """Returns for each row the largest t such that the weights whose rank is at least t sum to at
+  least `needed`, or 0 if there is no such t.
   """
 
   def step(i, threshold):

@@ -1,8 +1,9 @@
-"""Host-side scheduler of the embedded engine: assigns samples to slots, without a device or clock.
+"""Scheduler of the embedded engine, which assigns samples to decode slots. It runs on the host and
+uses neither a device nor a clock.
 
-Invariant: requests start in order of arrival (later ones of the same bucket may share an earlier
-one's prefill), no slot stays free while an eligible sample waits, and requests that need different
-decode programs never decode together.
+Invariants: requests start in order of arrival, except that a later request may share the prefill of
+an earlier request with the same bucket (padded prompt length). No slot stays free while an eligible
+sample waits. Requests that need different decode programs are never decoded together.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class QueuedRequest:
   def __init__(self, request: Request, bucket: int):
     self.request, self.bucket = request, bucket
     self.admitted = 0
-    """Number of samples that have or had a slot."""
+    """Number of samples that have been assigned a slot so far, including finished samples."""
     self.left = False
     """Whether the caller has stopped consuming results."""
     self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
@@ -41,7 +42,9 @@ class QueuedRequest:
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-  """Prompts whose keys and values are on the device, or will be after the turn."""
+  """Prompts that are prefilled together. After the turn that contains this prefill, their keys and
+  values are on the device.
+  """
 
   requests: tuple[QueuedRequest, ...]
   cache: Cache | None = None
@@ -64,7 +67,9 @@ class Occupant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-  """Device work between two checks of the queue: prefill, admit, decode."""
+  """One unit of device work: prefills, admissions of samples to slots, and one decode call. The
+  queue is checked between turns.
+  """
 
   prefills: list[Prefill]
   admissions: list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]
@@ -73,8 +78,8 @@ class Turn:
 
 
 class Scheduler:
-  """Queue, prefilled prompts and slots. The engine calls `plan`, executes the turn on the device
-  and calls `harvest`, in a loop.
+  """Manages the queue, the prefilled prompts and the slots. In a loop, the engine calls `plan`,
+  executes the returned turn on the device, and calls `harvest` with the result.
   """
 
   def __init__(
@@ -110,8 +115,8 @@ class Scheduler:
     )
 
   def reweigh(self, version: Version) -> None:
-    """Handles new weights: running samples start a new segment, and prompts with pending samples
-    are prefilled again.
+    """Handles a change of the weights. Running samples start a new segment, and prefilled prompts
+    that still have pending samples are queued to be prefilled again.
     """
     for occupant in self._slots:
       if occupant is not None:
@@ -123,14 +128,16 @@ class Scheduler:
     self._ready = []
 
   def relabel(self, version: Version) -> None:
-    """Sets the version of the newest segment of each running sample; the weights are the same."""
+    """Sets the version of each running sample's newest segment. It is called if the version is
+    renamed but the weights stay the same.
+    """
     for occupant in self._slots:
       if occupant is not None:
         occupant.segments[-1] = (occupant.segments[-1][0], version)
 
   def plan(self, version: Version | None) -> Turn | None:
-    """Drops abandoned requests, fills free slots and returns the next turn; None if there is no
-    work.
+    """Drops requests whose caller has stopped consuming results, fills free slots, and returns the
+    next turn, or None if there is no work.
     """
     self._slots = [None if slot is None or slot.queued.left else slot for slot in self._slots]
     self._waiting = [queued for queued in self._waiting if not queued.left]
@@ -143,15 +150,16 @@ class Scheduler:
     active = sum(occupied)
     if not active:
       return None
-    # While samples wait, a call ends as soon as an eighth of the slots can be refilled.
+    # While samples wait, the decode call ends early: once an eighth of the slots have finished, or
+    # as many slots as there are waiting samples, if these are fewer.
     pending = sum(part.pending for part in (*self._ready, *self._same_kind()))
     until = max(0, active - min(pending, max(1, len(self._slots) // 8))) if pending else 0
     control = np.array([until, *occupied], np.int32)
     return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
 
   def _same_kind(self) -> Iterable[QueuedRequest]:
-    """Yields waiting requests up to the first that needs the other decode program, so that none
-    starves.
+    """Yields the waiting requests before the first one that needs the other decode program.
+    Requests behind that one must wait, so that it is not overtaken forever.
     """
     for queued in self._waiting:
       if queued.request.sampling.filtered != self._filtered:
@@ -159,8 +167,8 @@ class Scheduler:
       yield queued
 
   def _take_prompts(self) -> list[Prefill]:
-    """Forms prefills for the remaining free slots in order of arrival; spare rows take later
-    prompts of the same bucket.
+    """Forms prefills, in order of arrival, for free slots that the already prefilled prompts cannot
+    fill. The spare rows of a prefill are filled with later prompts of the same bucket.
     """
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
@@ -179,8 +187,8 @@ class Scheduler:
   def _fill_slots(
     self, version: Version | None
   ) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
-    """Assigns pending samples to free slots; returns one admission matrix per prefill, with a row
-    for every slot.
+    """Assigns pending samples to free slots. Returns a pair for each prefill that supplies samples:
+    the prefill and its admission matrix, which has a row for every slot.
     """
     free = [i for i, slot in enumerate(self._slots) if slot is None]
     samples = [
@@ -214,7 +222,9 @@ class Scheduler:
     )
 
   def harvest(self, decoded: Decoded) -> int:
-    """Stores sampled tokens, delivers finished completions and returns their number."""
+    """Stores the sampled tokens, delivers the finished completions, and returns the number of
+    finished completions.
+    """
     steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
     lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
     self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]

@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 
 
 def embedded_engine(config: EmbeddedConfig) -> EngineSpec:
-  """JAX sampler in the trainer's process."""
+  """Returns the spec of the embedded engine, a JAX sampler in the trainer's process."""
 
   def build(setting: EngineSetting, run: Run) -> EmbeddedEngine:
     return EmbeddedEngine(
