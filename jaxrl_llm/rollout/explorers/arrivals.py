@@ -1,7 +1,9 @@
-"""Validates messages from explorers: types, the run's limits, and the names and versions of leases.
+"""Validates messages from explorer processes. Checks the types of values, the limits of the run,
+and whether the names and versions in a message agree with its lease. A lease is the loan of a group
+to one explorer.
 
-Invariant: an honest explorer of this run could have sent any message that passes, so no accepted
-message can make the run fail later.
+Invariant: a correct explorer of this run could have sent every message that is accepted, so no
+accepted message can make the run fail later.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 T = TypeVar('T')
 
 _MAX_NAME, _MAX_UID, _MAX_LINE, _MAX_ERROR = 128, 1024, 400, 2000
-"""Maximum lengths, in characters."""
+"""Maximum lengths in characters: of an explorer's name, of other text fields, of a line in the
+master's messages, and of a workflow's error.
+"""
 _MIN_SECRET, _MAX_SECRET = 16, 128
 """Minimum and maximum length of an explorer's secret, in characters."""
 _MAX_SAMPLES, _MAX_KEY = 4096, 64
 """Maximum number of completions per request, and of words in its key."""
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
-"""Maximum size of an encoded sample: a fixed number of bytes for names, plus a number per token."""
+"""The two terms that give the maximum size of an encoded sample: a number of bytes for names, and a
+number of bytes per token of the longest sequence.
+"""
 _ROUNDING = 1e-3
-"""Tolerance by which a logprob may exceed 0."""
+"""Amount by which a logprob may exceed 0 because of rounding."""
 _INT32 = 2**31
 _SEGMENT = ('start', 'end', 'attempt', 'step', 'engine', 'finish')
 
@@ -48,7 +54,7 @@ class Bounds:
   """Maximum tokens of a sequence, including the prompt."""
 
   def check_tokens(self, tokens: Any, name: str) -> None:
-    """Raises ValueError for ids outside the vocabulary."""
+    """Raises ValueError if a token id is outside the vocabulary."""
     tokens = np.asarray(tokens, np.int64)
     outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
     if len(outside):
@@ -56,8 +62,9 @@ class Bounds:
 
 
 def read_sender(body: Any) -> str:
-  """Returns the sender's full name, which only the holder of its secret can use. Raises ValueError
-  if the name or the secret is invalid.
+  """Returns the full name of the explorer that sent a message. The name is derived from the
+  explorer's secret, so an explorer without the secret cannot use it. Raises ValueError if the name
+  or the secret in the message is malformed.
   """
   if type(body) is not dict:
     raise ValueError(f'message is {type(body).__name__}, wanted a map')
@@ -88,8 +95,8 @@ def read_error(body: Mapping[str, Any]) -> str:
 
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns a sample of the group. Raises Misbehaved if the sample is invalid, or if the lease was
-  not told of a version that generated it.
+  """Returns the sample in a message, which must belong to the group. Raises Misbehaved if the
+  sample is invalid, or if it names a version that generated no tokens for the lease.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -104,8 +111,8 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
 
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
-  """Returns a generation request. Raises Misbehaved if the request is invalid; the engine checks
-  its lengths.
+  """Returns the generation request in a message. Raises Misbehaved if the request is invalid. The
+  engine checks whether the prompt and the completion are too long.
   """
   with _reading('request'):
     row = _field(body, 'request', dict)
@@ -126,8 +133,9 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
-  """Returns an attempt at the group's task. Raises Misbehaved if the attempt is invalid, or if its
-  task was changed: scorers run tests from the task's fields.
+  """Returns the attempt in a message, which is a completion to be scored. Raises Misbehaved if the
+  attempt is invalid, or if its task differs from the group's task. The task must be unchanged,
+  because scorers run tests that are in its fields.
   """
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
@@ -143,13 +151,14 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
 
 
 def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
-  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved if the
-  query is invalid.
+  """Returns (model, messages, options) of a message that queries an auxiliary model. Raises
+  Misbehaved if the query is invalid.
   """
   with _reading('question'):
     _check_text(body, 'model')
     messages = _all(_field(body, 'messages', list), 'messages', dict)
-    json.dumps(messages, allow_nan=False)  # Sent on as JSON, which cannot hold bytes.
+    # The messages are forwarded as JSON. This raises for values that JSON cannot represent.
+    json.dumps(messages, allow_nan=False)
     _check_integer(body, 'max_tokens', 1, _INT32 - 1)
     _check_number(body, 'temperature')
     return body['model'], messages, {name: body[name] for name in ('max_tokens', 'temperature')}
@@ -163,8 +172,8 @@ def one_line(text: object, most: int = _MAX_LINE) -> str:
 
 @contextlib.contextmanager
 def _reading(kind: str) -> Iterator[None]:
-  """Converts any error of the block into Misbehaved: the sender is to blame for an unreadable
-  message.
+  """Converts any exception in the block to Misbehaved, because an unreadable message is the
+  sender's fault.
   """
   try:
     yield
@@ -175,7 +184,7 @@ def _reading(kind: str) -> Iterator[None]:
 
 
 def _check_types(row: Any) -> None:
-  """Checks the fields of an encoded sample (`core.records.sample.encode`)."""
+  """Checks the types and ranges of the fields of an encoded sample (`core.records.sample.encode`)."""
   _check_type(row, 'record', dict)
   for name in (
     'uid',
@@ -222,7 +231,9 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
 
 
 def _check_origin(sample: Sample, group: LentGroup) -> None:
-  """Checks a sample's names against the lease; `LentGroup.hand_in` checks its index and uid."""
+  """Checks that a sample's names, source and media agree with the group. `LentGroup.hand_in` later
+  checks the sample's index and uid.
+  """
   task, visit = group.order['task'], group.order['visit']
   wanted = {
     'task_id': group.name.removeprefix(f'{group.order["stage"]}/').removesuffix(f'/{visit}'),
@@ -271,7 +282,7 @@ def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 def _check_type(value: Any, name: str, kind: type[T]) -> T:
-  if type(value) is not kind:  # Unlike isinstance, rejects a bool for an int.
+  if type(value) is not kind:  # Unlike isinstance, this rejects a bool where an int is wanted.
     raise ValueError(f'{name} is {type(value).__name__}, wanted {kind.__name__}')
   return value
 

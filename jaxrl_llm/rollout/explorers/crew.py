@@ -1,14 +1,16 @@
-"""A run's explorer processes as one workflow: a free explorer leases the next group and hands in
-its samples.
+"""Presents a run's explorer processes as one workflow. An explorer with free capacity leases the
+next group, which means that it receives the group on loan, and sends back the group's samples.
 
-An explorer runs workflows and holds no model, scorer or file of the run: its workflow's requests
-(tokens, scores, auxiliary models) and its samples go to the master, which alone writes the index.
+An explorer runs workflows and has no model, scorer or file of the run. It sends its workflows'
+requests (for tokens, scores and replies of auxiliary models) and the finished samples to the
+master, which is the process that runs the engine. Only the master writes the index of the store.
 
-Invariants: a message either takes full effect or is refused, and affects no other explorer. An
-explorer that sends a message no honest explorer would send is evicted, and others take over its
-work. The master decodes the text of a sample from its tokens.
+Invariants: a message either takes full effect or is refused, and it affects no other explorer. An
+explorer is evicted if it sends a message that a correct explorer never sends, and other explorers
+take over its groups. The text of a sample is decoded from the tokens by the master, and is not
+accepted from an explorer.
 
-Explorers on other hosts connect through a `Front`, which requires a bearer token.
+Explorers on other hosts connect through a `Front`, an HTTP server that requires a bearer token.
 """
 
 from __future__ import annotations
@@ -65,23 +67,33 @@ Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamRespo
 """Responds to a message, given the sender's name, the message and the HTTP request behind it."""
 
 Announce = Callable[[str], contextlib.AbstractAsyncContextManager[None]]
-"""Announces the run at an address during a block."""
+"""Returns a context manager for an address of the master. While its block runs, the address is
+announced to explorers.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorersConfig:
-  """Explorer processes, which run the workflow instead of the master."""
+  """Settings of explorer processes, which run the workflow in place of the master."""
 
   processes: int = 1
-  """Explorers started by the run on its machine; 0: only those that connect through `listen`."""
+  """Number of explorers that the run starts on its own machine. If 0, there are only explorers that
+  connect through `listen`.
+  """
   groups: int = 4
-  """Groups that one explorer runs concurrently."""
+  """Number of groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Front for explorers on other hosts (`jaxrl serve --role=explorer`); None: local ones only."""
+  """HTTP server for explorers on other hosts, which are started with `jaxrl serve --role=explorer`.
+  If None, only local explorers can connect.
+  """
   silent_s: float = 15.0
-  """Seconds without a message after which an explorer is given up and its groups are lent again."""
+  """Seconds without a message after which an explorer is considered lost. Its groups are then lent
+  again.
+  """
   nobody_s: float = 300.0
-  """Seconds that groups may wait without any explorer before the run ends."""
+  """Seconds for which groups may wait while no explorer is connected. After that, the run ends with
+  an error.
+  """
 
   def __post_init__(self):
     if self.processes < 0 or self.groups < 1:
@@ -105,9 +117,10 @@ class Crew:
   """Implements `Workflow` with the explorers that connect.
 
   Attributes:
-    counts: the counts of `Leases`, plus the number of `repeated` samples.
+    counts: the counts of `Leases`, and `repeated`, the number of samples that were ignored because
+      they had already arrived.
     address: address for local explorers, set by `start`.
-    front: address for explorers on other machines; None: they cannot connect.
+    front: address for explorers on other machines; None if they cannot connect.
   """
 
   def __init__(
@@ -125,15 +138,16 @@ class Crew:
     """
     Args:
       hub: serves the requests of workflows.
-      config: number of explorers, and the front for others.
+      config: settings of the explorers.
       welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a
         msgpack record.
-      text: `Workflow.text`; called in a thread, for one sample at a time.
+      text: `Workflow.text`. It is called in a separate thread, for one sample at a time.
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
       command: returns the command line of an explorer process.
-      announce: tells explorers the address for those elsewhere (or, without one, the local
-        address) during a block; None: they are told otherwise.
+      announce: announces an address of the master to explorers until the crew is closed. The
+        address is `front`, or `address` if `front` is None. If `announce` is None, nothing is
+        announced.
     """
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
@@ -245,8 +259,8 @@ class Crew:
     return application
 
   def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Identifies the sender and refuses bad messages with an HTTP status; evicts their sender once
-    identified.
+    """Wraps a handler. The wrapper identifies the sender of each message and answers a refused
+    message with an HTTP error status. It evicts the sender if the handler raises Misbehaved.
     """
 
     async def checked(request: web.Request) -> web.StreamResponse:
@@ -291,9 +305,9 @@ class Crew:
     lease = read_lease(body)
     sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
     try:
-      # Long samples would block the event loop.
+      # A separate thread is used, because decoding a long sample would block the event loop.
       text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
-    except Exception as error:  # A bug in the workflow: the sample has passed all checks.
+    except Exception as error:  # The sample passed all checks, so the workflow has a bug.
       group = self._leases.held(lease, sender)
       group.fail(
         RunError(
@@ -302,7 +316,7 @@ class Crew:
       )
       self._leases.end(group)
       return
-    group = self._leases.held(lease, sender)  # The lease may have been lost during the decoding.
+    group = self._leases.held(lease, sender)  # The lease may have ended during the decoding.
     try:
       if not group.hand_in(sample, text):
         self.counts['repeated'] += 1
@@ -311,7 +325,7 @@ class Crew:
 
   async def _done(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
-    if not self._leases.is_held(lease):  # The last sample ended the group.
+    if not self._leases.is_held(lease):  # The run ended the group after its last sample.
       return
     group = self._leases.held(lease, sender)
     if problem := group.roster.incomplete():
@@ -330,8 +344,9 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the frames as they arrive, with True as a heartbeat. The last value is None, or the
-    text of a UserError.
+    """Streams the values of `frames` as they arrive, and True as a heartbeat while there is none.
+    The stream ends with None, or with the error's text after a UserError. Any other error is raised
+    where the run waits for the sample.
     """
     response = web.StreamResponse()
 
@@ -350,7 +365,7 @@ class Crew:
         await send(None)
       except UserError as error:
         await send(str(error))
-      # Not an error for the workflow: raised where the run waits for the sample.
+      # The workflow gets no error; the run raises this one where it waits for the sample.
       except Exception as error:
         group.fail(error)
     return response
@@ -383,7 +398,7 @@ class Crew:
     return frames()
 
   async def _watch(self) -> None:
-    """Lends the groups of silent explorers to others, and restarts local explorers that end."""
+    """Lends the groups of silent explorers again, and restarts local explorers that have ended."""
     try:
       while True:
         began = time.monotonic()
@@ -403,7 +418,7 @@ class Crew:
         if self._leases.explorers or not self._leases.groups:
           self._nobody_since = time.monotonic()
         self._check()
-    except Exception as error:  # Raised where the run waits for samples.
+    except Exception as error:  # `run` raises it where it waits for samples.
       self._failure = error
       for group in self._leases.groups:
         group.fail(error)
@@ -426,7 +441,7 @@ def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:
 
 
 async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
-  """Yields the frames, and True after each `wire.BEAT_S` seconds without one."""
+  """Yields the values of `frames`, and True after each `wire.BEAT_S` seconds without a value."""
   pending = asyncio.ensure_future(anext(frames))
   try:
     while True:

@@ -1,8 +1,8 @@
 """An explorer process: leases groups from the master, runs the workflow, and hands in each sample
 as it finishes.
 
-Invariant: an explorer is stateless. Work that the master revokes, or that ends because the master
-or the network is down, is lost, and another explorer repeats it.
+Invariant: an explorer stores no state. If the master takes a group away, or the master or the
+network fails, the explorer's work on the group is lost, and the group is repeated by an explorer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Welcome:
-  """Run settings that an explorer needs."""
+  """The run's settings that an explorer receives when it connects."""
 
   workflow: WorkflowConfig
   max_tokens: int
@@ -61,7 +61,7 @@ class Welcome:
   """Contents of the tokenizer files, keyed by file name."""
 
   def row(self) -> dict[str, Any]:
-    # As JSON: msgpack integers have at most 64 bits.
+    # The options are encoded as JSON, because integers in msgpack have at most 64 bits.
     workflow = {'kind': self.workflow.kind, 'options': json.dumps(dict(self.workflow.options))}
     return {'workflow': workflow, 'max_tokens': self.max_tokens, 'tokenizer': dict(self.tokenizer)}
 
@@ -88,10 +88,11 @@ class Link:
 
   Attributes:
     name: full name by which the master knows the explorer.
-    sender: identification sent in every message; contains a secret that only this explorer knows.
+    sender: fields that identify the explorer in every message. They include a secret that only the
+      explorer and the master know.
 
   Raises:
-    MasterLost: the master does not respond (any call).
+    MasterLost: the master does not respond. Any method may raise this.
     RunError: the master refuses the request.
     Evicted: the master refuses all further requests.
   """
@@ -120,8 +121,8 @@ class Link:
       return unpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """Yields the values of a response as they arrive, up to a final None. Only silence is limited,
-    not the total time.
+    """Yields the values of a response as they arrive, until a final None. There is no limit on the
+    total time, only on the time for which no data arrive.
     """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
@@ -192,7 +193,8 @@ class _LeasedHub:
 
 
 async def explore(link: Link, build: BuildWorkflow) -> None:
-  """Explores until the master has been unreachable for a minute; closes the link.
+  """Takes and runs groups until the master has been unreachable for a minute, and then closes the
+  link.
 
   Args:
     link: connection to the master.
@@ -201,7 +203,7 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
   Raises:
     UserError: the master refuses the token.
     RunError: the master is unreachable.
-    Evicted: the master evicted this explorer; may be inside an exception group.
+    Evicted: the master evicted this explorer. The exception may be inside an exception group.
   """
   try:
     welcome = await _patiently(lambda: link.call(wire.HELLO))
@@ -241,7 +243,9 @@ async def _take_groups(
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """Explores one group; reports its workflow's errors to the master. Raises Evicted like `Link`."""
+  """Runs the workflow for one group and hands in the samples. Reports errors of the workflow to the
+  master. Raises Evicted as `Link` does.
+  """
   options = {
     'stage': order['stage'],
     'samples': order['samples'],
@@ -253,7 +257,8 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
     ) as runs:
       async for sample, _ in runs:  # The master decodes the text from the tokens itself.
         handed_in = {'lease': lease, 'sample': encode(sample)}
-        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Safe to retry.
+        # A retry is safe, because the master ignores a sample that has already arrived.
+        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))
     await _patiently(lambda: link.call(wire.DONE, lease=lease))
   except MasterLost as lost:
     logging.info('a group of taskset %s is lost: %s', order['task']['taskset'], lost)
@@ -275,8 +280,8 @@ async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-  """Returns the result of `call`, retried while the master is unreachable for less than
-  `_PATIENCE_S`.
+  """Calls `call` and returns the result. While the master is unreachable, the call is retried for
+  up to `_PATIENCE_S` seconds; then RunError is raised.
   """
   loop = asyncio.get_running_loop()
   deadline = loop.time() + _PATIENCE_S

@@ -1,8 +1,10 @@
-"""Group leases: each group is lent to one explorer at a time and reclaimed if the explorer is gone.
+"""Leases of groups to explorers. Each group is lent to one explorer at a time, and is lent again if
+the explorer is gone.
 
-Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use
-it; a lost lease is void, and requests made under it are cancelled; a lost group is lent again
-before any group that has not been started; each sample is handed in once.
+Invariants: a group has at most one holder, the explorer that it is lent to. A lease is identified
+by a secret name, and only the holder can use it. A lost lease becomes invalid, and requests made
+under it are cancelled. A group whose lease was lost is lent again before any group that was never
+lent. Each sample is accepted only once.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ class Gone(Exception):
 
 
 class Misbehaved(Exception):
-  """A message that no honest explorer sends; its sender must be evicted."""
+  """The explorer sent a message that a correct explorer never sends. It must be evicted."""
 
 
 class SenderEvicted(Exception):
-  """The sender was evicted for an earlier message."""
+  """The sender was evicted because of an earlier message."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LentGroup:
-  """A group of samples that the master requested."""
+  """A group of samples that the run has requested from explorers."""
 
   order: dict[str, Any]
   """Work order sent to the explorer, without the lease."""
@@ -57,21 +59,27 @@ class LentGroup:
   handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(
     default_factory=asyncio.Queue
   )
-  """Samples with their texts; an exception ends the group."""
+  """Pairs of (sample, text) for the run. An exception in the queue is raised where the run waits,
+  and ends the group.
+  """
   roster: Roster = dataclasses.field(init=False)
-  """Samples handed in so far."""
+  """Record of which samples have been handed in so far."""
   lease: str | None = None
-  """Secret shared by the holder and the master; None while not lent."""
+  """Secret name of the lease, known only to the holder and the master; None while the group is not
+  lent.
+  """
   announced: set[tuple[Version, str]] = dataclasses.field(default_factory=set)
   """(version, engine) pairs that generated tokens for this lease."""
   spoiled_by: set[str] = dataclasses.field(default_factory=set)
-  """Labels of explorers evicted while holding the group."""
+  """Labels of explorers that were evicted while they held the group. A label is an explorer's name
+  without the part derived from the secret.
+  """
   holder: str | None = None
   """Name of the explorer that holds the group; None while it waits."""
   lent: float = 0.0
-  """Monotonic time at which the holder received it."""
+  """Time on the monotonic clock at which the group was lent to the holder."""
   losses: int = 0
-  """Number of lost leases."""
+  """Number of times that a lease of this group was lost."""
   calls: set[asyncio.Task] = dataclasses.field(default_factory=set)
   """Tasks that serve the holder's pending requests."""
 
@@ -79,8 +87,8 @@ class LentGroup:
     self.roster = Roster(self.name, self.samples)
 
   def hand_in(self, sample: Sample, text: str) -> bool:
-    """Queues a sample; returns False if its index has already arrived. Raises ValueError for a
-    sample that was not requested.
+    """Queues a sample for the run. Returns False, and queues nothing, if a sample with the same
+    index has already arrived. Raises ValueError for a sample that was not requested.
     """
     if not self.roster.take(sample):
       return False
@@ -96,8 +104,9 @@ class Leases:
   """Tracks requested groups and connected explorers.
 
   Attributes:
-    counts: `lost` leases whose holder fell silent, ended, left, was evicted or forgot them; `late`
-      messages under leases no longer held; `evicted` explorers.
+    counts: number of events by kind. `lost` counts leases whose holder fell silent, ended, left,
+      was evicted, or no longer reported the lease. `late` counts messages under leases that were no
+      longer valid. `evicted` counts evicted explorers.
   """
 
   def __init__(self, *, silent_s: float):
@@ -126,7 +135,7 @@ class Leases:
     return (*self._waiting, *self._lent.values())
 
   async def offer(self, group: LentGroup) -> None:
-    """Queues the group for any explorer."""
+    """Queues a group, which any explorer may take."""
     async with self._work:
       self._waiting.append(group)
       self._work.notify_all()
@@ -137,7 +146,7 @@ class Leases:
       raise SenderEvicted(f'{name} was evicted: {self._evicted[name]}')
 
   def hear(self, name: str) -> None:
-    """Records a sign of life of an explorer."""
+    """Records that an explorer has just sent a message."""
     self._heard[name] = time.monotonic()
 
   async def take(self, name: str) -> LentGroup | None:
@@ -149,7 +158,7 @@ class Leases:
           group = await self._work.wait_for(lambda: self._next(name))
       except TimeoutError:
         return None
-      if name not in self._heard:  # The explorer left, or was given up, during the wait.
+      if name not in self._heard:  # The explorer was removed during the wait.
         return None
       self._waiting.remove(group)
     group.lease, group.announced = secrets.token_hex(16), set()
@@ -158,8 +167,9 @@ class Leases:
     return group
 
   def _next(self, name: str) -> LentGroup | None:
-    """Returns the first waiting group, or None. If an explorer with this one's label was evicted
-    while it held a group, that group is left to other explorers, if there are any.
+    """Returns the first waiting group that this explorer may take, or None. A group is not lent to
+    an explorer whose label is in the group's `spoiled_by`, unless the labels of all connected
+    explorers are in it.
     """
     label = _label(name)
     for group in self._waiting:
@@ -171,8 +181,8 @@ class Leases:
     return None
 
   def held(self, lease: str, name: str) -> LentGroup:
-    """Returns the group that this explorer holds. Raises Gone, or Misbehaved if another explorer
-    holds the lease.
+    """Returns the group lent under a lease. Raises Gone if the lease is no longer valid, and
+    Misbehaved if another explorer holds it.
     """
     if lease not in self._lent:
       self.counts['late'] += 1
@@ -187,8 +197,8 @@ class Leases:
 
   @contextlib.contextmanager
   def called(self, lease: str, name: str) -> Iterator[LentGroup]:
-    """Cancels the current task if the lease ends during the block. Raises Gone and Misbehaved, as
-    `held` does.
+    """Yields the group lent under a lease, and cancels the current task if the lease ends during
+    the block. Raises Gone and Misbehaved as `held` does.
     """
     group, task = self.held(lease, name), asyncio.current_task()
     group.calls.add(task)
@@ -205,11 +215,13 @@ class Leases:
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """Returns the reported leases that the explorer has lost; lends groups again that it holds but
-    did not report.
+    """Compares the leases that an explorer reports with the leases recorded here. Returns the
+    reported leases that the explorer no longer holds. Groups that are lent to the explorer but
+    whose leases it did not report are lent again.
     """
     self.hear(name)
-    since = time.monotonic() - self._silent_s  # A lease just granted may not have reached it yet.
+    # A lease granted more recently may not have reached the explorer yet.
+    since = time.monotonic() - self._silent_s
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
     await self._lend_again(
       [group for group in held if group.lease not in leases], f'{name} lost its lease'
@@ -238,7 +250,9 @@ class Leases:
     await self.give_up(name, f'was evicted: {why}')
 
   async def give_up_silent(self) -> list[str]:
-    """Gives up explorers silent for more than `silent_s`; returns their names."""
+    """Removes explorers that have sent no message for more than `silent_s` seconds, and returns
+    their names.
+    """
     now = time.monotonic()
     silent = [name for name, heard in self._heard.items() if now - heard > self._silent_s]
     for name in silent:
@@ -248,7 +262,7 @@ class Leases:
   async def _lend_again(self, lost: list[LentGroup], why: str) -> None:
     async with self._work:
       for group in reversed(lost):
-        if self._lent.pop(group.lease, None) is None:  # It ended in the meantime.
+        if self._lent.pop(group.lease, None) is None:  # The group has ended meanwhile.
           continue
         self.counts['lost'] += 1
         group.losses += 1

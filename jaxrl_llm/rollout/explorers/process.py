@@ -1,4 +1,4 @@
-"""A local explorer process: start, restart after a crash, stop."""
+"""Starts a local explorer process, restarts it after a crash, and stops it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _AGAIN_WITHIN_S = 60.0
 _LAST_LINE = 400
 
 ExplorerCommand = Callable[[str, str], Sequence[str]]
-"""Returns the command of an explorer from the master's address and the explorer's identity."""
+"""Returns the command line of an explorer, given the master's address and the explorer's identity.
+"""
 
 
 class ExplorerProcess:
-  """A local explorer process under a guard."""
+  """A local explorer process, run under a guard that ends the explorer if this process dies."""
 
   def __init__(self, name: str, address: str, logs: pathlib.Path, command: ExplorerCommand):
     """
@@ -30,12 +31,12 @@ class ExplorerProcess:
       name: name in the log and in messages.
       address: address of the master, `unix:PATH`; the guard removes the socket's directory if this
         process dies.
-      logs: directory of its log.
-      command: returns its command line.
+      logs: directory of the explorer's log.
+      command: returns the explorer's command line.
     """
     self.name, self._address, self._log = name, address, logs / f'{name}.log'
     self.identity = f'{name}.{secrets.token_hex(4)}'
-    """Name in its messages to the master; unique among all hosts."""
+    """Name that the explorer uses in its messages to the master. It is unique across hosts."""
     self._command = command(address, self.identity)
     folder = pathlib.Path(address.removeprefix('unix:')).parent
     self._child = Child(f'explorer {name}', log=self._log, remove=(folder,), grace_s=1.0)
@@ -43,7 +44,8 @@ class ExplorerProcess:
 
   def start(self) -> None:
     self._started.append(time.monotonic())
-    # Passes on the module search path, which includes modules next to the configuration.
+    # The explorer gets this process's module search path, so that it can import modules next to
+    # the configuration.
     self._child.start(
       self._command,
       {**job.outside(os.environ), 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},
@@ -69,7 +71,7 @@ class ExplorerProcess:
     self._child.terminate()
 
   def last_line(self) -> str:
-    """Returns the last line that it has printed since its start."""
+    """Returns the last line that the explorer has printed since it was last started."""
     lines = self._child.lines()
     return lines[-1][-_LAST_LINE:] if lines else 'no output'
 

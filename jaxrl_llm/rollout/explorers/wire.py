@@ -1,7 +1,7 @@
 """Protocol between explorer processes and the master: paths, intervals, and records as msgpack.
 
-Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer cannot execute
-code.
+Invariant: `read_x(x_row(value))` equals `value`, and its arrays are equal bit for bit. Records are
+never pickled, so a peer cannot make the reader execute code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = (
   '/failed',
 )
 PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
-"""Paths of the master; all take POST."""
+"""Paths of the master's HTTP server. All of them take POST requests."""
 EVICTED = 409
 """HTTP status of every response to an evicted explorer."""
 ALIVE_S = 1.0
@@ -38,15 +38,15 @@ ALIVE_S = 1.0
 BEAT_S = 10.0
 """Seconds without data after which a response stream sends a heartbeat."""
 TAKE_S = 10.0
-"""Maximum seconds that a request for work waits."""
+"""Maximum seconds for which a request for a group waits for one to become available."""
 
 Row = dict[str, Any]
-"""Record of msgpack types: JSON values and bytes."""
+"""A record as a mapping of types that msgpack can encode: JSON values and bytes."""
 
 
 def identity(name: str, secret: str) -> str:
-  """Returns an explorer's full name, which cannot be claimed without the secret and does not reveal
-  it.
+  """Returns an explorer's full name. Only an explorer that knows the secret can use this name, and
+  the name does not reveal the secret.
   """
   return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
 
@@ -56,7 +56,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-  """Decodes msgpack data. Raises ValueError for anything but exactly one value."""
+  """Decodes msgpack data. Raises ValueError unless the data are exactly one value."""
   try:
     return msgpack.unpackb(data)
   except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
@@ -64,7 +64,7 @@ def unpack(data: bytes) -> Any:
 
 
 def task_row(task: Task) -> Row:
-  # As JSON: msgpack integers have at most 64 bits.
+  # The fields are encoded as JSON, because integers in msgpack have at most 64 bits.
   fields = json.dumps(dict(task.fields))
   prompt, media = (
     [dict(message) for message in task.prompt],
