@@ -121,7 +121,7 @@ def _uniforms(key: UInt32[Array, '2'], position: Int[Array, '']) -> Float32[Arra
 def _invert(
   weights: Float32[Array, 'rows vocab'], uniforms: Float32[Array, 'rows 2']
 ) -> tuple[Int32[Array, 'rows'], Float32[Array, 'rows']]:
-  """Samples one index per row in proportion to `weights`. Returns (indices, sums of the weights)."""
+  """Samples one index per row in proportion to `weights`. Returns (indices, sums of weights)."""
   rows, vocab = weights.shape
   if vocab <= BLOCK:
     return _first_above(weights, uniforms[:, 0]), weights.sum(-1)

@@ -184,7 +184,7 @@ def _reading(kind: str) -> Iterator[None]:
 
 
 def _check_types(row: Any) -> None:
-  """Checks the types and ranges of the fields of an encoded sample (`core.records.sample.encode`)."""
+  """Checks types and ranges of the fields of an encoded sample (`core.records.sample.encode`)."""
   _check_type(row, 'record', dict)
   for name in (
     'uid',

@@ -1,7 +1,9 @@
-"""What a fleet asks of its servers; `VllmClient` and `OwnedServer` provide it for vLLM.
+"""Interfaces through which a fleet, the engine over several servers, uses its servers. `VllmClient`
+and `OwnedServer` implement them for vLLM.
 
 Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server
-works but rejects the call; a replica restarts or brings back a lost server.
+works but rejects the call. After `Lost`, the fleet restarts the server or waits until it works
+again.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from jaxrl_llm.rollout.vllm.publication import Publication
 
 @runtime_checkable
 class EngineServer(Protocol):
-  """Client of one server: status, sampling and version labels. A `Transfer` loads weights into the
-  server.
+  """Client of one server, for its status, sampling and version labels. Weights are loaded by a
+  `Transfer` instead.
   """
 
   name: str
@@ -27,22 +29,22 @@ class EngineServer(Protocol):
   address: str
   """Server address for messages."""
   adapter: Publication | None
-  """Adapter that completions use; None: the base model. The replica resets it when it loses the
-  server.
+  """Adapter that new completions use; None for the base model. The replica (the fleet's state of
+  this server) sets it to None when the server's weights become unknown.
   """
 
   async def is_healthy(self) -> bool:
-    """Whether the server answers at all."""
+    """Returns whether the server answers a health check."""
     ...
 
   async def max_model_len(self) -> int:
-    """Returns the server's longest sequence in tokens; raises UserError if the address has no
-    usable server.
+    """Returns the length of the longest sequence that the server accepts, in tokens. Raises
+    UserError if there is no usable server at the address.
     """
     ...
 
   async def weights(self) -> list[dict[str, Any]]:
-    """Describes what each worker of the server holds.
+    """Describes the weights in each worker process of the server.
 
     Returns:
       One mapping per worker: `tensors` (Hugging Face name to shape, dtype and slice), `device`,
@@ -51,28 +53,30 @@ class EngineServer(Protocol):
     ...
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers lazy compilation; with `sampled`, also that for temperatures above 0."""
+    """Sends requests that make the server compile its programs. If `sampled`, one request has a
+    temperature above 0.
+    """
     ...
 
   async def generate(
     self, request: Request, index: int, *, seed: int, deadline_s: float
   ) -> Completion:
-    """Samples completion `index` of a request. At the deadline, the server aborts it, or the
-    cancellation of this call does.
+    """Samples completion `index` of a request. The completion is aborted after `deadline_s`
+    seconds, or when this call is cancelled.
 
-    The tokens depend on `seed`, the request's key and `index` alone, and each segment names the
-    published version that sampled it.
+    The random numbers depend only on `seed`, the request's key and `index`. Each segment names the
+    published version that sampled its tokens.
     """
     ...
 
   async def prompt_logprobs(
     self, tokens: Sequence[int], *, deadline_s: float
   ) -> Float32[np.ndarray, 'time']:
-    """Returns the logprob of each token given its prefix, at temperature 1; 0 for the first."""
+    """Returns the logprob of each token given its prefix, at temperature 1; the first is 0."""
     ...
 
   async def pause(self) -> None:
-    """Suspends sampling; running requests are kept until `resume`."""
+    """Suspends sampling. Running requests are kept and continue after `resume`."""
     ...
 
   async def resume(self) -> None: ...
@@ -82,12 +86,12 @@ class EngineServer(Protocol):
     ...
 
   async def set_version(self, publication: Publication) -> None:
-    """Labels the tokens sampled from now on with the publication."""
+    """Makes the server label the tokens that it samples from now on as this publication's."""
     ...
 
   async def served_label(self) -> str:
-    """Returns the label of newly sampled tokens; a server restarted by somebody else has no label
-    of this run.
+    """Returns the label that the server gives to the tokens that it samples now. A server that was
+    restarted from outside the run has no label of this run.
     """
     ...
 
@@ -96,7 +100,9 @@ class EngineServer(Protocol):
     ...
 
   async def tokenize(self, text: str) -> list[int] | None:
-    """Tokenizes without special tokens; None if the server has no tokenizer."""
+    """Returns the tokens of the text without special tokens, or None if the server has no
+    tokenizer.
+    """
     ...
 
   async def close(self) -> None:
@@ -106,8 +112,8 @@ class EngineServer(Protocol):
 
 @runtime_checkable
 class ServerProcess(Protocol):
-  """Process of an owned server, which can be started again after `stop`. An attached server has
-  none.
+  """Process of an owned server, which is a server that the run starts and stops. It can be started
+  again after `stop`. An attached server is started by others and has no `ServerProcess`.
   """
 
   def start(self) -> None:

@@ -1,9 +1,9 @@
-"""HTTP client of one vLLM server: the only module that knows the paths and bodies of its API (vLLM
-0.32).
+"""HTTP client of one vLLM server. Only this module contains the paths and bodies of the server's
+API (vLLM 0.32).
 
-Invariant: every returned value was checked to be complete and to match its request; anything else
-raises `Lost` (retry on another server), `Refused` (the server works but rejects the call) or
-`UserError` (no server can do it).
+Invariant: every returned value was checked to be complete and to match its request. In every other
+case, the client raises `Lost` if the request may be retried on another server, `Refused` if the
+server works but rejects the call, or `UserError` if no server can serve the request.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxrl_llm.rollout.api import CUT, Completion, Request
 from jaxrl_llm.rollout.vllm.publication import Publication
 
 MODEL = 'policy'
-"""Name of the policy on our servers (`--served-model-name`)."""
+"""Name under which servers serve the policy (`--served-model-name`)."""
 _GENERATE = '/inference/v1/generate'
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
-"""Maximum bytes of a response, which may list all tensors."""
+"""Maximum size of a response in bytes. The longest responses list all tensors."""
 _UNDRAWABLE = -9000.0
-"""Logprobs below this are impossible: vLLM writes -9999 for minus infinity."""
+"""Smallest possible logprob of a sampled token. vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -52,8 +52,9 @@ class VllmClient:
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
       key: bearer token, if a reverse proxy requires one.
-      ca_file: CA certificates for https servers; None: the system's.
-      name: name in segments and messages; None: the address.
+      ca_file: file of CA certificates for https servers. If None, the system's certificates are
+        used.
+      name: name in segments and messages. If None, the address is used.
     """
     self.address, self.name = address, name or address
     where = f'engine {self.name}'
@@ -61,9 +62,11 @@ class VllmClient:
       address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
     )
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, keyed by label; tokens of others are rejected."""
+    """Versions published through this client, keyed by label. Completions with any other label are
+    rejected.
+    """
     self.adapter: Publication | None = None
-    """Adapter that completions use; None: the base model."""
+    """Adapter that new completions use; None for the base model."""
     self._adapters: list[str] = []
     """Names of the adapters loaded through this client, newest last."""
 
@@ -80,13 +83,16 @@ class VllmClient:
     params: Mapping[str, str] | None = None,
     is_text: bool = False,
   ) -> Any:
-    """Returns the response as JSON (None if empty), or as text if `is_text`.
+    """Sends a request and returns the response as JSON, or as text if `is_text`. An empty response
+    is returned as None instead of JSON.
 
     Raises:
-      Lost: no response within `deadline_s`, a malformed one, or a 5xx status.
-      Refused: any other status but 200.
+      Lost: there is no response within `deadline_s`, the response is malformed, or its status is
+        5xx.
+      Refused: the status is neither 200 nor 5xx.
     """
-    # After an exception vLLM closes the connection unannounced; the next command must not reuse it.
+    # vLLM closes a connection without notice after an exception, and a later call would fail on it.
+    # Hence only calls to generate keep their connection open for reuse.
     headers = {} if path == _GENERATE else {'Connection': 'close'}
     label = f'{self.name}: {path}'
     async with self._client.request(
@@ -105,8 +111,8 @@ class VllmClient:
     return True
 
   async def max_model_len(self) -> int:
-    """Returns the server's longest sequence in tokens; raises UserError if the address has no
-    usable vLLM server.
+    """Returns the length of the longest sequence that the server accepts, in tokens. Raises
+    UserError if there is no usable vLLM server at the address.
     """
     try:
       answer = await self.call('GET', '/v1/models', deadline_s=30.0)
@@ -142,10 +148,11 @@ class VllmClient:
 
     Args:
       index: index of the sample within the request.
-      seed: the engine's seed; the sampler's seed is a hash of it, the request's key and the index.
+      seed: the engine's seed. The sampler's seed is a hash of the engine's seed, the request's key
+        and the index.
 
     Raises:
-      Lost: no answer, or one that does not match the request.
+      Lost: the server does not answer, or its answer does not match the request.
       UserError: the server rejects the request itself.
     """
     adapter = self.adapter
@@ -158,15 +165,15 @@ class VllmClient:
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
-      # The server was restarted and lost its adapters.
+      # The server does not know the adapter, because it was restarted.
       if adapter is not None and error.status == 404:
         raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
     try:
       (choice,) = answer['choices']
       if adapter is not None:
-        # The server labels tokens with its latest version; these were sampled with the adapter of
-        # the request.
+        # The server labels all tokens with its newest version, but these tokens were sampled with
+        # the adapter that the request named.
         span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
         choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
@@ -176,7 +183,9 @@ class VllmClient:
       ) from None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers the server's compilation with a greedy and, if `sampled`, a seeded request."""
+    """Makes the server compile its programs by a greedy request and, if `sampled`, a seeded request
+    at temperature 1.
+    """
     for temperature in (0.0, 1.0) if sampled else (0.0,):
       params = {
         'max_tokens': 2,
@@ -191,7 +200,7 @@ class VllmClient:
   async def prompt_logprobs(
     self, tokens: Sequence[int], *, deadline_s: float
   ) -> Float32[np.ndarray, 'time']:
-    """Returns the logprob of each token given its prefix, at temperature 1; 0 for the first."""
+    """Returns the logprob of each token given its prefix, at temperature 1; the first is 0."""
     body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
     body['sampling_params'] = {
       'max_tokens': 1,
@@ -214,8 +223,8 @@ class VllmClient:
     return np.array(values, np.float32)
 
   async def weights(self) -> list[dict[str, Any]]:
-    """Returns each worker's `tensors` (name to shape, dtype, slice), `threads`, `device` and
-    sampling settings.
+    """Returns one mapping per worker. It contains the worker's `tensors` (name to shape, dtype and
+    slice), `threads`, `device` and sampling settings.
     """
     return await self._rpc('jaxrl_weights')
 
@@ -233,8 +242,8 @@ class VllmClient:
       ) from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Initializes weight transfer before a server's first update; `info` is specific to the
-    transfer backend.
+    """Initializes the weight transfer, once before the server's first update. The content of `info`
+    depends on the transfer backend.
     """
     await self.call(
       'POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s
@@ -246,8 +255,8 @@ class VllmClient:
     except Lost as error:
       if 'already active' not in str(error):
         raise
-      # An earlier update was interrupted, or its trainer died; vLLM must finish it before it starts
-      # another.
+      # An earlier update was interrupted, or its trainer died. vLLM must finish that update before
+      # it starts another.
       await self.finish_update(deadline_s=deadline_s)
       await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
 
@@ -258,14 +267,14 @@ class VllmClient:
     await self.call('POST', '/finish_weight_update', {}, deadline_s=deadline_s)
 
   async def load_adapter(self, publication: Publication, *, deadline_s: float) -> None:
-    """Loads an adapter for all later completions; those in flight keep theirs.
+    """Loads an adapter for all later completions. Completions in flight keep their adapter.
 
     Raises:
-      Refused: the server cannot load it; completions keep using the previous adapter.
-      Lost: no answer.
+      Refused: the server cannot load the adapter, and completions keep using the previous one.
+      Lost: the server does not answer.
     """
-    # In place: the server may already hold this adapter, or, if attached, an older run's of the
-    # same name.
+    # `load_inplace` replaces an adapter with the same name. The server may already have this
+    # adapter or, if it is attached, an adapter of an earlier run.
     body = {
       'lora_name': publication.adapter,
       'lora_path': str(publication.directory.absolute()),
@@ -278,14 +287,14 @@ class VllmClient:
       publication.adapter,
     ]
     while len(self._adapters) > _KEPT_ADAPTERS:
-      with contextlib.suppress(Refused):  # The server was restarted and no longer has it.
+      with contextlib.suppress(Refused):  # A restarted server no longer has the adapter.
         await self.call(
           'POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True
         )
       del self._adapters[0]
 
   async def pause(self) -> None:
-    """Suspends generation; running requests are kept until `resume`."""
+    """Suspends generation. Running requests are kept and continue after `resume`."""
     await self.call('POST', '/pause', params={'mode': 'keep'})
     if not (await self.call('GET', '/is_paused')).get('is_paused'):
       raise Lost(f'{self.name}: /pause: accepted, but not paused')
@@ -300,11 +309,15 @@ class VllmClient:
     await self.call('POST', '/update_weight_version', {'new_version': publication.label})
 
   async def served_label(self) -> str:
-    """Returns the label of newly sampled tokens; 'default' if the server was never given one."""
+    """Returns the label that the server gives to the tokens that it samples now. It is 'default' if
+    no label was ever set.
+    """
     return str((await self.call('GET', '/weight_info', deadline_s=10.0)).get('weight_version'))
 
   async def reset_cache(self) -> None:
-    """Clears the KV cache; running requests recompute theirs with the loaded weights."""
+    """Clears the KV cache. Running requests recompute their keys and values with the loaded
+    weights.
+    """
     answer = await self.call(
       'POST', '/reset_prefix_cache', params={'reset_running_requests': 'true'}
     )
@@ -312,7 +325,9 @@ class VllmClient:
       raise Lost(f'{self.name}: /reset_prefix_cache: {answer}')
 
   async def tokenize(self, text: str) -> list[int] | None:
-    """Tokenizes without special tokens; None if the server has no tokenizer."""
+    """Returns the tokens of the text without special tokens, or None if the server has no
+    tokenizer.
+    """
     try:
       answer = await self.call(
         'POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False}
@@ -357,7 +372,9 @@ _FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
 def _completion(
   choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]
 ) -> Completion:
-  """Builds a completion from a response; raises ValueError if it does not match the request."""
+  """Builds a completion from a response. Raises ValueError if the response does not match the
+  request.
+  """
   tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
   content = choice['logprobs']['content']
   if [row['token_id'] for row in content] != tokens.tolist():

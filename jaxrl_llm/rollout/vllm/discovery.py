@@ -1,4 +1,6 @@
-"""Servers that register: which of them serve the policy's model."""
+"""Discovery of servers that register themselves in a registry, and the check that they serve the
+policy's model. A registration is a lease: it expires unless the server renews it.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.vllm.replica import Replica
 
 _UNCOMPARED = ('max_position_embeddings', 'initializer_range', 'head')
-"""Fields of a spec that may differ between a policy and its server: lengths are checked at
-admission, and servers only sample.
+"""Fields of a model spec that may differ between the policy and a server. The length is checked
+when the server is admitted, and the other fields do not affect sampling.
 """
 
 
 def fingerprint(spec: ModelSpec, tokenizer: bytes | None) -> dict[str, str]:
-  """Returns digests by which a policy and a server recognise each other.
+  """Returns digests that are equal for a policy and a server with the same model and tokenizer.
 
   Args:
     spec: spec of the model.
-    tokenizer: content of tokenizer.json; None: the server has none.
+    tokenizer: content of tokenizer.json; None if there is no such file.
   """
   fields = dataclasses.asdict(spec)
   for name in _UNCOMPARED:
@@ -32,7 +34,7 @@ def fingerprint(spec: ModelSpec, tokenizer: bytes | None) -> dict[str, str]:
   digests = {'model': _digest(fields)}
   if tokenizer is not None:
     said = json.loads(tokenizer)
-    # The rest (truncation, padding) may change when a library saves the same tokenizer again.
+    # Other fields, such as truncation and padding, may change when a library saves the tokenizer.
     digests['tokenizer'] = _digest([said.get('model'), said.get('added_tokens')])
   return digests
 
@@ -46,7 +48,7 @@ class Discovery:
   """Finds a fleet's servers in a registry.
 
   Attributes:
-    wanted: number of servers without which a run does not start.
+    wanted: number of servers that must be available before the run starts.
   """
 
   def __init__(
@@ -60,11 +62,13 @@ class Discovery:
   ):
     """
     Args:
-      watch: the servers in the registry.
+      watch: reads the servers' leases from the registry.
       wanted: see the attribute.
       fingerprint: the policy's digests.
-      build: returns the replica of a server, given its name, address and number.
-      tell: called with the name of a server and what became of it.
+      build: returns the replica of a server (the fleet's state of that server), given the server's
+        name, address and number.
+      tell: called with the name of a server and what happened: 'joined', 'left', 'expired',
+        'refused' or 'given up'.
     """
     self.wanted, self.tell = wanted, tell
     self._watch, self._fingerprint, self._build = watch, fingerprint, build
@@ -80,11 +84,13 @@ class Discovery:
     return self._watch.expired
 
   async def look(self) -> Sequence[Lease]:
-    """Returns the leases in force."""
+    """Reads the registry and returns the leases that have not expired."""
     return await self._watch.look_async()
 
   def mismatch(self, lease: Lease) -> str | None:
-    """Returns why a server cannot serve the policy, by the digests that both have, or None."""
+    """Returns the reason why a server cannot serve the policy, or None. Only digests that both have
+    are compared.
+    """
     for name in sorted(self._fingerprint.keys() & lease.fingerprint.keys()):
       if lease.fingerprint[name] != (wanted := self._fingerprint[name]):
         return (
@@ -94,7 +100,9 @@ class Discovery:
     return None
 
   def replica(self, lease: Lease, taken: Collection[str]) -> Replica:
-    """Builds the replica of a server, under its name or, if that is `taken`, one like it."""
+    """Builds the replica of a server. The replica has the server's name, with a number appended if
+    that name is in `taken`.
+    """
     names = itertools.chain([lease.name], (f'{lease.name}-{i}' for i in itertools.count(2)))
     name = next(name for name in names if name not in taken)
     return self._build(name, lease.address, next(self._numbers))

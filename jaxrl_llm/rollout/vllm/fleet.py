@@ -1,11 +1,12 @@
 """One engine over several servers: dispatch, weight publication and recovery from server failures.
 
 Invariant: each completion is returned once, and each of its tokens was sampled under a version that
-its server was proven to hold. Requests in flight on a lost server are retried.
+its server was proven to have loaded. Requests in flight on a lost server are retried.
 
-With discovery, servers join and leave while the fleet runs: one that joins gets the current version
-and its probe before any request; one that leaves gets no more requests and finishes those that it
-has; those of one whose lease has expired are retried elsewhere at once.
+With discovery, servers that register themselves join and leave while the fleet runs. A server that
+joins gets the current version, and its probe is checked, before it gets any request. A server that
+leaves gets no more requests and finishes those in flight. If the lease of a server (its
+registration) has expired, its requests are retried on other servers at once.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ _ATTACHED_LOOK_S = 2.0
 _BURST = 16
 """Maximum number of requests dispatched in one iteration of the event loop."""
 _PATIENCE = 3
-"""Consecutive failures that a server may have before it is restarted even if it responds."""
+"""Number of consecutive failures above which a server is restarted even if it responds."""
 _LOOK_S = LOOK_S
-"""Seconds between looks at the registry."""
+"""Seconds between two reads of the registry."""
 _REST_S = 60.0
 """Seconds after which a discovered server that was given up may join again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Current:
-  """Target version of all servers."""
+  """The version that all servers are to serve, with its probe."""
 
   publication: Publication
   probe: Probe | None
 
 
 class Fleet:
-  """Engine that samples from servers; see `rollout.api.Engine` for the methods' contracts.
+  """Engine that samples from servers. See `rollout.api.Engine` for the contracts of the methods.
 
-  A weight update clears a server's KV cache: running completions recompute theirs with the new
-  weights, and their later tokens form a new segment. With adapters, a running completion keeps its
-  adapter to its end.
+  A weight update clears a server's KV cache. Running completions recompute their keys and values
+  with the new weights, and their later tokens form a new segment. If adapters are published instead
+  of whole weights, a running completion keeps the adapter that it started with.
   """
 
   def __init__(
@@ -80,31 +81,35 @@ class Fleet:
   ):
     """
     Args:
-      replicas: servers from the start; empty with `discovery`.
+      replicas: the servers at the start; empty if `discovery` is given.
       folder: folder of published versions, at the same path on the servers.
       dtype: data type of the servers' weights, by its Hugging Face name.
       max_length: longest sequence in tokens, prompt included.
       seed: seed of all sampling, combined with each request's key.
-      run: awaits `function(*args, **kwargs)` on the process's device thread.
+      run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
-      adapter_rank: rank of the adapters that `folder` publishes; 0: whole weights.
-      discovery: finds servers that join and leave; None: there are only `replicas`.
+      adapter_rank: rank of the adapters that `folder` publishes, or 0 if it publishes whole
+        weights.
+      discovery: finds servers that join and leave. If None, `replicas` are the only servers.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions, tokens, retries, restarts, publications, void
-    (completions of unproven versions); with discovery, servers that joined and left.
+    """Totals since the start: completions, tokens, retries, restarts, publications, and void
+    (completions that were discarded because their version was not proven). With discovery, also
+    joined and left (servers).
     """
     self.replicas = tuple(replicas)
     """Servers of the fleet; with discovery, those whose leases are in force."""
     self._discovery = discovery
     self._resting: dict[str, float] = {}
-    """When servers that were refused or given up may join again, on the event loop's clock, keyed
-    by the id of their lease.
+    """Time on the event loop's clock from which a server that was refused or given up may join
+    again, keyed by the id of the server's lease.
     """
     self._leases: dict[Replica, Lease] = {}
     self._leaving: dict[Replica, asyncio.Task] = {}
-    """Servers that have left and still finish requests."""
+    """Servers that have left, each with the task that closes it, in most cases after its requests
+    in flight.
+    """
     self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
@@ -115,7 +120,7 @@ class Fleet:
     self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
     self._current: _Current | None = None
     self._earlier: _Current | None = None
-    """Previous target; its files stay until every server has the current version."""
+    """The previous version. Its files stay until every server has the current version."""
     self._version: Version | None = None
     self._loading = asyncio.Lock()
     self._waiting: collections.deque[asyncio.Future[tuple[Replica, int]]] = collections.deque()
@@ -125,7 +130,9 @@ class Fleet:
     self._failure: Exception | None = None
     self._last_trouble = ''
     self._names: dict[Version, Version] = {}
-    """New names of published versions that were relabelled because the weights did not change."""
+    """New version of each published version that was relabelled, which happens if the weights did
+    not change.
+    """
     self._taken: collections.Counter[str] = collections.Counter()
     self._seconds: dict[str, float] = {}
 
@@ -139,7 +146,7 @@ class Fleet:
     With discovery, waits until enough servers have registered.
 
     Raises:
-      UserError: a server cannot be used, with the reason.
+      UserError: a server cannot be used; the message has the reason.
       RunError: too few servers have registered within `start_deadline_s`.
     """
     if self._discovery is not None:
@@ -160,7 +167,9 @@ class Fleet:
       self._follower = asyncio.create_task(following, name=f'engine {self.name}: registry')
 
   async def _await_servers(self, discovery: Discovery) -> None:
-    """Takes the servers into the fleet, once enough of those that have registered answer."""
+    """Waits until enough of the registered servers answer. The servers that answer then form the
+    fleet.
+    """
     answering: list[Replica] = []
     try:
       async with asyncio.timeout(self._config.start_deadline_s):
@@ -180,21 +189,23 @@ class Fleet:
       ) from None
     silent = [replica for replica in self.replicas if replica not in answering]
     self.replicas = tuple(answering)
-    for replica in silent:  # They join later, unless they are dead.
+    for replica in silent:  # They join later if they answer then.
       del self._leases[replica]
       await self._end(replica)
 
   def _match(self, discovery: Discovery, leases: Sequence[Lease], *, start: bool = False) -> None:
-    """Lets servers leave and, except at the `start` of the run, join as the registry says.
+    """Removes servers that have left the registry, and adds those that have registered. At the
+    `start` of the run, servers are added without being brought into service.
 
-    Raises UserError for a server of another model at the start; later ones are ignored.
+    At the start of the run, raises UserError for a server of another model. Later such a server is
+    ignored.
     """
     at = {lease.address: lease for lease in leases}
     for replica in self.replicas:
       address = replica.client.address
       if address not in at:
         self._leave(replica, expired=address in discovery.expired)
-      else:  # It may have registered again.
+      else:  # The server may have registered again, with a new lease.
         self._leases[replica] = at.pop(address)
     now, ids = asyncio.get_running_loop().time(), {lease.id for lease in leases}
     self._resting = {id: until for id, until in self._resting.items() if id in ids}
@@ -216,7 +227,7 @@ class Fleet:
         self._begin(replica, joins=True)
 
   async def _follow(self, discovery: Discovery) -> None:
-    """Lets servers join and leave while the fleet runs."""
+    """Reads the registry repeatedly, and lets servers join and leave while the fleet runs."""
     # wait registry: none, it looks for servers as long as the fleet runs
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
@@ -225,7 +236,7 @@ class Fleet:
         return
       try:
         self._match(discovery, leases)
-      except UserError as error:  # No client can be made, for want of a file.
+      except UserError as error:  # No client can be built, because a file is missing.
         self._fail(error)
 
   async def _bring_in(self, replica: Replica) -> None:
@@ -236,7 +247,9 @@ class Fleet:
     self._discovery.tell(replica.name, 'joined')
 
   def _leave(self, replica: Replica, *, expired: bool) -> None:
-    """Takes a server out of the fleet: `expired`, if it is not known to work any more."""
+    """Removes a server from the fleet. Its requests in flight are awaited unless its lease has
+    `expired`, because the server may then no longer work.
+    """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     self._leases.pop(replica, None)
     replica.state = ReplicaState.GONE
@@ -283,7 +296,7 @@ class Fleet:
 
   async def _end(self, replica: Replica) -> None:
     replica.state = ReplicaState.GONE
-    # Closes all of them, in reverse order, even if one fails.
+    # Closes the transfer, the client and the server, in this order, even if one of them fails.
     async with contextlib.AsyncExitStack() as ends:
       if replica.server is not None:
         ends.push_async_callback(replica.server.close)
@@ -291,8 +304,8 @@ class Fleet:
       ends.push_async_callback(replica.transfer.close)
 
   async def _start(self, replica: Replica) -> None:
-    """Starts a server if it is owned and checks that it serves the policy's model; it has no
-    version yet.
+    """Starts a server if it is owned, and checks that it serves the policy's model. No version is
+    loaded into the server yet.
     """
     if replica.server is not None:
       replica.server.start()
@@ -309,13 +322,13 @@ class Fleet:
       await self._check_tokenizer(replica)
 
   async def load(self, weights: Weights) -> None:
-    """Publishes the weights to every server; returns once at least one server serves them.
+    """Publishes the weights to every server, and returns once at least one server serves them.
 
     Servers that fail the update are restarted in the background.
 
     Raises:
-      RunError: no server accepted the version, with the reason; the previous version stays in
-        service.
+      RunError: no server accepted the version. The message has the reason, and the previous version
+        stays in service.
     """
     async with self._loading:
       self._check_alive()
@@ -348,12 +361,15 @@ class Fleet:
       self._version = publication.version
       self.counts['publications'] += 1
       pauses = [r.paused_s for r in self.replicas if r.version == publication.version]
-      self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)  # None: it has left again.
+      # There are no pauses if the server that accepted the version has left again.
+      self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
 
   async def relabel(self, version: Version) -> None:
-    """Renames the current version in returned completions; the servers keep its old label."""
+    """Renames the current version in returned completions. The servers keep the label of the old
+    name.
+    """
     async with self._loading:
       self._check_alive()
       if self._current is None:
@@ -362,8 +378,10 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version; returns its reason if it stays HELD."""
-    if replica.state == ReplicaState.GONE:  # It has just left.
+    """Updates a serving replica to the current version. If the server refuses the version, the
+    replica stays HELD and the reason is returned; otherwise None is returned.
+    """
+    if replica.state == ReplicaState.GONE:  # The server has just left.
       return None
     replica.state = ReplicaState.HELD
     try:
@@ -389,14 +407,16 @@ class Fleet:
     return any(r.state == ReplicaState.SERVING and r.version == version for r in self.replicas)
 
   def _is_one_behind(self) -> bool:
-    """Whether a server that was not given up lacks the current version."""
+    """Returns whether any server that was not given up lacks the current version."""
     return any(
       r.state != ReplicaState.GONE and r.version != self._current.publication.version
       for r in self.replicas
     )
 
   async def _let_go(self) -> None:
-    """Removes earlier publications, except the previous one while a server is behind."""
+    """Removes the files of earlier versions. Those of the previous version are kept while any
+    server lacks the current version.
+    """
     if not self._is_one_behind():
       self._earlier = None
     kept = [
@@ -405,10 +425,11 @@ class Fleet:
     await asyncio.to_thread(self._folder.keep_only, *kept)
 
   def _serve(self, replica: Replica) -> None:
-    if replica.state == ReplicaState.GONE:  # The fleet was closed.
+    if replica.state == ReplicaState.GONE:  # The fleet was closed, or the server has left.
       return
     replica.state = ReplicaState.SERVING
-    # Otherwise 'uniform' dispatch would send it all the requests that it missed.
+    # Otherwise 'uniform' dispatch would send the server all requests until it had caught up with
+    # the other servers' counts.
     serving = [
       r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica
     ]
@@ -416,7 +437,9 @@ class Fleet:
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until a server serves the version; each step towards that has its own deadline."""
+    """Waits until at least one server serves the version. Each step that leads to this has its own
+    deadline.
+    """
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
@@ -426,8 +449,9 @@ class Fleet:
       replica.assigned = 0
 
   async def _watch(self) -> None:
-    """Detects when an owned server exits, no server has been available for too long, or all servers
-    have caught up.
+    """Watches the servers. Repairs an owned server whose process has ended, ends the engine if no
+    server has been available for too long, and removes the previous version's files once all
+    servers have the current version.
     """
     loop = asyncio.get_running_loop()
     served = loop.time()
@@ -457,7 +481,7 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and starts a task that recovers or restarts it."""
+    """Takes a server out of service, and starts a task that recovers or restarts the server."""
     gone = replica.state == ReplicaState.GONE
     if replica in self._repairs or self._failure is not None or gone:
       return
@@ -468,7 +492,9 @@ class Fleet:
     self._begin(replica, joins=False)
 
   def _begin(self, replica: Replica, *, joins: bool) -> None:
-    """Starts a task that ends with the server in service, or gives the server up."""
+    """Starts a task that brings the server into service. If the task fails, the server is closed
+    and given up.
+    """
     task = asyncio.create_task(
       self._bring_in_or_end(replica, joins=joins),
       name=f'engine {replica.name}: {"join" if joins else "repair"}',
@@ -490,12 +516,14 @@ class Fleet:
     self._deal()
 
   def _give_up(self, replica: Replica, error: BaseException) -> None:
-    """Takes a discovered server out of the fleet: for good, if it does not suit the run."""
+    """Removes a discovered server from the fleet. The server may join again later, unless it does
+    not suit the run.
+    """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     self._last_trouble = f'engine {replica.name}: {error}'
     unsuited = isinstance(error, UserError) and not isinstance(error, RunError)
     loop = asyncio.get_running_loop()
-    if (lease := self._leases.pop(replica, None)) is not None:  # Else it has left meanwhile.
+    if (lease := self._leases.pop(replica, None)) is not None:  # Otherwise it has already left.
       self._resting[lease.id] = math.inf if unsuited else loop.time() + _REST_S
       self._discovery.tell(replica.name, 'refused' if unsuited else 'given up')
       logging.warning(
@@ -516,7 +544,9 @@ class Fleet:
     await self._catch_up(replica, works=await self._is_as_before(replica))
 
   async def _catch_up(self, replica: Replica, *, works: bool) -> None:
-    """Brings a server to the current version and into service; restarts it unless it `works`."""
+    """Brings a server to the current version and into service. Unless the server `works`, it is
+    restarted first.
+    """
     attempts = 0
     while True:
       current = self._current
@@ -543,7 +573,9 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Whether a server that failed is working again and still serves its last proven version."""
+    """Returns whether a server that failed is working again and still serves its last proven
+    version.
+    """
     if replica.failures > _PATIENCE or replica.version is None:
       return False
     if replica.server is not None and not replica.server.is_running():
@@ -637,7 +669,7 @@ class Fleet:
   async def _complete(self, request: Request, index: int) -> Completion:
     """Generates one completion, with up to `max_retries` retries.
 
-    A retry because its server has left does not count.
+    A retry is not counted if the server has left the fleet.
     """
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None
@@ -671,7 +703,7 @@ class Fleet:
     )
 
   def _named(self, completion: Completion) -> Completion:
-    """Replaces relabelled versions with their new names."""
+    """Replaces versions that were relabelled by their new versions."""
 
     def named(segment):
       return dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
@@ -681,7 +713,9 @@ class Fleet:
     )
 
   async def _acquire(self) -> tuple[Replica, int]:
-    """Reserves a server with room and counts the request in flight; returns (replica, its life)."""
+    """Waits for a server that can take another request, and counts the request as in flight on that
+    server. Returns (replica, current `life` of the replica).
+    """
     self._check_alive()
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(future)
@@ -696,10 +730,10 @@ class Fleet:
       raise
 
   def _deal(self) -> None:
-    """Dispatches waiting requests to servers with room, first come, first served.
+    """Dispatches waiting requests, in order of arrival, to servers that can take another request.
 
-    At most `_BURST` at a time: hundreds of starts in one iteration of the event loop would block
-    everything else.
+    At most `_BURST` requests are dispatched at a time, because starting hundreds of requests in one
+    iteration of the event loop would block everything else.
     """
     for _ in range(_BURST):
       if not self._waiting:
@@ -725,8 +759,8 @@ class Fleet:
     return chosen if chosen.in_flight < self._config.max_in_flight else None
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call: counts, and timings and size of the last
-    publication.
+    """Returns the metrics since the last call. They are counts of events, and the timings and size
+    of the last publication.
     """
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])

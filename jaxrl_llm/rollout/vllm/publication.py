@@ -1,7 +1,9 @@
-"""Published weights: one safetensors file per version, one digest per tensor, published atomically.
+"""Published weights. Each version is written to one safetensors file with a digest per tensor, and
+becomes visible atomically.
 
-Invariant: a directory gets its final name only after its last byte was written; `Publication.files`
-lists the digests that a reader must find in it, and is sent to readers separately.
+Invariant: a directory gets its final name only after its last byte was written. `Publication.files`
+lists the digests that a reader must find in the directory. Readers receive this list separately
+from the files.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from jaxrl_llm.weights.tables import TensorEntry, entries
 FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
 _BLOCK = 1 << 20
-"""Bytes converted, digested and written at a time; small enough to stay in a core's cache."""
+"""Number of bytes that are converted, digested and written at a time. A block is small enough to
+stay in a core's cache.
+"""
 _ANOTHER = 'is this another model than at the start?'
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
-"""Dtype names of the safetensors format."""
+"""Names of data types in the safetensors format, keyed by Hugging Face name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +51,13 @@ class Publication:
   version: Version
   directory: Path
   files: Mapping[str, Mapping[str, str]]
-  """xxh3-128 digest of a tensor's bytes, keyed by file name, then by Hugging Face tensor name."""
+  """xxh3-128 digest of each tensor's bytes, keyed by file name and then by the tensor's name in the
+  file.
+  """
   nbytes: int
-  """Size of all tensors."""
+  """Total size of all tensors in bytes."""
   base: Publication | None = None
-  """Base weights of an adapter; None for whole weights."""
+  """Publication of the base weights if this is an adapter; None if this is whole weights."""
 
   @property
   def adapter(self) -> str | None:
@@ -60,7 +66,9 @@ class Publication:
 
   @property
   def label(self) -> str:
-    """Label of the version and its bytes; servers put it on tokens sampled under the version."""
+    """Label that identifies the version and the bytes of its tensors. Servers attach the label to
+    the tokens that they sample under the version.
+    """
     digests = json.dumps(self.digests, sort_keys=True).encode()
     return f'{self.version}-{xxhash.xxh3_64_hexdigest(digests)}'
 
@@ -70,20 +78,21 @@ class Publication:
 
 
 class PublicationFolder:
-  """Folder of published versions: the newest and, until it is released, the previous one.
+  """Folder of published versions. It contains the newest version, and the previous version until
+  that one is released.
 
-  The next version overwrites the file of a released one: in shared memory, writing to existing
-  pages is as fast as a copy.
+  A new version overwrites the file of a released version, because writing to existing pages of
+  shared memory is as fast as a copy.
   """
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
     """
     Args:
-      root: path of the folder, the same on the servers. Created if missing; files of a killed run
-        are removed.
+      root: path of the folder, which must be the same on the servers. The folder is created, and
+        anything that a killed run left at this path is removed.
       spec: spec of the language model.
-      dtype: tensor data type by its Hugging Face name; must be the servers', so that digests of
-        loaded weights match.
+      dtype: data type of the tensors by its Hugging Face name. It must be the servers' data type,
+        so that the digests of the loaded weights match.
       private: whether only this user can read the folder.
     """
     self.root, self._dtype = Path(root), dtype
@@ -95,12 +104,13 @@ class PublicationFolder:
       self.root.mkdir(parents=True, mode=0o700 if private else 0o755)
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes the arrays of a parameter tree, scanned or unrolled, one array in memory at a time.
+    """Publishes the arrays of a parameter tree, whose layers may be stacked or separate. Only one
+    array is in memory at a time.
 
     Args:
-      version: name of the publication; an existing directory of that name is replaced.
-      leaves: (name in the tree, array), each once, in any order; an array need not outlive the next
-        iteration.
+      version: version to publish. An existing directory of this version is replaced.
+      leaves: pairs of (name in the tree, array), each once and in any order. An array is not used
+        after the next pair is requested.
 
     Raises:
       UserError: the arrays are not those of the model.
@@ -109,7 +119,7 @@ class PublicationFolder:
     directory, unfinished = self.root / str(version), self.root / 'unfinished'
     with writing(self.root):
       unfinished.mkdir(exist_ok=True)
-      # Not 'w', which would truncate the existing file: its pages are reused, see the class.
+      # Mode 'w' would truncate an existing file, whose pages are reused (see the class).
       with os.fdopen(
         os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
       ) as file:
@@ -128,7 +138,9 @@ class PublicationFolder:
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
-    """Releases all other publications, but keeps one of their weight files for overwriting."""
+    """Releases all publications except the given ones and their base weights. One released weights
+    file is kept for the next version to overwrite.
+    """
     whole = [publication.base for publication in publications if publication.base is not None]
     kept = {publication.directory for publication in (*publications, *whole)} | {
       self.root / 'unfinished'
@@ -143,7 +155,8 @@ class PublicationFolder:
           directory.rename(self.root / 'unfinished')
 
   def _remove(self, directory: Path) -> None:
-    # Renamed first, so that a kill in between leaves no version without its file.
+    # The directory is renamed first. If the process is then killed during the removal, no directory
+    # with the name of a version lacks its file.
     discarded = self.root / 'discarded'
     directory.rename(discarded)
     shutil.rmtree(discarded)
@@ -154,8 +167,8 @@ class PublicationFolder:
 
 
 class AdapterFolder(PublicationFolder):
-  """Folder of adapter versions in PEFT format; their base weights are published once, with the
-  first version.
+  """Folder of published adapter versions in PEFT format. The base weights are published once, with
+  the first version.
   """
 
   def __init__(
@@ -165,15 +178,15 @@ class AdapterFolder(PublicationFolder):
     self._lora, self._base = lora, None
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes an adapter. The first call takes the base and adapter arrays, later calls only the
-    adapter's.
+    """Publishes an adapter. The first call must get the arrays of the base weights and of the
+    adapter. Later calls must get only those of the adapter.
     """
     adapters: dict[str, np.ndarray] = {}
 
     def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
       for name, leaf in leaves:
         if is_adapter(name):
-          adapters[name] = np.array(leaf)  # Copied: the caller may free it.
+          adapters[name] = np.array(leaf)  # Copied, because the caller may free the array.
         else:
           yield name, leaf
 
@@ -201,7 +214,7 @@ class AdapterFolder(PublicationFolder):
 
 
 class _Layout:
-  """Byte layout of the weights file; the same for all versions of a model."""
+  """Byte layout of the weights file, which is the same for all versions of a model."""
 
   def __init__(self, spec: ModelSpec, dtype: str):
     self._dtype = dtype_of(dtype)
@@ -227,7 +240,9 @@ class _Layout:
         self._by_leaf.setdefault(name, []).append(entry)
 
   def write(self, file: BinaryIO, leaves: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes the file; returns digests by Hugging Face name, in the order of the weights table."""
+    """Writes the file and returns the tensors' digests, keyed by Hugging Face name in the order of
+    the weights table.
+    """
     _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
@@ -248,7 +263,9 @@ class _Layout:
     return {hf: digests[hf] for hf in self._places}
 
   def _check(self, name: str, leaf: Shaped[np.ndarray, '...']) -> bool:
-    """Returns whether a leaf stacks the layers; raises UserError if it is not the model's."""
+    """Returns whether an array stacks the tensors of all layers. Raises UserError if the model has
+    no parameter of this name and shape.
+    """
     targets = self._by_leaf.get(name)
     if targets is None:
       raise UserError(
@@ -269,7 +286,7 @@ def _write_tensor(
   staging: Shaped[np.ndarray, 'buffer'],
   helper: ThreadPoolExecutor,
 ) -> str:
-  """Writes the tensor in the staging array's dtype and returns its digest."""
+  """Writes the tensor in the staging array's data type and returns the digest of its bytes."""
   flat = np.ascontiguousarray(tensor).reshape(-1)
   if flat.dtype == staging.dtype:
     # Digesting and writing both release the GIL, so they overlap.
@@ -313,7 +330,8 @@ def read_checked(
   """Reads all tensors of a publication, keyed by Hugging Face name, and verifies their digests.
 
   Raises:
-    ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.
+    ValueError: a file is missing or truncated, or its tensor names or bytes differ from the
+      announced ones.
   """
   tensors: dict[str, Shaped[np.ndarray, '...']] = {}
   for file, wanted in files.items():

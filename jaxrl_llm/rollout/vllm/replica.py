@@ -31,13 +31,15 @@ class ReplicaState(enum.Enum):
   """Not serving: starting, being checked, or restarting."""
   SERVING = 'serving'
   HELD = 'held'
-  """Being updated to a version: gets no new requests."""
+  """Being updated to a new version, or has refused it. The server gets no new requests."""
   GONE = 'gone'
-  """Given up, or closed."""
+  """Closed, has left, or could not be brought back."""
 
 
 class Unproven(Exception):
-  """The server's weights are not the published ones: its tokens are void, a restart is needed."""
+  """The server's weights are not the published ones. Its tokens must be discarded, and the server
+  must be restarted.
+  """
 
 
 class Replica:
@@ -55,7 +57,8 @@ class Replica:
     Args:
       client: access to the server.
       server: process of an owned server; None for an attached one.
-      transfer: weight transfer, used by this replica alone; None: from files.
+      transfer: weight transfer, which no other replica uses. If None, the server reads the
+        published files.
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
@@ -65,19 +68,19 @@ class Replica:
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights that the server verifiably loaded: those of the version, or of its
-    adapter's base.
+    """Label of the whole weights that the server has loaded and whose digests were verified. If
+    adapters are published, these are the base weights.
     """
     self.proven: set[Version] = set()
     self.life = 0
-    """Number of times its weights became unknown; completions of requests sent in an earlier life
-    are void.
+    """Number of times that the server's weights became unknown. A completion is discarded if this
+    number changed after its request was sent.
     """
     self.in_flight = 0
     self.assigned = 0
-    """Number of requests assigned to the server since the current wave of requests began."""
+    """Number of requests assigned to the server since a version was last published."""
     self.failures = 0
-    """Consecutive failures without a completion in between."""
+    """Number of failures since the last accepted completion."""
     self.slices: list[Mapping[str, Any]] = []
     """Shape, dtype and slice of each tensor, one mapping per worker of the server."""
     self._on_cpu = False
@@ -87,16 +90,18 @@ class Replica:
     """Set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no update is in progress: all earlier tokens are then proven or void."""
+    """Set while no update is in progress. Each version that has sampled tokens is then known to be
+    proven or not.
+    """
     self.settled.set()
     self.paused_s = 0.0
-    """Seconds for which the last transaction stopped sampling."""
+    """Seconds for which sampling was paused by the last update."""
 
   async def generate(
     self, request: Request, index: int, *, seed: int, deadline_s: float
   ) -> Completion:
-    """Wraps `EngineServer.generate` and counts the request, because adapter updates on CPUs wait
-    until no request is running.
+    """Calls `EngineServer.generate` and counts the running requests, because an adapter update on
+    CPUs waits until no request is running.
     """
     self._sampling += 1
     self._drained.clear()
@@ -108,14 +113,16 @@ class Replica:
         self._drained.set()
 
   def forget(self) -> None:
-    """Marks its weights as unknown: an update failed, or its process was or will be replaced."""
+    """Marks the server's weights as unknown, because an update failed, or because the server's
+    process was replaced or will be replaced.
+    """
     self.life += 1
     self.version = self.holds = self.client.adapter = None
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the server is no longer the process that was updated to `version`: a new
-    process has not been checked.
+    """Raises Lost if the server no longer has the label of `version`. The server was then restarted
+    from outside the run, and the new process has not been checked.
     """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(
@@ -128,15 +135,15 @@ class Replica:
   ) -> None:
     """Updates the server to a publication, as the contract in the architecture document specifies.
 
-    Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear
-    the cache, resume, probe. On CPUs, adapters are probed only after the requests in flight have
-    ended (each has a deadline): vLLM 0.32's adapter kernel for CPUs crashed when it batched prompt
-    logprobs with other requests.
+    Steps: pause the server, verify the files, write the weights, check the digests of the loaded
+    weights, label the version, clear the cache, resume, and check the probe. On CPUs, an adapter is
+    probed only after the requests in flight have ended (each has a deadline), because vLLM 0.32's
+    adapter kernel for CPUs crashed when it batched prompt logprobs with other requests.
 
     Raises:
-      Refused: the files are not those announced; nothing was written, and the previous version
-        stays in service.
-      Unproven, Lost: the server's weights are wrong or unknown.
+      Refused: the files are not those announced, or do not fit the model. Nothing was written, and
+        the previous version stays in service.
+      Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
     try:
@@ -166,11 +173,11 @@ class Replica:
     try:
       await self.client.pause()
       for part in (publication.base, publication):
-        # The base of adapters is sent once, the publication itself every time.
+        # The base weights of adapters are sent once. The publication itself is always sent.
         if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
-      # Each worker reads the files separately: another one may already have written.
+      # Each worker reads the files by itself, so another worker may already have written weights.
       if len(self.slices) > 1:
         raise Lost(str(error)) from None
       await self.client.resume()
@@ -215,12 +222,14 @@ class Replica:
         )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
-    """Whether the server still samples; /health alone does not detect a hung engine."""
+    """Returns whether the server still samples. The health check alone does not detect a hung
+    engine.
+    """
     with contextlib.suppress(RemoteError):
       if await self.client.is_healthy():
         if self.client.adapter is None:
           await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
-        else:  # Prompt logprobs could be batched with other requests; see `take`.
+        else:  # Prompt logprobs could crash the server; see `take`.
           alive = Request(uid=f'alive/{self.name}', prompt=(0,), max_tokens=1, key=(0,))
           await self.client.generate(alive, 0, seed=0, deadline_s=deadline_s)
         return True
@@ -243,7 +252,7 @@ class Replica:
       dtype: data type of the published weights.
       max_length: longest sequence in tokens.
       speculative: whether speculative decoding is configured.
-      adapter_rank: rank of the adapters that it will load; 0: no adapters.
+      adapter_rank: rank of the adapters that the server will load, or 0 if it loads whole weights.
       deadline_s: deadline of each warm-up request, which may compile.
 
     Raises:
@@ -292,7 +301,7 @@ class Replica:
         'the same rollout.vllm.transfer, or set another'
       ) from None
     try:
-      # A trainer that died during publication leaves its servers paused.
+      # A trainer that died during a publication may have left its servers paused.
       await self.client.resume()
       await self.client.warm_up(sampled=not speculative, deadline_s=deadline_s)
     except RemoteError as error:
@@ -331,7 +340,9 @@ def _check_model(
 
 
 def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the expected digests of a worker's tensors: of whole tensors, or of its slices."""
+  """Returns the digests that a worker's tensors must have. If the worker has slices of tensors, the
+  digests are computed from the published files.
+  """
   if all(tensor['slice'] is None for tensor in slices.values()):
     return publication.digests
   try:

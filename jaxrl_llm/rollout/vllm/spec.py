@@ -24,14 +24,14 @@ from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
 from jaxrl_llm.weights.hf import write_config
 
 PUBLISHED = 'vllm/published'
-"""File in the run directory that holds the path of the publication folder."""
+"""File in the run directory that contains the path of the publication folder."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
 _PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
 """Names of publication folders."""
 
 
 def vllm_engine(config: VllmConfig) -> EngineSpec:
-  """vLLM servers, started by the trainer or attached by address."""
+  """Returns the spec of an engine of vLLM servers, which the trainer starts or attaches to."""
   return EngineSpec(
     build=lambda setting, run: _fleet(config, setting, run),
     served=True,
@@ -128,11 +128,11 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Returns the publication folder of this start, in shared memory or the configured directory.
-  Removes the folder of a killed start.
+  """Returns the path of this start's publication folder, which is in shared memory or in the
+  configured directory. Removes the folder of an earlier start of the run that was killed.
 
-  The name is random: the guards of a killed start may still be about to remove its folder, and runs
-  on several hosts may share the directory.
+  The folder's name is random, because the guard processes of a killed start may still be about to
+  remove that start's folder, and because runs on several hosts may share the directory.
   """
   root = config.publish_dir
   if root is None and not SHARED_MEMORY.is_dir():
@@ -151,7 +151,9 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
 
 
 def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]:
-  """Commands of the servers that the trainer starts; the model directory need not exist yet."""
+  """Returns the commands of the servers that the trainer starts. The model directory need not exist
+  yet.
+  """
   return server_commands(
     config,
     _model(setting),
@@ -162,8 +164,8 @@ def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]
 
 
 def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
-  """Shell commands of the owned servers, keyed by server name, with placeholders for paths created
-  at their start.
+  """Returns the shell commands of the servers that the trainer starts, keyed by server name.
+  Placeholders stand for paths that are created when a server starts.
   """
   lines = {}
   for i, command in enumerate([] if config.attached else _commands(config, setting)):
@@ -175,17 +177,19 @@ def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
 
 
 def _adapter_rank(config: VllmConfig, setting: EngineSetting) -> int:
-  """Rank of the adapters that the servers load; 0 for merged weights."""
+  """Returns the rank of the adapters that the servers load, or 0 if they load whole weights."""
   return setting.lora.rank if setting.lora is not None and config.lora == 'adapter' else 0
 
 
 def _model(setting: EngineSetting) -> pathlib.Path:
-  """Directory where the servers find the policy's config.json."""
+  """Returns the directory where the servers find the policy's config.json."""
   return setting.workdir.absolute() / 'vllm'
 
 
 def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
-  """Writes config.json for servers: owned ones, and those of the job that wait for the file."""
+  """Writes the config.json that the servers need. Servers that the same job starts elsewhere wait
+  for this file.
+  """
   directory, unfinished = _model(setting), _model(setting) / 'unfinished'
   unfinished.mkdir(parents=True, exist_ok=True)
   write_config(
@@ -201,7 +205,7 @@ def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
 
 
 def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
-  """Data type of the servers and of the weights published to them."""
+  """Returns the data type of the servers and of the weights published to them."""
   return setting.dtype if config.dtype == 'policy' else config.dtype
 
 
@@ -227,8 +231,8 @@ def _transfer(config: VllmConfig, setting: EngineSetting, i: int) -> Transfer:
 
 
 async def _check_tokenizer(replica: Replica, setting: EngineSetting) -> None:
-  """Raises UserError if the server's tokenizer differs from the policy's on a prompt; passes
-  servers without one.
+  """Raises UserError if the server's tokenizer and the policy's encode a prompt differently. A
+  server without a tokenizer passes this check.
   """
   served, wanted = (
     await replica.client.tokenize(setting.text),

@@ -1,7 +1,8 @@
-"""Transfer of published weights to a server: from files both sides see, or through a sender.
+"""Transfer of published weights to a server. Either the server reads the published files, or a
+sender process reads them and sends the weights to the server.
 
-Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because it
-leaves the server's weights unknown.
+Invariant: `Refused` means that no weights were written. Any other failure of `send` raises `Lost`,
+because the server's weights are then unknown.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, che
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces
-them with <path>.
+"""Parts of the messages of errors that a worker raises before its first write. They contain no
+paths, because vLLM replaces paths in messages with <path>.
 """
 _LINE = 1 << 28
-"""Maximum bytes of one line from a sender; a line may name all tensors."""
+"""Maximum size in bytes of one line from a sender. The longest lines name all tensors."""
 _CONNECT_S = 300.0
-"""Time limit for importing vLLM and forming a group."""
+"""Maximum seconds for a sender to import vLLM and to form a communication group with the server's
+workers.
+"""
 _LOOK_S = 0.01
 _LAST_LINES = 5
 """Number of log lines shown when a sender exits on its own."""
@@ -49,13 +52,15 @@ class Transfer(Protocol[_Server]):
   """Transfers publications to one server."""
 
   backend: str
-  """Name in messages; for vLLM servers, also the one in `--weight-transfer-config`."""
+  """Name of the transfer in messages. For vLLM servers, it is also the backend in
+  `--weight-transfer-config`.
+  """
 
   async def connect(self, client: _Server) -> None:
-    """Sets up the transfer, once per start of the server, before the first `send`.
+    """Sets up the transfer. Called once after each start of the server, before the first `send`.
 
     Raises:
-      Refused, Lost: setup failed, with the reason.
+      Refused, Lost: the setup failed; the message has the reason.
     """
     ...
 
@@ -63,8 +68,8 @@ class Transfer(Protocol[_Server]):
     """Loads a publication into the paused server.
 
     Raises:
-      Refused: the files are not those announced, or do not fit the model; nothing was written.
-      Lost: the server or the transfer failed; the server's weights are unknown.
+      Refused: the files are not those announced, or do not fit the model. Nothing was written.
+      Lost: the server or the transfer failed. The server's weights are unknown.
     """
     ...
 
@@ -104,17 +109,17 @@ class FileTransfer:
 
 
 class SenderTransfer:
-  """NCCL or IPC transfer by a sender process in vLLM's environment, which reads the files
-  (`rollout.vllm.sender`).
+  """Transfer over NCCL or CUDA IPC by a sender process (`rollout.vllm.sender`), which runs in
+  vLLM's environment and reads the published files.
 
-  The process makes no HTTP calls: it requests vLLM's control calls, and the server's client makes
-  them here. If one fails, or the deadline passes, the process is killed: over NCCL it may be
-  waiting for a server that never joins. A server in that state must be restarted, an attached one
-  by its operator.
+  The sender makes no HTTP calls. It requests vLLM's control calls, and the server's client makes
+  these calls in the trainer's process. If a call fails or the deadline passes, the sender is
+  killed, because over NCCL it may be waiting for a server that never joins. The server must then be
+  restarted; an attached server must be restarted by its operator.
 
-  Not tested on hardware; `rollout.vllm.sender` lists the open questions. Data parallelism within a
-  server is not supported: workers beyond the first group are not reported, and the group would wait
-  for them.
+  This transfer has not been tested on hardware; `rollout.vllm.sender` lists the open questions.
+  Data parallelism within a server is not supported, because the server reports only the workers of
+  its first data-parallel group, and the communication group would wait for the others.
   """
 
   def __init__(
@@ -131,11 +136,12 @@ class SenderTransfer:
     """
     Args:
       python: Python of vLLM's environment.
-      log: file to which the process's output is appended.
+      log: file to which the sender's output is appended.
       host: address of this host at which the server's workers reach the sender (nccl).
-      env: environment variables of the process; CUDA_VISIBLE_DEVICES selects the GPU that it sends
-        from: with nccl one that the server does not use, with ipc the server's.
-      device: torch's name of that device.
+      env: environment variables of the sender. CUDA_VISIBLE_DEVICES selects the GPU from which it
+        sends. With nccl, this is a GPU that the server does not use; with ipc, it is the server's
+        GPU.
+      device: torch's name of the device from which the sender sends.
     """
     self.backend: str = backend
     self._python, self._log, self._host, self._device = python, log, host, device
@@ -178,7 +184,9 @@ class SenderTransfer:
       raise
 
   async def close(self) -> None:
-    """Kills the sender; it has no state to save. Raises WaitExpired if its guard is stuck."""
+    """Kills the sender, which has no state to save. Raises WaitExpired if the sender's guard is
+    stuck.
+    """
     child, self._child = self._child, None
     folder, self._folder = self._folder, None
     try:
@@ -190,7 +198,9 @@ class SenderTransfer:
         shutil.rmtree(folder, ignore_errors=True)
 
   async def _kill(self) -> None:
-    """Closes after an error; only logs a stuck guard, so that the first error is the one raised."""
+    """Calls `close` after an error. A stuck guard is only logged, so that the first error is the
+    one raised.
+    """
     try:
       await self.close()
     except WaitExpired as error:
@@ -224,7 +234,9 @@ class SenderTransfer:
   async def _order(
     self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float
   ) -> None:
-    """Sends one order and makes the calls it requests; raises Refused and Lost like `send`."""
+    """Sends one order to the sender and makes the calls that the sender requests. Raises Refused
+    and Lost as `send` does.
+    """
     child = self._child
     if child is None:
       raise Lost(f'{client.name}: its sender is gone')

@@ -1,11 +1,11 @@
-"""Extension of vLLM's worker processes: loads published weights from files and reports the loaded
-weights.
+"""Extension of vLLM's worker processes. It loads published weights from files and reports on the
+loaded weights.
 
-Invariant: nothing is written before a whole publication was read and matched the trainer's digests,
-and reported digests are computed from the live parameters, not from the files.
+Invariants: no parameter is written before the whole publication has been read and its digests match
+the trainer's. Reported digests are computed from the live parameters and not from the files.
 
-Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see
-`rollout.vllm.server`); imports nothing of jaxrl_llm.
+vLLM imports this module in its own environment, through the option `--worker-extension-cls
+jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing of jaxrl_llm.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class View(NamedTuple):
   """This worker's part of a Hugging Face tensor: the whole tensor, or its tensor-parallel slice."""
 
   tensor: torch.Tensor
-  """Writable; shares the memory of the live parameter."""
+  """Tensor that shares the memory of the live parameter, so writing to it changes the parameter."""
   dim: int | None = None
-  """Sliced axis; None: the whole tensor."""
+  """Axis along which the tensor is a slice; None if it is the whole tensor."""
   start: int = 0
   length: int | None = None
-  """Length of that axis in the whole tensor; None: unknown."""
+  """Length of the sliced axis in the whole tensor; None if it is unknown."""
 
   @property
   def whole(self) -> tuple[int | None, ...]:
-    """Shape of the whole tensor, None for an unknown length."""
+    """Shape of the whole tensor, with None for an unknown length."""
     return tuple(self.length if axis == self.dim else n for axis, n in enumerate(self.tensor.shape))
 
   def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -58,11 +58,12 @@ class View(NamedTuple):
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
-  """Returns every parameter by its Hugging Face name, with vLLM's fused projections split.
+  """Returns a view of every parameter, keyed by Hugging Face name. Projections that vLLM fuses are
+  split into their parts.
 
-  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …), not by class. If
-  the server accepts adapters, base layers are wrapped (`base_layer`); the adapters themselves are
-  not parameters.
+  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …) and not by their
+  class. If the server accepts adapters, vLLM wraps each base layer as `base_layer` of a module;
+  this part is removed from names. Adapters are not parameters.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
@@ -83,8 +84,8 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
 def _parts(
   module: Any, data: torch.Tensor, parts: list[str] | None
 ) -> Iterator[tuple[str | None, View]]:
-  """Yields (name of the part, view) for one parameter of a module; the name is None if it is not
-  fused.
+  """Yields (name of the part, view) for each part of a module's parameter. If the parameter is not
+  fused, there is one part, whose name is None.
   """
   rank, size = getattr(module, 'tp_rank', 0), getattr(module, 'tp_size', 1)
   dim = 0 if size > 1 else None
@@ -105,7 +106,7 @@ def _parts(
     replicas = getattr(module, 'num_kv_head_replicas', 1)
     offset = 0
     for i, (part, n) in enumerate(zip(parts, rows, strict=True)):
-      # With more ranks than KV heads, several ranks hold the same keys and values.
+      # With more ranks than KV heads, several ranks have the same weights for keys and values.
       copies = replicas if i else 1
       yield part, View(data[offset : offset + n], dim, rank // copies * n, n * size // copies)
       offset += n
@@ -131,7 +132,8 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict
     directory: directory of the files.
 
   Raises:
-    ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.
+    ValueError: a file is missing or truncated, or its tensor names or bytes differ from the
+      announced ones.
   """
   tensors: dict[str, torch.Tensor] = {}
   for file, wanted in files.items():
@@ -156,8 +158,8 @@ def _difference(names: set[str], wanted: set[str]) -> str:
 
 
 def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
-  """Copies verified tensors into the live parameters. If a tensor does not fit, raises ValueError
-  before the first write.
+  """Copies verified tensors into the live parameters. Raises ValueError, before the first write, if
+  a tensor does not fit.
   """
   if set(tensors) != set(views):
     raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
@@ -173,13 +175,13 @@ def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None
 
 
 class Worker:
-  """Extension class of vLLM's worker; every public method can be called through
-  `/collective_rpc`.
+  """Extension class of vLLM's worker. Every public method can be called through the server's
+  endpoint `/collective_rpc`.
   """
 
   def jaxrl_weights(self) -> dict[str, Any]:
-    """Returns shape, dtype and slice of each parameter by Hugging Face name, and this worker's
-    sampling settings.
+    """Returns the shape, dtype and slice of each parameter, keyed by Hugging Face name under
+    'tensors', and settings of this worker such as its device.
     """
     views = hf_views(self.model_runner.model)
     return {
@@ -199,15 +201,15 @@ class Worker:
     }
 
   def _adapter_rank(self) -> int:
-    """Returns the largest rank of adapters that this server can load at run time; 0: it cannot load
-    adapters.
+    """Returns the largest rank of adapters that this server can load at run time, or 0 if it cannot
+    load adapters.
     """
     config = getattr(self.vllm_config, 'lora_config', None)
     allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
     return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_digests(self) -> dict[str, str]:
-    """Returns the digests of the live parameters by Hugging Face name."""
+    """Returns the digests of the live parameters, keyed by Hugging Face name."""
     return {name: digest(view.tensor) for name, view in hf_views(self.model_runner.model).items()}
 
 
@@ -216,8 +218,8 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _wait_without_spinning() -> None:
-  """Cuts an idle worker's busy-wait from vLLM's default of one second: on CPU-only hosts the
-  trainer needs the core.
+  """Shortens the busy-wait of an idle worker, which lasts one second by default in vLLM. On a host
+  without GPUs, the trainer needs the CPU core during that time.
   """
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -240,7 +242,7 @@ def _install() -> None:
   )
   from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-  # On CPUs vLLM packs linear weights into oneDNN handles and leaves empty parameters.
+  # On CPUs vLLM packs linear weights into oneDNN handles and leaves the parameters empty.
   layers.dispatch_cpu_unquantized_gemm = _keep_weights
   if torch.version.cuda is None:
     _wait_without_spinning()
@@ -254,12 +256,14 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter in the files, which this worker verifies and vLLM then loads; '': whole
-    weights.
+    """Name of the adapter that the files contain; empty if they contain whole weights. This worker
+    only verifies an adapter's files, and vLLM loads them afterwards.
     """
 
   class FileTransferEngine(WeightTransferEngine):
-    """Loads weights from files that both sides see (shared memory, or a shared file system)."""
+    """Loads weights from files that the trainer and this worker can both access, in shared memory
+    or on a shared file system.
+    """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -286,6 +290,6 @@ def _install() -> None:
 try:
   import vllm  # noqa: F401
 except ImportError:
-  pass  # Tested without vLLM.
+  pass  # The tests import this module without vLLM.
 else:
   _install()
