@@ -211,9 +211,11 @@ class Engine(Generator, Protocol):
     ...
 
   async def start(self) -> None:
-    """Prepares to serve; all slow one-time work (compilation, server start) happens here."""
+    """Prepares the engine to serve. All slow one-time work, such as compilation or starting
+    servers, happens here.
+    """
     ...
 
   async def close(self) -> None:
-    """Shuts down the engine; calls in flight fail."""
+    """Shuts down the engine. Calls in flight raise an exception."""
     ...

@@ -122,7 +122,7 @@ class EmbeddedEngine:
     Args:
       model: an 'lm' model, whose `options.dtype` is the data type of this engine's weights,
         activations and KV cache.
-      max_length: longest sequence in tokens, prompt included.
+      max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
       run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
       name: name in segments and messages.
@@ -257,7 +257,7 @@ class EmbeddedEngine:
 
   async def _drive(self) -> None:
     """Plans and executes turns (units of device work), and waits while there is no work. An error
-    ends the engine, because the failed device call had received its state as donated buffers.
+    ends the engine, because the state on the device was donated to the failed call and is lost.
     """
     try:
       while True:

@@ -104,7 +104,7 @@ class Programs:
     Args:
       model: language model, in whose compute dtype the weights are stored.
       slots: number of rows decoded at a time.
-      max_length: longest sequence in tokens, prompt included.
+      max_length: length of the longest sequence in tokens, including its prompt.
       prefill_rows: number of prompts prefilled at a time.
       buckets: padded prompt lengths in tokens, ascending.
       decode_steps: maximum number of tokens per slot in one decode call.
@@ -195,7 +195,9 @@ class Programs:
     return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
 
   def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
-    """Copies prefilled rows into slots and sets the slots' other fields; see `Admission`."""
+    """Copies the keys and values of prefilled prompts into slots, and sets the slots' other fields
+    (see `Admission`).
+    """
     self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](
       self._state, prefilled, admissions
     )

@@ -24,7 +24,7 @@ from jaxrl_llm.rollout.embedded.sampling import row_key
 
 
 class QueuedRequest:
-  """A request and its progress."""
+  """A request with the number of its samples that have started and the queue of its results."""
 
   def __init__(self, request: Request, bucket: int):
     self.request, self.bucket = request, bucket

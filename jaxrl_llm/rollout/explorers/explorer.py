@@ -102,8 +102,8 @@ class Link:
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
       key: bearer token for HTTP addresses.
-      ca_file: PEM file of the authority that signed the master's certificate; None: the system's
-        authorities.
+      ca_file: PEM file of the authority that signed the master's certificate. If None, the system's
+        authorities are used.
       name: first part of the explorer's full name.
 
     Raises:

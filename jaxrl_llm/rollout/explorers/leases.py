@@ -150,7 +150,9 @@ class Leases:
     self._heard[name] = time.monotonic()
 
   async def take(self, name: str) -> LentGroup | None:
-    """Lends a group to this explorer; returns None if none becomes available within `TAKE_S`."""
+    """Lends a group to this explorer. Returns None if no group becomes available within `TAKE_S`
+    seconds.
+    """
     self.hear(name)
     async with self._work:
       try:
@@ -231,7 +233,7 @@ class Leases:
     ]
 
   async def give_up(self, name: str, why: str) -> None:
-    """Removes an explorer that is gone and lends its groups again."""
+    """Removes an explorer that is gone, and lends the explorer's groups again."""
     self._heard.pop(name, None)
     lost = [group for group in self._lent.values() if group.holder == name]
     if lost or why != 'left':
@@ -239,7 +241,9 @@ class Leases:
     await self._lend_again(lost, f'{name} {why}')
 
   async def evict(self, name: str, why: str) -> None:
-    """Refuses all further messages of an explorer that misbehaved, and lends its groups again."""
+    """Refuses all further messages of an explorer that misbehaved, and lends the explorer's groups
+    again.
+    """
     self._evicted[name] = why
     if len(self._evicted) > _MAX_EVICTED:
       del self._evicted[next(iter(self._evicted))]

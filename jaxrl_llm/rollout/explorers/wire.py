@@ -1,4 +1,5 @@
-"""Protocol between explorer processes and the master: paths, intervals, and records as msgpack.
+"""Protocol between explorer processes and the master: HTTP paths, time intervals, and the encoding
+of records as msgpack.
 
 Invariant: `read_x(x_row(value))` equals `value`, and its arrays are equal bit for bit. Records are
 never pickled, so a peer cannot make the reader execute code.

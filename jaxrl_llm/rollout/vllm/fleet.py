@@ -84,7 +84,7 @@ class Fleet:
       replicas: the servers at the start; empty if `discovery` is given.
       folder: folder of published versions, at the same path on the servers.
       dtype: data type of the servers' weights, by its Hugging Face name.
-      max_length: longest sequence in tokens, prompt included.
+      max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
       run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
@@ -559,8 +559,8 @@ class Fleet:
         if current is self._current:
           break
       except (RemoteError, Unproven) as error:
-        # After a refusal the server still works and nothing was written; a newer version may have
-        # replaced the file.
+        # After a refusal the server still works, because nothing was written. The cause may be that
+        # a newer version has replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
         if attempts > self._config.max_restarts:
@@ -595,7 +595,7 @@ class Fleet:
     try:
       await self._start(replica)
     except UserError as error:
-      # At the start of a run the user must fix this; a server that worked before may recover.
+      # The user must fix this error at the start of a run, but a server that worked may recover.
       raise Lost(str(error)) from None
 
   async def _await_attached(self, replica: Replica) -> None:

@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
 class ReplicaState(enum.Enum):
   DOWN = 'down'
-  """Not serving: starting, being checked, or restarting."""
+  """The server is starting, being checked or restarting, and does not serve."""
   SERVING = 'serving'
   HELD = 'held'
   """Being updated to a new version, or has refused it. The server gets no new requests."""
@@ -229,7 +229,7 @@ class Replica:
       if await self.client.is_healthy():
         if self.client.adapter is None:
           await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
-        else:  # Prompt logprobs could crash the server; see `take`.
+        else:  # On CPUs, prompt logprobs could crash the server; see `take`.
           alive = Request(uid=f'alive/{self.name}', prompt=(0,), max_tokens=1, key=(0,))
           await self.client.generate(alive, 0, seed=0, deadline_s=deadline_s)
         return True
@@ -250,7 +250,7 @@ class Replica:
     Args:
       shapes: shapes of the policy's tensors, keyed by Hugging Face name.
       dtype: data type of the published weights.
-      max_length: longest sequence in tokens.
+      max_length: length of the longest sequence in tokens.
       speculative: whether speculative decoding is configured.
       adapter_rank: rank of the adapters that the server will load, or 0 if it loads whole weights.
       deadline_s: deadline of each warm-up request, which may compile.

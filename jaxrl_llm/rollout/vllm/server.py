@@ -502,7 +502,7 @@ class OwnedServer:
     return self._child.is_running()
 
   def start(self) -> None:
-    """Starts the process; `ready` waits until it serves.
+    """Starts the process without waiting for it. `ready` waits until the server answers.
 
     Raises:
       RunError: a file that the server needs cannot be written, or its folder is not private to this
@@ -529,7 +529,8 @@ class OwnedServer:
     """Waits until the server answers /health.
 
     Raises:
-      RunError: the server exited or the deadline passed. The message has the last lines of its log.
+      RunError: the server exited or the deadline passed. The message has the last lines of the
+        server's log.
     """
     client = VllmClient(self.address, name=self.name)
     try:

@@ -83,8 +83,8 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   else:
     replicas = _owned(config, setting, published)
   _write_model(config, setting)
-  # Servers of other users may read a configured directory; shared memory is for this user's servers
-  # only.
+  # Servers of other users may read a configured directory. A folder in shared memory is private,
+  # because only servers of this user read it.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
@@ -142,7 +142,7 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
   record = workdir / PUBLISHED
   if record.exists():
     left = pathlib.Path(record.read_text(errors='replace'))
-    if _PUBLISHES.fullmatch(left.name):  # A truncated record may name a folder with another use.
+    if _PUBLISHES.fullmatch(left.name):  # A truncated record could name an unrelated folder.
       shutil.rmtree(left, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)

@@ -309,7 +309,7 @@ def build_transfer(config: VllmConfig, index: int, *, log: pathlib.Path) -> Tran
 
   Args:
     index: index of the server.
-    log: log file of the sender, if there is one.
+    log: log file of the sender process, which the transfer 'files' does not have.
 
   Raises:
     UserError: the environment's vLLM does not support the transfer.
