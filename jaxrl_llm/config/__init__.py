@@ -1,3 +1,3 @@
-"""Configurations: dataclasses, built by Python files and changed by dotted keys on the command
-line.
+"""Configurations are dataclasses: a Python file builds one, and dotted keys on the command line
+change its values.
 """

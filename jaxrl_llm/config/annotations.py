@@ -2,7 +2,8 @@
 
 Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B],
 Mapping[str, T], Any or Json (any JSON value), dataclasses, and unions of these. Any other
-annotation is a programming error and raises TypeError; a user's mistake raises UserError.
+annotation is a programming error and raises TypeError. A mistake in a configuration raises
+UserError.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SCALARS = {
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-  """Returns a hint for an unknown name: the most similar choice, or all if none is similar."""
+  """Returns a hint for an unknown name: the most similar choice, or all choices if none is
+  close.
+  """
   choices = [str(choice) for choice in choices]
   close = difflib.get_close_matches(word, choices, n=1)
   if close:
@@ -55,7 +58,10 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_json(annotation: Any) -> bool:
-  """Whether an annotation allows any JSON value: Any, or a union with an untyped list or dict."""
+  """Whether an annotation allows any JSON value.
+
+  Such annotations are Any, and unions that have an untyped list or dict as a member.
+  """
   origins = {typing.get_origin(member) or member for member in members(annotation)}
   return annotation is Any or (len(origins) > 1 and bool(origins & {list, dict}))
 
@@ -106,8 +112,8 @@ def describe(annotation: Any) -> str:
 def field_type(cls: type, name: str, where: str) -> Any:
   """Returns the annotation of a dataclass's field.
 
-  Raises UserError if the dataclass has no such field. The message gives the field's new place if
-  the field has moved, else the most similar name.
+  Raises UserError if the dataclass has no such field. If the field has moved, the message gives its
+  new place; otherwise, it suggests existing fields.
   """
   kinds = field_types(cls)
   if name not in kinds:
@@ -119,7 +125,7 @@ def field_type(cls: type, name: str, where: str) -> Any:
 def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
   """Returns the annotations of a tuple's `count` elements.
 
-  Raises UserError if the tuple must have another number of elements.
+  Raises UserError if the tuple's annotation requires another number of elements.
   """
   kinds = typing.get_args(annotation)
   if repeats(annotation):

@@ -1,4 +1,6 @@
-"""Docstrings of a dataclass's fields: the string literals below them in its source."""
+"""Reads the docstrings of a dataclass's fields: the string literals below the fields in the
+class.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import textwrap
 
 
 def body_documents(node: ast.ClassDef) -> dict[str, str]:
-  """Docstrings of the fields that a class declares, keyed by name."""
+  """Returns the docstrings of the fields that a class definition declares, keyed by field name."""
   documents = {}
   for field, literal in zip(node.body, node.body[1:]):
     match field, literal:
@@ -19,7 +21,9 @@ def body_documents(node: ast.ClassDef) -> dict[str, str]:
 
 
 def field_documents(cls: type) -> dict[str, str]:
-  """Docstrings of a dataclass's fields, inherited ones too, keyed by name."""
+  """Returns the docstrings of a dataclass's fields, including inherited fields, keyed by field
+  name.
+  """
   documents = {}
   for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
     documents |= body_documents(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])

@@ -1,10 +1,11 @@
-"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from a command line.
+"""Loads a configuration: calls a Python file's `get_config(variant)` and applies the overrides of a
+command line.
 
   jaxrl train --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
 Invariant: every field of a returned configuration matches its annotation, and the configuration
-equals `from_json(to_json(config))`; otherwise, loading raises a one-line UserError that names the
-file or flag, the value got and what was wanted.
+equals `from_json(to_json(config))`. If that is impossible, loading raises a one-line UserError that
+names the file or flag, the value got and what was wanted.
 
 Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name`
 field (`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the
@@ -66,9 +67,12 @@ ABSENT = '(absent)'
 def load_config(
   argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS
 ) -> Any:
-  """Loads the configuration that a command line (program name first) gives.
+  """Loads the configuration that a command line gives, and parses the command line's other flags.
 
-  absl parses the other flags.
+  Args:
+    argv: command line, program name first.
+    root_type: type that the configuration must have.
+    flag_values: absl flags to which the other flags belong.
   """
   absl_argv, spec, overrides = split_argv(argv)
   parse_flags(absl_argv, flag_values)
@@ -80,10 +84,11 @@ def load_config(
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
-  """Splits a command line into arguments for absl, the last --config, and overrides {KEY: TEXT}.
+  """Splits a command line into the arguments for absl, the value of the last --config, and the
+  overrides {KEY: TEXT}.
 
-  The second part is None without a --config. As in absl, a flag's value may also be the next
-  argument. Arguments after a bare `--` go to absl unchanged.
+  The value is None if there is no --config. As in absl, a flag's value may follow an equals sign or
+  be the next argument. A bare `--` and all arguments after it go to absl unchanged.
   """
   rest, spec, overrides = list(argv[:1]), None, {}
   arguments = list(argv[1:])
@@ -124,7 +129,8 @@ def parse_flags(
   *,
   takes_config: bool = True,
 ) -> None:
-  """Parses a command's flags with absl. --help prints `document` and the flags, and exits with 0.
+  """Parses a command's flags with absl. With --help, prints `document` and the flags, and exits
+  with code 0.
 
   Args:
     absl_argv: command line, program name first.
@@ -155,9 +161,12 @@ def parse_flags(
 
 
 def load_file(spec: str, root_type: type) -> Any:
-  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)` after type checks.
+  """Runs a configuration file and returns the result of its `get_config(variant)` after type
+  checks.
 
-  The spec `NAME[:VARIANT]` selects a shipped configuration.
+  Args:
+    spec: `PATH.py[:VARIANT]`, or `NAME[:VARIANT]` for a configuration shipped with the package.
+    root_type: type that the configuration must have.
   """
   path, config = call_file(
     spec, root_type, function='get_config', what='configuration', flag='--config', shipped=SHIPPED
@@ -169,15 +178,16 @@ def load_file(spec: str, root_type: type) -> Any:
 def call_file(
   spec: str, root_type: type, *, function: str, what: str, flag: str, shipped: pathlib.Path
 ) -> tuple[pathlib.Path, Any]:
-  """Runs `PATH.py[:VARIANT]`; returns its path and the result of its `function(variant)`.
+  """Runs a Python file; returns the file's path and the result of one of its functions.
 
   Args:
-    spec: file, or the name of a shipped one, with an optional variant.
-    root_type: type of the result; its fields are not checked.
-    function: name of the function that the file defines.
+    spec: `PATH.py[:VARIANT]`, or `NAME[:VARIANT]` for a shipped file. The function is called with
+      the variant if there is one, else without arguments.
+    root_type: type that the result must have; the types of its fields are not checked.
+    function: name of the function, which the file defines.
     what: noun for the result in messages.
     flag: flag that gave `spec`, for messages.
-    shipped: directory of the files that a name alone selects.
+    shipped: directory of the shipped files.
   """
   match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
   named = re.fullmatch(r'(?P<path>\w+)(?::(?P<variant>.*))?', spec)
@@ -209,8 +219,10 @@ def call_file(
 
 
 def override_text(key: str, value: Any) -> str:
-  """Returns a value as the text of an override, which `apply_overrides` parses; text stays as it
-  is.
+  """Returns the text of an override that sets the given value; `apply_overrides` parses this text.
+
+  Text stays as it is, and other values become JSON. Raises UserError for values that JSON cannot
+  represent.
   """
   if isinstance(value, str):
     return value
@@ -225,8 +237,8 @@ def override_text(key: str, value: Any) -> str:
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
   """Returns the configuration with overrides {'a.b': 'text'} applied.
 
-  If an optional part is None, an override inside the part first sets all its fields to their
-  defaults.
+  If an optional part of the configuration is None, the first override of a field in the part
+  creates the part with the default values of its other fields.
   """
   tree = to_json(config)
   for key, text in overrides.items():
@@ -235,10 +247,10 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 
 
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-  """Lists differences as (dotted key, old, new); `old` and `new` are configurations or their JSON.
+  """Lists the differences between two configurations as (dotted key, old value, new value).
 
-  The placeholder '(absent)' stands for a value that one side lacks. Tuple elements with distinct
-  names are matched by name.
+  Each argument is a configuration or its JSON. The placeholder '(absent)' stands for a value that
+  one side lacks. Tuple elements with distinct names are matched by name.
   """
   old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
   return _differing('', old, new)
@@ -255,9 +267,9 @@ def _one_line(error: BaseException) -> str:
 def _execute(path: pathlib.Path) -> dict[str, Any]:
   """Executes a configuration file as a module and returns the module's namespace.
 
-  The module is in sys.modules, because dataclasses look up their annotations there. As in a Python
-  script, modules in the file's directory can be imported, such as other configurations or a user's
-  own algorithm.
+  The module is added to sys.modules, where dataclasses look up the names in their annotations. As
+  in a Python script, the file can import modules from its own directory, such as other
+  configurations or a user's own algorithm.
   """
   if str(path.parent.absolute()) not in sys.path:
     sys.path.append(str(path.parent.absolute()))
@@ -272,7 +284,7 @@ def _execute(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
-  """Runs the user's code; turns any exception into a one-line UserError with the line number."""
+  """Runs the user's code. Any exception becomes a one-line UserError that gives the line number."""
   try:
     return call()
   except Exception as error:
@@ -289,7 +301,9 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
 
 
 def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
-  """Returns a copy of the JSON `value` whose part at path `names` is the parsed `text`."""
+  """Returns a copy of the JSON `value` in which the parsed `text` is the part at the path
+  `names`.
+  """
   if not names:
     return parse_text(text, annotation, where)
   name, *rest = names

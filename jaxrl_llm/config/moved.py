@@ -1,4 +1,4 @@
-"""Former fields of configuration dataclasses: the error for a former name gives the new place."""
+"""Configuration fields that have moved: using a former name raises an error with the new place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Class = TypeVar('_Class', bound=type)
 def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
   """Returns a decorator for a dataclass whose fields have moved; using a former name is an error.
 
-  A former name raises UserError as a constructor argument, a JSON key or an override key
-  (`check_moved`), and AttributeError as an attribute. The message gives the new place.
+  As a constructor argument, a JSON key or an override key (`check_moved`), a former name raises
+  UserError. Reading it as an attribute raises AttributeError. Both messages give the new place.
 
   Args:
-    places: new places, keyed by former name. A place is a dotted key relative to the dataclass,
-      optionally followed by a remark.
+    places: new place of each field, keyed by its former name. A place is a dotted key relative to
+      the dataclass, optionally followed by a remark.
   """
 
   def decorate(cls: _Class) -> _Class:
@@ -47,7 +47,10 @@ def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
 
 
 def check_moved(cls: type, name: str, where: str) -> None:
-  """Raises UserError if `name` is a former field of `cls`; `where` is the key of the dataclass."""
+  """Raises UserError if `name` is a former field of `cls`.
+
+  The message gives the former and the new key, both below `where`, the dotted key of the dataclass.
+  """
   place = moved_fields(cls).get(name)
   if place is not None:
     raise UserError(f'{where}.{name}: moved to {where}.{place}')

@@ -14,7 +14,15 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def own_part(name: str, what: str) -> Any:
-  """Imports and returns a user-defined component, 'module:attribute' on Python's import path."""
+  """Imports and returns a user-defined component.
+
+  Args:
+    name: 'module:attribute'. The module must be on Python's import path.
+    what: kind of the component, for messages.
+
+  Raises:
+    UserError: the module cannot be imported, or has no such attribute.
+  """
   module, _, attribute = name.partition(':')
   if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
     raise UserError(f"{what} {name!r}: {module!r} is not a module name; wanted 'module:attribute'")

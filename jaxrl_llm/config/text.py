@@ -31,21 +31,23 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
-_LONGEST_NUMBER = 1000  # Characters. Python itself refuses integers of more than 4300 digits.
-_INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and expanding it could exhaust memory.
+_LONGEST_NUMBER = 1000  # In characters. Python itself rejects integers of more than 4300 digits.
+_INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and such an integer could exhaust memory.
 
 
 def parse_text(text: str, annotation: Any, where: str) -> Any:
   """Parses command-line text into a JSON value of the annotated type.
 
-  Integers: 1000, 1_000, or 1e3 if the value is an integer. Booleans: true or false. None: none.
-  Tuples: 1,2 or [1, 2]. Mappings and dataclasses: a JSON object. Strings: the text itself. If a
-  field allows other types besides strings, a text in double quotes is a string, such as "none".
+  Integers are written as 1000 or 1_000, or as 1e3 if the value is whole; booleans as true or false;
+  None as none; tuples as 1,2 or [1, 2]; mappings and dataclasses as JSON objects. Strings are the
+  text itself. If a field allows other types besides strings, a text in double quotes, such as
+  "none", is a string.
   """
   if is_json(annotation):
     return _parse_json(text, where)
   kinds = members(annotation)
-  # str accepts everything, so it comes after the other types (`int | str` reads 7 as a number).
+  # str accepts any text, so it is tried after the other types. With `int | str`, 7 is thus an
+  # integer.
   for kind in sorted(kinds, key=lambda kind: (kind is str, kind is types.NoneType)):
     value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
     if value is not _UNREAD:
@@ -62,7 +64,7 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
   raise UserError(f'{where}: got {text!r}, wanted {describe(annotation)}{hint}')
 
 
-_UNREAD = object()  # Result for text that does not parse; None is a valid value.
+_UNREAD = object()  # Result for text that cannot be parsed. None would be a valid value.
 
 
 def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
@@ -129,7 +131,11 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """Parses JSON. A bare word is a string, except for the words for true, false and none."""
+  """Parses JSON, in which booleans and null may also be written as True, False, None and none.
+
+  Any other text that is not JSON is a string, unless it begins like a JSON object, list or string:
+  then UserError is raised.
+  """
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:

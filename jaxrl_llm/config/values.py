@@ -31,7 +31,8 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.core.errors import UserError
 
 TAG = '@type'
-"""JSON key of the dataclass's name, written if the annotation allows several dataclasses."""
+"""JSON key of the name of a dataclass. It is written if the annotation allows several dataclasses.
+"""
 
 
 def check_types(config: Any, where: str = 'config') -> None:
@@ -48,7 +49,11 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
-  """Builds a value of the annotated type from JSON. A mismatch raises a UserError with its key."""
+  """Builds a value of the annotated type from JSON.
+
+  Raises UserError if the JSON does not match the annotation. The message gives the key of the
+  mismatch, which begins with `where`.
+  """
   return _read(value, annotation, where)
 
 
@@ -69,7 +74,7 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
 
 
 def _has_type(value: Any, member: Any) -> bool:
-  if member is float:  # As in Python's typing, an int is accepted; a bool is not.
+  if member is float:  # As in Python's typing, a float field accepts an int, but not a bool.
     return (
       abs(value) <= sys.float_info.max
       if type(value) is int
@@ -109,8 +114,9 @@ def _check(value: Any, annotation: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-  """Raises UserError for values that JSON cannot represent: tuples, sets, objects, nan, infinities,
-  non-string keys.
+  """Raises UserError if JSON cannot represent a value.
+
+  JSON lacks tuples, sets, other objects, nan, infinities and keys that are not strings.
   """
   if isinstance(value, dict):
     for key, element in value.items():
@@ -148,7 +154,9 @@ def _write(value: Any, annotation: Any) -> Any:
 
 
 def default_json(cls: type) -> dict[str, Any]:
-  """Returns a dataclass's defaults as `to_json` writes them; omits fields without a default."""
+  """Returns a dataclass's defaults in the form that `to_json` writes. Fields without a default are
+  omitted.
+  """
   kinds = field_types(cls)
   written = {}
   for field in dataclasses.fields(cls):
@@ -165,7 +173,10 @@ def records(annotation: Any) -> dict[str, type]:
 
 
 def record_type(value: Any, annotation: Any, where: str) -> type:
-  """Returns the dataclass that a JSON object represents."""
+  """Returns the dataclass that a JSON object represents, among those that the annotation allows.
+
+  If there are several, the entry `TAG` names one of them. Raises UserError if it names none.
+  """
   classes = records(annotation)
   if len(classes) == 1:
     return next(iter(classes.values()))

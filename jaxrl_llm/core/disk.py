@@ -1,8 +1,8 @@
 """Durable file writes, and temporary directories that do not outlive their process.
 
 Invariant: a file written with `write_durably` has either its complete old or its complete new
-content, even if the write is interrupted. If a process is killed, the next `scratch` with the same
-prefix removes its temporary directory.
+content, even if the write is interrupted. If a process is killed, its temporary directory is
+removed by the next `scratch` call with the same prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def write_durably(path: pathlib.Path, text: str) -> None:
-  """Replaces a file atomically; the new content is on disk when this returns."""
+  """Replaces a file's content atomically. The new content is on disk when the function returns."""
   temporary = path.with_name(f'{path.name}.tmp')
   with temporary.open('w', encoding='utf-8') as file:
     file.write(text)
@@ -44,28 +44,28 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
   """Creates a temporary directory that only this user can enter, and removes it after the block.
 
-  First removes directories with the same prefix that killed processes left; those of live processes
-  and of other users stay.
+  Before that, removes directories with the same prefix that were left by killed processes. The
+  directories of live processes and of other users are kept.
 
   Args:
-    prefix: prefix of the directory's name. It ends with a hyphen, so that it does not also match
-      the directories of a longer prefix.
+    prefix: prefix of the directory's name. It should end with a hyphen: the prefix 'run' would also
+      match directories with the prefix 'runner'.
   """
   _remove_orphans(prefix)
   with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
     folder = pathlib.Path(name)
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
-      # Lock before renaming: another process would take an unlocked file for that of a killed
-      # process.
-      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has it open.
+      # Lock the file before it gets its final name, since another process would take an unlocked
+      # file to be that of a killed process.
+      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has the file open.
       unlocked.rename(folder / _OWNER)
       yield folder
 
 
 def _remove_orphans(prefix: str) -> None:
   for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{prefix}*'):
-    with contextlib.suppress(OSError):  # Another process is removing it, or its owner is alive.
+    with contextlib.suppress(OSError):  # The owner is alive, or the folder is being removed.
       status = folder.lstat()
       if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         continue

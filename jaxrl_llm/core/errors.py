@@ -1,4 +1,4 @@
-"""Exceptions for users. A message is one line: what is wrong, where, got, wanted, remedy."""
+"""Exceptions whose messages are meant for users and tell them what to change."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _MAX_CHARACTERS = 4000
 
 
 class UserError(Exception):
-  """The input or the environment is unusable. Launch scripts print the error as one line and exit
-  with `exit_code`.
+  """The input or the environment is unusable.
 
-  Raise it (or a subclass, if callers catch it) with one line: what is wrong, where, the value got,
-  the value wanted, and the remedy. Quoted text may be arbitrary: nonprintable characters are
-  escaped, and the middle of a long message is omitted.
+  Launch scripts print the error as one line and exit with `exit_code`. The message is one line that
+  states what is wrong, where, the value got, the value wanted, and the remedy. If callers are to
+  catch the error, raise a subclass of UserError. A message may quote arbitrary text: nonprintable
+  characters are escaped, and the middle of a long message is omitted.
   """
 
   exit_code = 2
@@ -24,8 +24,8 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A correctly configured run cannot continue (disk full, no engine left, too many updates
-  skipped).
+  """A correctly configured run cannot continue. For example, the disk is full, no engine is left,
+  or too many updates were skipped.
   """
 
   exit_code = 1
@@ -52,7 +52,11 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """Returns the first UserError in an exception group, at any depth, else the first exception."""
+  """Returns the first UserError in an exception group, at any depth.
+
+  If the group contains no UserError, returns its first exception. An exception that is not a group
+  is returned itself.
+  """
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

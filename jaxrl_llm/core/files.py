@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike) -> int:
-  """Returns the size of a regular file in bytes; follows links.
+  """Returns the size of a regular file in bytes. Links are followed.
 
   Raises:
     ValueError: `path` is a FIFO, device or socket.
@@ -54,10 +54,10 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
 
 
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns `root / name`. Raises ValueError if `name` is absolute or the path leaves `root`.
+  """Returns `root / name`. Raises ValueError if `name` is absolute or the path leads out of `root`.
 
-  Links are followed. In huggingface_hub's cache, snapshot files are links to the repository's
-  `blobs/`, so this directory counts as inside.
+  Links are followed. In huggingface_hub's cache, the files of a snapshot are links to the `blobs/`
+  directory of their repository, so paths in this directory are accepted, too.
   """
   if pathlib.PurePath(name).is_absolute():
     raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')

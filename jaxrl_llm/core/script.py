@@ -1,4 +1,4 @@
-"""Startup and exit of launch scripts: parses absl flags, and reports a user error as one line."""
+"""Starts and ends launch scripts: parses absl flags and reports a UserError as one line."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def asks_json(argv: Sequence[str]) -> bool:
-  """Whether a command line has --json; works before its flags are parsed, and if they are
-  invalid.
+  """Whether a command line contains --json.
+
+  The command line may be unparsed and may contain invalid flags.
   """
   return bool({'--json', '-json', '--json=true', '-json=true'} & {arg.lower() for arg in argv})
 
 
 def print_json(value: Json) -> None:
-  """Prints one JSON document on standard output; numbers that are not finite become null."""
+  """Prints a value as one JSON document on standard output. Numbers that are not finite become
+  null.
+  """
   print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -49,8 +52,10 @@ def _finite(value: Any) -> Json:
 
 
 def exit_code(main: Callable[[], int], *, as_json: bool = False) -> int:
-  """Returns the result of `main`; if a UserError is raised, even in a group, prints it and returns
-  its exit code.
+  """Calls `main` and returns its result, an exit code.
+
+  If `main` raises a UserError, alone or in an exception group, prints the error and returns the
+  error's exit code. Other exceptions propagate.
 
   Args:
     as_json: whether the error is also printed on standard output, as `{"error": MESSAGE}`.
@@ -68,10 +73,10 @@ def exit_code(main: Callable[[], int], *, as_json: bool = False) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """Runs `main` like `asyncio.run`, but ends the process at once if a wait expires.
+  """Runs `main` like `asyncio.run`, but ends the process at once if a wait has expired in `main`.
 
-  A normal exit might hang on a stuck thread. The error is printed as one line, after `main` has
-  finished its clean-up.
+  A normal exit might hang on a stuck thread in this case. The error is printed as one line, after
+  `main` has finished its clean-up.
   """
 
   async def guarded() -> T:
@@ -88,13 +93,15 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _earliest(error: BaseException) -> UserError:
-  """Returns the earliest UserError in an exception chain, so that an error in the clean-up does not
-  hide the error that caused the clean-up.
+  """Returns the earliest UserError in an exception chain. Later errors may come from the clean-up
+  that the earliest error caused.
 
-  Prints other exceptions in the chain, which are programming errors.
+  Other exceptions in the chain are programming errors and are printed, except timeouts and
+  cancellations.
   """
   cause, seen = error, set()
-  # An error that was re-raised from its exception group has the group as context.
+  # The chain may be circular: the context of an error that was re-raised from its exception group
+  # is the group.
   while error is not None and error not in seen:
     seen |= {error, leaf := first_cause(error)}
     if isinstance(leaf, UserError):
@@ -106,8 +113,9 @@ def _earliest(error: BaseException) -> UserError:
 
 
 def leave_at_once(code: int) -> NoReturn:
-  """Ends this process immediately; a normal exit would wait for its threads and, in a job, for the
-  other processes.
+  """Ends this process immediately.
+
+  A normal exit would wait for the threads of this process and, in a job, for the other processes.
   """
   sys.stdout.flush()
   sys.stderr.flush()
@@ -117,8 +125,9 @@ def leave_at_once(code: int) -> NoReturn:
 def run(
   main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse
 ) -> None:
-  """Calls `main` with the arguments that `parser` leaves. A UserError is printed on stderr as one
-  line and sets the exit code.
+  """Calls `main` with the arguments that remain after `parser` has parsed the flags.
+
+  A UserError is printed on stderr as one line, and the process exits with the error's exit code.
   """
   try:
     app.run(main, flags_parser=parser)

@@ -1,4 +1,4 @@
-"""Converts between nested dicts and flat ones with names like 'a/b/c' (tables, checkpoints)."""
+"""Converts between nested dicts and flat dicts whose names are paths such as 'a/b/c'."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Types shared by all layers.
 
-Alignment, for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` under the
-temperature-scaled distribution. Position 0 of a sequence has no logprob; its entry is 0 and masked.
-Only `ops.logprobs` shifts tokens.
+In the whole project, logprobs are aligned with tokens: `logprobs[t] = log p(tokens[t] |
+tokens[:t])` under the temperature-scaled distribution. Position 0 of a sequence has no logprob, so
+its entry is 0 and masked. Only `ops.logprobs` shifts tokens against a model's outputs, by one
+position.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ Params = Mapping[str, Any]
 """Model parameters as a nested dict of arrays."""
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""Values that `json` reads and writes; nested values are `Any`, since the type checks do not
+"""Values that `json` reads and writes. Nested values are `Any`, since the type checks do not
 support recursive aliases.
 """
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Version:
-  """Identifier of one set of policy weights, never reused for other weights, even after a crash.
+  """Identifier of one set of policy weights. It is never reused for other weights, even after a
+  crash.
 
   `step` counts completed batches; `attempt` counts how often the run was started in its run
   directory.

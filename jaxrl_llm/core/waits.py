@@ -1,8 +1,9 @@
-"""Bounded waits: each has a name, an owner and a deadline. A stop interrupts waits in `unless`.
+"""Bounded waits: each has a name, an owner and a deadline.
 
 `docs/develop/waits.md` lists all waits. A wait runs under `bounded` or `limit`, has a timeout whose
-expiry its caller handles, or carries a comment `# wait NAME: BOUND` that says what else ends it;
-`tests/waits_test.py` rejects any other wait.
+expiry its caller handles, or carries a comment `# wait NAME: BOUND` that states what else ends it.
+`tests/waits_test.py` rejects any other wait. `unless` makes a wait end early when the run is
+stopped.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ T = TypeVar('T')
 
 
 class WaitExpired(RunError):
-  """A wait reached its deadline: the party it waits for is dead or stuck."""
+  """A wait reached its deadline: the awaited party or event is dead, stuck or too slow."""
 
 
 async def bounded(
   awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> T:
-  """Returns the result of `awaitable`, or cancels it at the deadline; see `limit`."""
+  """Awaits `awaitable` within `limit` and returns its result.
+
+  At the deadline, cancels `awaitable` and raises WaitExpired. The other arguments are those of
+  `limit`.
+  """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
 
@@ -43,10 +48,10 @@ async def gathered(
   waits_for: str,
   deadline_s: float,
 ) -> list[T]:
-  """Awaits all of `work` and returns the results in order.
+  """Awaits all coroutines in `work` concurrently and returns their results in order.
 
-  Raises WaitExpired if nothing completes for `deadline_s` seconds; the other arguments are those of
-  `limit`.
+  Each completion restarts the deadline, so WaitExpired is raised only if no coroutine completes for
+  `deadline_s` seconds. The other arguments are those of `limit`.
   """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
 
@@ -65,15 +70,16 @@ async def gathered(
 async def limit(
   *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> AsyncIterator[asyncio.Timeout]:
-  """At the deadline, cancels the block, dumps all stacks to stderr and raises WaitExpired.
+  """Limits the duration of a block.
 
-  A TimeoutError that the block itself raises passes through unchanged.
+  At the deadline, cancels the block, dumps all stacks to stderr and raises WaitExpired. A
+  TimeoutError that the block itself raises passes through unchanged.
 
   Args:
     name: name of the wait in the message and in `docs/develop/waits.md`.
     owner: the waiting party, for the message.
-    waits_for: the party or event waited for, and what to inspect.
-    deadline_s: deadline in seconds from the start of the block.
+    waits_for: the party or event waited for, and what to inspect, for the message.
+    deadline_s: seconds from the start of the block to the deadline.
   """
   try:
     async with asyncio.timeout(deadline_s) as running:
@@ -87,7 +93,11 @@ async def limit(
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """Limits an uninterruptible block: at the deadline, dumps all stacks and ends the process."""
+  """Limits the duration of a block that cannot be interrupted, such as a call into a C library.
+
+  At the deadline, dumps the stacks of all threads to stderr and ends the process. The arguments are
+  those of `limit`.
+  """
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)
@@ -109,9 +119,10 @@ def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iter
 async def ended(
   process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> int:
-  """Waits for a process that was asked to end; returns its exit code.
+  """Waits for a process that was asked to end, and returns its exit code.
 
-  At the deadline, kills the process and raises WaitExpired; arguments are those of `limit`.
+  At the deadline, kills the process and raises WaitExpired. The other arguments are those of
+  `limit`.
   """
   try:
     return await asyncio.to_thread(process.wait, deadline_s)
@@ -125,10 +136,10 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """Returns the result of `work`, or None if `stop` completes first; `work` is then cancelled.
+  """Returns the result of `work`, or cancels `work` and returns None if `stop` completes first.
 
   Args:
-    stop: future that ends the wait; it takes precedence over work that completes at the same time.
+    stop: future that ends the wait. If `work` completes at the same time, the result is still None.
     work: awaitable that has its own deadlines and whose result is never None.
   """
   task = asyncio.ensure_future(work)
@@ -142,7 +153,10 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 
 
 def _dump_stacks() -> None:
-  """Dumps the stacks of all threads, and of suspended tasks, which threads' stacks do not show."""
+  """Dumps the stacks of all threads and of all asyncio tasks to stderr.
+
+  The stack of a suspended task is not part of any thread's stack.
+  """
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)
@@ -150,7 +164,7 @@ def _dump_stacks() -> None:
 
 
 class IdleClock:
-  """Measures the seconds in which no work was in progress."""
+  """Measures the time during which no work is in progress."""
 
   def __init__(self):
     self._under_way, self._since, self._idle = 0, time.monotonic(), 0.0

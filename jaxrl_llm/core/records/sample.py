@@ -1,6 +1,7 @@
-"""Token-exact sample records: written once, never changed.
+"""Sample records, which contain the exact tokens. A record is written once and never changed.
 
-They are encoded (`encode`, `decode`) as msgpack with arrays as little-endian bytes, without pickle.
+`encode` and `decode` convert a record to and from msgpack. Arrays are stored as little-endian
+bytes, and pickle is not used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Role(enum.IntEnum):
 
 
 class Finish(enum.StrEnum):
-  """Reason a generation ended: a stop token, its length limit, or an abort."""
+  """Reason why a generation ended: a stop token, its length limit, or an abort."""
 
   STOP = 'stop'
   LENGTH = 'length'
@@ -79,7 +80,7 @@ class Sample:
   sampled: Bool[np.ndarray, 'time']
   """True for tokens that the policy sampled."""
   behaviour_logprobs: Float32[np.ndarray, 'time']
-  """Logprobs under the sampling policy; 0 where not sampled."""
+  """Logprobs under the sampling policy; 0 for tokens that the policy did not sample."""
   segments: tuple[Segment, ...] = ()
   temperature: float = 1.0
   finish_reason: Finish = Finish.STOP
@@ -122,8 +123,9 @@ class Sample:
 
 
 def media_of(task: Task) -> tuple[dict[str, Json], ...]:
-  """Returns the task's media in the form of `Sample.media`; spans are empty, since text prompts
-  have no media tokens.
+  """Returns the task's media in the form of `Sample.media`.
+
+  All spans are empty, since text prompts have no media tokens.
   """
   return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
 

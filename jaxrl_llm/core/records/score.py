@@ -1,4 +1,4 @@
-"""Score records: one scorer's assessment of one sample each; appended, never changed."""
+"""Score records: each is one scorer's assessment of one sample. Records are never changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Status(enum.StrEnum):
 class Score:
   """A scorer's result for one sample. The sample is unscorable if `value` is None.
 
-  Failures caused by the completion (no answer, wrong format) get a value, normally 0. All other
-  failures get None: the sample is then excluded from baseline and loss, but counted.
+  If the completion itself is at fault (no answer, wrong format), it gets a value, normally 0. After
+  any other failure, `value` is None: the sample is excluded from the baseline and the loss, and the
+  run's metrics count it as unscorable.
   """
 
   uid: str

@@ -46,7 +46,9 @@ class Task:
   truth: str | None
   """Reference answer, if any."""
   fields: Mapping[str, Json]
-  """The source row as JSON (such as a verifier's entry). Scorers see it; the policy does not."""
+  """The row of the data source that became this task, as JSON. Scorers see the row; the policy does
+  not.
+  """
   media: tuple[Media, ...] = ()
   """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 
