@@ -20,8 +20,8 @@ from jaxrl_llm.core.types import Json
 _CONNECT_S = 10.0
 """Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Seconds that a connection may be idle before the client closes it. Servers wait longer: a request
-sent while the server closes the connection might be lost.
+"""Seconds after which the client closes an idle connection. Servers wait longer before they do so:
+a request that is sent while the server closes the connection might be lost.
 """
 _EXCERPT = 500
 """Maximum number of characters of a response that an error quotes."""
@@ -32,8 +32,8 @@ class RemoteError(Exception):
 
   Attributes:
     status: HTTP status of an error response; None for other errors.
-    reason: error message from the response.
-    wait_s: seconds that the service asks the client to wait before the next request.
+    reason: error message from the response; empty for other errors.
+    wait_s: seconds that the service asks the client to wait before the next request, or 0.
   """
 
   def __init__(
@@ -48,8 +48,9 @@ class RemoteError(Exception):
 
 
 class Lost(RemoteError):
-  """The service cannot be reached, is silent, broke off, or failed (5xx). It may still have carried
-  out the request.
+  """The service cannot be reached, does not respond in time, breaks the connection or fails (5xx).
+
+  The service may have carried out the request nevertheless.
   """
 
 
@@ -58,7 +59,7 @@ class Malformed(Lost):
 
 
 class Refused(RemoteError):
-  """The service works but rejects the request: a status below 500 other than 200."""
+  """The service works but rejects the request: the status is below 500, but not 200."""
 
 
 class Response:
@@ -90,7 +91,7 @@ class Client:
     """
     Args:
       address: see `connections.check_address`.
-      key: bearer token; None: no token is sent.
+      key: bearer token; if None, no token is sent.
       ca_file: see `connections.certificates`.
       where: owner of the client, for error messages.
       max_bytes: maximum size in bytes of a response that is read as a whole.
@@ -126,14 +127,14 @@ class Client:
   ) -> AsyncIterator[Response]:
     """Sends a request and yields its response.
 
-    Network errors while the `with` block reads the response raise the errors below, too.
+    The errors below may also be raised while the `async with` block reads the response.
 
     Args:
-      path: appended to the address; if empty, the address is the URL.
+      path: path appended to the address. If it is empty, the address is the complete URL.
       body: bytes, a JSON value, or None for no body.
       label: text at the beginning of error messages.
-      deadline_s: time limit for the whole exchange in seconds; None: only `silence_s` applies.
-      silence_s: maximum time between two parts of the response in seconds; None: no limit.
+      deadline_s: time limit for the whole exchange in seconds; if None, only `silence_s` applies.
+      silence_s: maximum time between two parts of the response in seconds; None for no limit.
 
     Raises:
       Lost: the connection fails or breaks, a time limit passes, or the status is 5xx.
@@ -152,7 +153,7 @@ class Client:
         if received.status != 200:
           raise _status_error(received, await response.read(), label)
         yield response
-    except TimeoutError:  # Before OSError, its base class.
+    except TimeoutError:  # Caught before its base class OSError.
       raise Lost(f'{label}: no answer within {deadline_s or silence_s:g} s') from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
       raise Lost(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
@@ -160,7 +161,9 @@ class Client:
       raise Malformed(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
 
   def _opened(self, label: str) -> aiohttp.ClientSession:
-    """Opens the session on first use, because it belongs to the running event loop."""
+    """Returns the session, which is opened on first use because it belongs to the running event
+    loop.
+    """
     if self._closed:
       raise Lost(f'{label}: its client was closed')
     if self._session is None:
@@ -175,8 +178,8 @@ class Client:
 
   def _url(self, path: str) -> str:
     if self._address.startswith('unix:'):
-      return f'http://service{path}'  # A Unix socket has no host.
-    # A complete URL keeps its trailing slash.
+      return f'http://service{path}'  # The host name is arbitrary here.
+    # Without a path, the address is the complete URL and keeps its trailing slash.
     return self._address.rstrip('/') + path if path else self._address
 
 

@@ -1,4 +1,6 @@
-"""Addresses, tokens and certificates of clients. Invalid ones raise one-line UserErrors."""
+"""Reads and checks the addresses, tokens and certificates of clients. Invalid input raises a
+one-line UserError.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def check_address(address: str, where: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether the host's name or address is that of this machine alone."""
+  """Whether a host name or address is one of loopback, so that only this machine can reach it."""
   if host == 'localhost':
     return True
   try:
@@ -50,8 +52,9 @@ def read_key(file: str | None, where: str) -> str | None:
 
 
 def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
-  """Returns a TLS context that verifies servers with the CA certificates in `ca_file`, or with the
-  system's if `ca_file` is None.
+  """Returns a TLS context that verifies servers with the CA certificates in `ca_file`.
+
+  If `ca_file` is None, the system's certificates are used.
   """
   try:
     return ssl.create_default_context(cafile=ca_file)

@@ -1,12 +1,12 @@
 """Authenticating reverse proxy for an inference server (the upstream) on the same host.
 
-Invariant: no part of a request reaches the upstream unless the request bears the token and matches
-a route, byte for byte. Unauthenticated connections have a deadline, and their number is limited by
-dropping the oldest. Clients without the token thus cannot hold memory or descriptors for long, and
-cannot lock out clients that have the token.
+Invariant: no part of a request reaches the upstream unless the request carries the token and its
+method and path are those of a route, byte for byte. Unauthenticated connections have a deadline,
+and the oldest is dropped when there are too many. Clients without the token thus cannot occupy
+memory or descriptors for long, and cannot lock out clients that have the token.
 
-Runs on serving-only hosts, so it imports neither JAX nor any module of this package except
-`core.errors` and `core.net.connections`.
+The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
+module of this package except `core.errors` and `core.net.connections`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ ROUTES = (
   ('POST', '/update_weight_version'),
   ('POST', RPC_PATH),
 )
-"""(method, path) pairs that a trainer needs; paths are compared as sent, byte by byte."""
+"""(method, path) pairs that a trainer needs. The path of a request is compared as sent, byte by
+byte.
+"""
 RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
 """Maximum body sizes in bytes."""
@@ -71,16 +73,20 @@ _TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
 _SERVER = {hdrs.SERVER: 'front'}
-"""Replaces the Server header of aiohttp, which reveals the versions of aiohttp and Python."""
+"""Server header of responses. The default of aiohttp would reveal the versions of aiohttp and
+Python.
+"""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds that a new connection has to authenticate, and maximum number of connections that have
-not yet authenticated (a trainer opens hundreds at once).
+"""Seconds within which a new connection must authenticate, and maximum number of connections that
+have not yet authenticated. The maximum is high because a trainer opens hundreds at once.
 """
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
 _DESCRIPTORS = 1 << 16
-"""Open-file limit that a process with a front requests; a request needs two descriptors."""
+"""Limit on open files that a process with a front sets for itself. A proxied request needs two
+descriptors.
+"""
 _BACKLOG = 1024
 """Maximum number of connections waiting to be accepted."""
 _log = logging.getLogger(__name__)
@@ -92,15 +98,18 @@ class FrontConfig:
 
   host: str = '127.0.0.1'
   port: int = 0
-  """Port to listen on; 0: any free port."""
+  """Port to listen on; 0 for any free port."""
   token_file: str | None = None
-  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600
-  (owner only). None: the key of the run's registry.
+  """File whose first line is the bearer token, which has at least 16 visible ASCII characters. The
+  file must have mode 600, so that only its owner can read it. If None, the token is the key of the
+  run's registry.
   """
   tls_cert: str | None = None
-  """PEM file with the certificate and, if there is one, its chain; None: no TLS."""
+  """PEM file with the certificate and, if there are any, its intermediate certificates. If None,
+  TLS is not used.
+  """
   tls_key: str | None = None
-  """PEM file with the certificate's unencrypted key."""
+  """PEM file with the unencrypted private key of the certificate."""
   allow_plaintext: bool = False
   """Whether token and data may cross a network unencrypted."""
 
@@ -117,7 +126,7 @@ class FrontConfig:
 
 
 class Front:
-  """Proxies one upstream while open. Use it as a context manager, or call `start` and `close`."""
+  """Proxy of one upstream. Use it as a context manager, or call `start` and `close`."""
 
   refused: int
   """Number of requests refused so far because they lacked the token."""
@@ -134,14 +143,14 @@ class Front:
     """
     Args:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
-      upstream_token: bearer token for the upstream; None: no token is sent. The front's own token
-        is never sent upstream.
-      publish_root: directory below which weight updates and adapter loads must name their
-        directories; None: any directory may be named.
-      routes: (method, path) pairs to pass on.
+      upstream_token: bearer token for the upstream; if None, no token is sent. The front's own
+        token is never sent upstream.
+      publish_root: directory that must contain every directory named in a weight update or an
+        adapter load; if None, they may be anywhere.
+      routes: (method, path) pairs of the requests that the front passes on.
 
     Raises:
-      UserError: a file cannot be used, or the upstream may be reachable from other hosts.
+      UserError: a file or token cannot be used, or the upstream may be reachable from other hosts.
     """
     self.refused = 0
     self._config = config
@@ -167,7 +176,7 @@ class Front:
 
   @property
   def address(self) -> str:
-    """`https://host:port` or `http://host:port`; known only after `start`."""
+    """Address of the front, `https://host:port` or `http://host:port`; known only after `start`."""
     assert self._runner is not None, 'not started'
     host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
     return f'{"https" if self._tls else "http"}://{host}:{self._runner.addresses[0][1]}'
@@ -175,8 +184,8 @@ class Front:
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
     assert self._runner is None, 'started already'
-    # One connection per request: cheap on the same host, and no request inherits the state of
-    # another.
+    # Each request gets its own connection to the upstream. This is cheap on the same host, and a
+    # request cannot inherit the state of an earlier one.
     pool = {'limit': 0, 'force_close': True}
     self._session = aiohttp.ClientSession(
       connector=aiohttp.UnixConnector(self._socket, **pool)
@@ -192,8 +201,8 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio may accept several full backlogs of connections before the first unauthenticated one
-      # is dropped.
+      # The backlog is limited because asyncio may accept several full backlogs of connections
+      # before the first unauthenticated connection is dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
@@ -214,7 +223,8 @@ class Front:
 
   async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
     host, port = self._config.host, self._config.port
-    # Only the first address: a name with two would get two sockets and, with port 0, two ports.
+    # Use only the first address of the host. For a host with two addresses, asyncio would open two
+    # sockets and, with port 0, choose two different ports.
     addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
     await web.TCPSite(
@@ -249,7 +259,7 @@ class Front:
       self._server.trust(request.protocol)
       return
     self.refused += 1
-    # Log at powers of two only, so that a flood does not fill the log.
+    # Log only when the count is a power of two, so that a flood of requests does not fill the log.
     if self.refused & (self.refused - 1) == 0:
       _log.warning(
         'Refused %d requests without the token so far, the last from %s',
@@ -282,7 +292,7 @@ class Front:
     except (aiohttp.ClientError, OSError) as error:
       if response is not None and response.prepared:
         _log.warning('%s %s: broken off in the response: %r', request.method, path, error)
-        # A truncated response must not look complete.
+        # Break the connection, so that a truncated response does not look complete.
         if request.transport is not None:
           request.transport.abort()
         return response
@@ -293,8 +303,10 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """Returns the request body to pass on: bytes if bodies of this path are checked, else a stream,
-    or None if there is no body.
+    """Returns the request body to pass on.
+
+    The result is the checked body as bytes if bodies sent to this path are checked. Otherwise it is
+    a stream, or None if the request has no body.
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
@@ -302,7 +314,7 @@ class Front:
     upload = _Upload(request, limits.get(path, MAX_BODY))
     if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
       await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-      # `100 Continue` does not count as the start of the response.
+      # Reset the count of bytes, since `100 Continue` is not yet part of the response.
       request.writer.output_size = 0
     if path not in limits:
       return upload if request.can_read_body else None
@@ -313,7 +325,9 @@ class Front:
     return await asyncio.to_thread(check, content, self._publish_root)
 
   def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
-    """Returns the headers to send upstream; no other header of the client is passed on."""
+    """Returns the headers to send upstream. Of the client's headers, only Content-Type is passed
+    on.
+    """
     headers = {hdrs.ACCEPT_ENCODING: 'identity'}
     if self._upstream_token is not None:
       headers[hdrs.AUTHORIZATION] = f'Bearer {self._upstream_token}'
@@ -353,7 +367,7 @@ class _Server(web.Server):
     super().connection_lost(handler, exc)
 
   def trust(self, handler: web.RequestHandler) -> None:
-    """Lifts the deadline of an authenticated connection."""
+    """Cancels the deadline of a connection that has authenticated."""
     if stranger := self._strangers.pop(handler, None):
       stranger[1].cancel()
 
@@ -399,7 +413,9 @@ class _Upload:
   """A request body, streamed to the upstream."""
 
   fault: _Refusal | None = None
-  """Why the body ended early; aiohttp's request call reports only that sending failed."""
+  """Reason why the body ended early; None if it did not. It is kept here because aiohttp's request
+  call reports only that sending failed.
+  """
 
   def __init__(self, request: web.BaseRequest, limit: int):
     self._content, self._limit = request.content, limit
@@ -433,8 +449,9 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns
-  that number.
+  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if that is lower.
+
+  Returns the number to which the limit was to be raised. A higher soft limit stays as it is.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -508,7 +525,10 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Returns path and query of an authenticated request to pass on. Raises _Refusal for others."""
+  """Returns the path and query of an authenticated request.
+
+  Raises _Refusal if the request must not be passed on.
+  """
   path, _, query = request.raw_path.partition('?')
   methods = [method for method, known in routes if known == path]
   if not methods:
@@ -518,7 +538,7 @@ def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple
   if not _QUERY.fullmatch(query):
     raise _Refusal(400, 'the query string holds characters that must be percent-encoded')
   if request.version < aiohttp.HttpVersion11:
-    # Older clients cannot tell a truncated response from a complete one.
+    # Clients of older HTTP versions cannot distinguish a truncated response from a complete one.
     raise _Refusal(505, 'wanted HTTP/1.1')
   if hdrs.CONTENT_ENCODING in request.headers:
     raise _Refusal(415, 'compressed bodies are not taken')
@@ -556,7 +576,10 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks and re-encodes an RPC body: of a repeated key, the upstream might read another value."""
+  """Checks the body of an RPC request and returns it encoded anew.
+
+  If the original text contained a key twice, the upstream might use the value that was not checked.
+  """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -564,8 +587,9 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Checks an update request, whose directory and files must lie below `root`, and re-encodes it
-  with the resolved directory.
+  """Checks the body of a weight update and returns it with the resolved path of its directory.
+
+  Raises _Refusal unless the directory and all files named in the body lie below `root`.
   """
   info = body.get('update_info')
   if (
@@ -598,8 +622,9 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Checks an adapter load, whose directory and files must lie below `root`, and re-encodes it with
-  the resolved directory.
+  """Checks the body of an adapter load and returns it with the resolved path of its directory.
+
+  Raises _Refusal unless the directory and all files in it lie below `root`.
   """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):

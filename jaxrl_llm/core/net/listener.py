@@ -1,4 +1,4 @@
-"""HTTP service on a Unix socket that only this user can open, and on a front for other hosts."""
+"""Serves HTTP on a Unix socket that only this user can open, and on a front for other hosts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ async def listening(
   front: FrontConfig | None,
   routes: Sequence[tuple[str, str]],
 ) -> AsyncIterator[tuple[str, str | None]]:
-  """Serves `application` during the block; yields the address of the socket (`unix:…`) and that of
-  the front (None without a front).
+  """Serves `application` during the block.
+
+  Yields the address of the socket (`unix:…`) and the address of the front, which is None if there
+  is no front.
 
   Args:
     application: handles the requests; a handler is cancelled when its client disconnects.
     name: part of the name of the socket's directory.
-    front: configuration of a front that gives others authenticated access; None: only this user has
-      access.
-    routes: (method, path) pairs that the front lets through.
+    front: configuration of a front that gives other users authenticated access; if None, only this
+      user has access.
+    routes: (method, path) pairs of the requests that the front passes on.
 
   Raises:
     UserError: the front cannot listen.

@@ -1,14 +1,15 @@
-"""Registry: a directory in which the services of a job hold leases, so that they find each other.
+"""Registry: a directory through which the services of a job find each other.
 
-A lease is a file that its service renews every few seconds and removes when it ends. The directory
-also holds the job's key, which all services share: it signs leases, and fronts ask for it as their
-bearer token.
+Each service has a lease: a file in the directory that describes the service. The service renews the
+lease every few seconds and removes it when the service ends. The directory also contains the job's
+key, which all services share: leases are signed with it, and fronts require it as their bearer
+token.
 
-Invariants: directory (0700) and files (0600) belong to this user alone, and anything else is
-refused. A lease counts only if the job's key signed it for its file name; every other file is
-skipped with a log line. A lease expires by its reader's clock, `lease_s` after the reader last saw
-the file change, so clocks of hosts are never compared. The key is not sent to an address at which
-the network could read it.
+Invariants: only this user can access the directory (mode 700) and its files (mode 600); otherwise,
+they are rejected. A lease is valid only if it was signed with the job's key for its own file name;
+every other file is skipped and logged. Clocks of different hosts are never compared: a lease
+expires by the clock of its reader, `lease_s` after the reader last saw the file change. The key is
+not sent to an address to which it would cross a network unencrypted, unless that is allowed.
 """
 
 from __future__ import annotations
@@ -45,24 +46,26 @@ KEY = 'key'
 RENEW_S = 5.0
 """Seconds between renewals of a lease."""
 LEASE_S = 90.0
-"""Default seconds without a renewal after which a lease has expired: longer than the 60 s for which
-an NFS client may show an old directory.
+"""Default number of seconds without a renewal after which a lease expires. It is longer than the 60
+s for which an NFS client may show an outdated directory.
 """
 LOOK_S = 1.0
-"""Seconds between looks at the directory."""
+"""Seconds between two scans of the directory by a reader."""
 _SCHEMA = 1
 _SUFFIX = '.lease'
 _MAX_FILE_BYTES, _MAX_KEY_BYTES = 16 << 10, 4096
 _MAX_FILES = 4096
-"""Maximum number of files of one kind that a reader considers."""
+"""Maximum number of leases of one kind of service that a reader considers."""
 _MAX_ADDRESS, _MAX_ENTRIES, _MAX_VALUE = 512, 16, 256
-"""Maximum lengths: characters of an address, entries of a fingerprint, characters of each."""
+"""Maximum number of characters in an address, of entries in a fingerprint, and of characters in the
+key or value of an entry.
+"""
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}')
 _FILE = re.compile(r'([a-z]+)\.([0-9a-f]{32})\.lease')
 _KEY = re.compile(r'[\x21-\x7e]{16,4096}')
 _MOST_AT_ONCE = 0.25
-"""Share of `lease_s` that one gap between two looks can add to a lease's age: a reader that was
-suspended must not take every service for dead.
+"""Maximum share of `lease_s` that the time between two scans adds to a lease's age. Without this
+maximum, a reader that was suspended for a while would consider every service dead.
 """
 
 
@@ -71,15 +74,17 @@ class RegistryConfig:
   """Directory in which the services of a job find each other."""
 
   directory: str | None = None
-  """Directory (mode 700) on a file system that all hosts of the job share; None: `registry` in the
-  run directory. It is created, with the job's key, if it does not exist.
+  """Directory (mode 700) on a file system that all hosts of the job share; if None, `registry` in
+  the run directory. If the directory does not exist, it is created, together with the job's key.
   """
   lease_s: float = LEASE_S
-  """Seconds without a renewal after which a service is taken to be dead. Services renew every 5 s;
-  an NFS client may show an old directory for 60 s.
+  """Seconds without a renewal after which a service is considered dead. Services renew their leases
+  every 5 s, and an NFS client may show an outdated directory for 60 s.
   """
   allow_plaintext: bool = False
-  """Whether the key may be sent to http addresses of other hosts, on networks that are trusted."""
+  """Whether the key may be sent unencrypted to http addresses of other hosts. Set this only if the
+  network is trusted.
+  """
 
   def __post_init__(self):
     if not self.lease_s >= 3 * RENEW_S:
@@ -99,7 +104,7 @@ class RegistryConfig:
 
 
 class Kind(enum.StrEnum):
-  """What a service is to the job."""
+  """Role of a service in its job."""
 
   VLLM = 'vllm'
   """A vLLM server that samples from the policy."""
@@ -110,30 +115,30 @@ class Kind(enum.StrEnum):
   JUDGE = 'judge'
   """A vLLM server with weights of its own, for scorers of kind `judge`."""
   EXPLORER = 'explorer'
-  """An explorer process, which nobody connects to."""
+  """An explorer process, to which no other process connects."""
   MASTER = 'master'
   """A run that lends groups to explorers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lease:
-  """What a service tells about itself."""
+  """Description of a service, which the service itself publishes."""
 
   id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
-  """Names the lease's file; a service that starts again takes another."""
+  """Identifier in the name of the lease's file. A service that is restarted gets another one."""
   kind: Kind
   name: str
-  """Name for people: letters, digits, '.', '_' and '-'."""
+  """Human-readable name of letters, digits, '.', '_' and '-'."""
   address: str = ''
   """`unix:/path`, `http://host:port` or `https://host:port`; '' for explorers."""
   fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Digests of what the service serves, keyed by what they are of."""
+  """Digests of what the service serves. The keys state what was digested."""
   host: str = dataclasses.field(default_factory=platform.node)
   pid: int = dataclasses.field(default_factory=os.getpid)
   started: float = dataclasses.field(default_factory=time.time)
-  """Seconds since 1970 when the service registered, by its host's clock."""
+  """Time of registration in seconds since 1970, by the clock of the service's host."""
   renewed: float = 0.0
-  """Seconds since 1970 of the last renewal, by its host's clock."""
+  """Time of the last renewal in seconds since 1970, by the clock of the service's host."""
 
   def __post_init__(self):
     where = f'lease {self.name!r:.120}'
@@ -150,7 +155,9 @@ class Lease:
     return f'{self.kind}.{self.id}{_SUFFIX}'
 
   def unreachable(self, *, allow_plaintext: bool = False) -> str | None:
-    """Returns why this process must not connect to the address; None if it may."""
+    """Returns the reason why this process must not connect to the address; None if it may
+    connect.
+    """
     host = _host_of(self.address)
     if (host is None or is_loopback(host)) and self.host != platform.node():
       return f'{self.address} is reached from {self.host} alone; serve it with --host'
@@ -170,13 +177,19 @@ def is_name(name: str) -> bool:
 
 
 def service_name(name: str) -> str:
-  """Returns a name for a lease: `name` on this host, without characters that names lack."""
+  """Returns a name for a lease, made of this host's name and `name`.
+
+  Characters that are not allowed in the names of leases become hyphens.
+  """
   words = f'{platform.node().partition(".")[0]}-{name}'
   return re.sub(r'[^A-Za-z0-9._-]+', '-', words).strip('.-_')[:100] or 'service'
 
 
 def public_address(address: str) -> str:
-  """Returns the address of a front for other hosts: this host's name for all interfaces."""
+  """Returns the address at which other hosts reach a front.
+
+  If the front listens on all interfaces, the host in the address becomes this host's name.
+  """
   parts = urllib.parse.urlsplit(address)
   if parts.hostname not in ('0.0.0.0', '::'):
     return address
@@ -207,7 +220,7 @@ def _host_of(address: str) -> str | None:
 
 
 class Registry:
-  """The directory of one job. Its methods block, as file systems may."""
+  """Registry of one job. Its methods may block, since they access a file system."""
 
   def __init__(
     self,
@@ -217,16 +230,16 @@ class Registry:
     lease_s: float = LEASE_S,
     allow_plaintext: bool = False,
   ):
-    """Opens the directory; creates it, and the job's key, if they do not exist yet.
+    """Opens the directory. Creates the directory and the job's key if they do not exist yet.
 
     Args:
       directory: path on a file system that all hosts of the job share.
       where: flag or field that names the directory, for error messages.
-      lease_s: seconds without a renewal after which a lease has expired.
+      lease_s: seconds without a renewal after which a lease expires.
       allow_plaintext: whether the key may be sent to http addresses of other hosts.
 
     Raises:
-      UserError: directory or key cannot be used, or are not this user's alone.
+      UserError: the directory or key cannot be used, or other users can access it.
     """
     self.directory, self._where = pathlib.Path(directory).expanduser().absolute(), where
     self.key_file = create_key(self.directory, where)
@@ -234,19 +247,26 @@ class Registry:
     self.lease_s, self.allow_plaintext = lease_s, allow_plaintext
 
   def put(self, lease: Lease) -> None:
-    """Writes or renews a lease. Raises UserError if the directory cannot be used, and OSError."""
+    """Writes or renews a lease.
+
+    Raises UserError if the directory cannot be used, and OSError if the file cannot be written.
+    """
     body = dataclasses.asdict(dataclasses.replace(lease, renewed=time.time()))
     text = json.dumps({'schema': _SCHEMA, 'lease': body, 'signature': self._sign(body)})
     with _opened(self.directory, self._where) as folder:
       _replace(folder, lease.file, text.encode())
 
   def remove(self, lease: Lease) -> None:
-    """Removes a lease, if its file is still there. Raises as `put` does."""
+    """Removes a lease if its file still exists. Raises the same errors as `put`."""
     with _opened(self.directory, self._where) as folder, contextlib.suppress(FileNotFoundError):
       os.unlink(lease.file, dir_fd=folder)
 
   def remove_dead(self, lease: Lease) -> None:
-    """Removes leases of this service whose processes were killed; raises as `put` does."""
+    """Removes leases of this service that were left by killed processes.
+
+    Leases belong to the same service if their name and host are equal. Raises the same errors as
+    `put`.
+    """
     with _opened(self.directory, self._where) as folder:
       for file in _files(folder, lease.kind):
         with contextlib.suppress(OSError, ValueError, UserError):
@@ -260,9 +280,10 @@ class Registry:
     return hmac.new(self.key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
   def read(self, folder: int, file: str) -> Lease:
-    """Reads a lease that the job's key signed from the opened directory.
+    """Reads a lease from the directory whose open descriptor is `folder`.
 
-    Raises ValueError, UserError or OSError for any other file.
+    Raises ValueError, UserError or OSError unless the file contains a lease that was signed with
+    the job's key.
     """
     said = parse_json(_read_own(folder, file, _MAX_FILE_BYTES).decode())
     if not isinstance(said, dict) or said.get('schema') != _SCHEMA:
@@ -279,12 +300,13 @@ class Registry:
 
 
 def create_key(directory: str | os.PathLike, where: str = 'registry') -> pathlib.Path:
-  """Creates the registry's directory and the job's key, unless they exist; returns the key's file.
+  """Creates the registry's directory and the job's key if they do not exist; returns the key's
+  path.
 
-  Of several processes that do so at the same time, one creates the key, and all return the same.
+  If several processes do so at the same time, one of them creates the key, and all use that key.
 
   Raises:
-    UserError: the directory cannot be made, or is not this user's alone.
+    UserError: the directory cannot be created, or other users can access it.
   """
   path = pathlib.Path(directory).expanduser().absolute()
   try:
@@ -293,7 +315,7 @@ def create_key(directory: str | os.PathLike, where: str = 'registry') -> pathlib
       path.mkdir(mode=0o700)
     with _opened(path, where) as folder:
       if not _exists(folder, KEY):
-        # Linked once complete: a process never reads a half-written key.
+        # The file gets its name once it is complete, so no process reads a half-written key.
         unfinished = f'.{KEY}.{secrets.token_hex(8)}'
         _write(folder, unfinished, f'{secrets.token_urlsafe(32)}\n'.encode())
         try:
@@ -312,7 +334,7 @@ def create_key(directory: str | os.PathLike, where: str = 'registry') -> pathlib
 def read_job_key(directory: pathlib.Path, where: str) -> str:
   """Returns the job's key.
 
-  Raises UserError if its file is missing, malformed, or open to other users.
+  Raises UserError if the key's file is missing or malformed, or other users can access it.
   """
   path = directory / KEY
   remedy = f'remove {directory}, so that the job makes another'
@@ -334,8 +356,8 @@ def read_job_key(directory: pathlib.Path, where: str) -> str:
 def _opened(directory: pathlib.Path, where: str) -> Iterator[int]:
   """Opens and checks the directory; yields its descriptor.
 
-  Files are opened relative to that, so that nobody can replace the directory after its check.
-  Raises UserError.
+  Callers open files relative to the descriptor, so replacing the directory after the check has no
+  effect. Raises UserError if the directory cannot be opened or other users can access it.
   """
   try:
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -362,7 +384,7 @@ def _opened(directory: pathlib.Path, where: str) -> Iterator[int]:
 
 
 def _files(folder: int, kind: Kind) -> list[str]:
-  """Returns the names of the kind's leases, at most `_MAX_FILES` of them."""
+  """Returns the sorted file names of at most `_MAX_FILES` leases of services of the given kind."""
   names = []
   with os.scandir(folder) as entries:
     for entry in entries:
@@ -375,7 +397,9 @@ def _files(folder: int, kind: Kind) -> list[str]:
 
 
 def _check_own(status: os.stat_result, limit_bytes: int) -> None:
-  """Raises ValueError for anything but a regular file that this user alone can read and write."""
+  """Raises ValueError unless this is a regular file of at most `limit_bytes` that only this user
+  can access.
+  """
   if not stat.S_ISREG(status.st_mode):
     raise ValueError('is not a regular file')
   if status.st_uid != os.getuid():
@@ -387,8 +411,11 @@ def _check_own(status: os.stat_result, limit_bytes: int) -> None:
 
 
 def _read_own(folder: int, file: str, limit_bytes: int) -> bytes:
-  """Reads a file of the directory. Raises ValueError as `_check_own` does, and OSError."""
-  # Non-blocking, since a FIFO would block otherwise.
+  """Reads a file in the directory.
+
+  Raises ValueError as `_check_own` does, and OSError if the file cannot be read.
+  """
+  # Open the file without blocking, in case it is a FIFO.
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
   with open(os.open(file, flags, dir_fd=folder), 'rb') as opened:
     _check_own(os.fstat(opened.fileno()), limit_bytes)
@@ -467,7 +494,9 @@ def _lease(body: Mapping[str, Any]) -> Lease:
 
 @contextlib.asynccontextmanager
 async def registered(registry: Registry, *leases: Lease) -> AsyncIterator[None]:
-  """Holds leases during the block, renewed every `RENEW_S` seconds, and removes them at its end.
+  """Registers services during the block.
+
+  Writes their leases, renews them every `RENEW_S` seconds, and removes them after the block.
 
   Raises:
     RunError: a lease cannot be written at the start. Later failures are logged, and the next
@@ -489,7 +518,8 @@ async def registered(registry: Registry, *leases: Lease) -> AsyncIterator[None]:
     yield
   finally:
     renewing.cancel()
-    # The last renewal may still be in its thread, and would bring back a lease that was removed.
+    # Wait for the last renewal, which may still run in its thread: it would restore a lease that
+    # was removed.
     await asyncio.gather(renewing, return_exceptions=True)
     for lease in leases:
       with contextlib.suppress(OSError, UserError):
@@ -519,14 +549,16 @@ async def _renew(registry: Registry, leases: tuple[Lease, ...]) -> None:
 
 @dataclasses.dataclass
 class _Seen:
-  """What a reader knows of a file."""
+  """What a reader knows about one lease file."""
 
   state: tuple[int, ...]
-  """Identity of its content: changes with each renewal."""
+  """Times, inode and size of the file, which change with each renewal."""
   lease: Lease | None
-  """None: the file holds no lease that this reader accepts."""
+  """Lease in the file; None if the file contains no lease that this reader accepts."""
   order: tuple[int, float]
-  """Number of the look at which the reader saw the file first, and the lease's own start."""
+  """Number of the scan in which the reader first saw the file, and the start time in the lease.
+  Leases are sorted by this pair.
+  """
   age_s: float = 0.0
   """Seconds since the reader last saw the file change."""
 
@@ -535,7 +567,7 @@ class Watch:
   """One reader's view of the services of one kind.
 
   Attributes:
-    expired: addresses of services whose leases expired before they were removed.
+    expired: addresses of services whose leases have expired but still exist as files.
   """
 
   def __init__(self, registry: Registry, kind: Kind):
@@ -550,15 +582,16 @@ class Watch:
     self._failures = 0
 
   def look(self, now: float) -> tuple[Lease, ...]:
-    """Returns the leases in force, oldest first; of several for one address, the newest.
+    """Scans the directory and returns the valid leases that have not expired, oldest first.
 
-    Never raises: what cannot be read is logged, and while the directory itself cannot be read,
-    the last answer holds.
+    Of several leases for one address, only the newest is returned. This method never raises: files
+    that cannot be read are logged, and while the directory itself cannot be read, the result is
+    that of the last scan.
 
     Args:
       now: reader's clock in seconds, which never goes back.
     """
-    # A look whose caller was cancelled goes on in its thread.
+    # If the caller of `look_async` is cancelled, its scan goes on in a thread beside the next scan.
     with self._lock:
       return self._look(now)
 
@@ -586,7 +619,7 @@ class Watch:
     return self._leases
 
   async def look_async(self) -> tuple[Lease, ...]:
-    """As `look`, in a thread, with the event loop's clock."""
+    """Calls `look` in a thread, with the time of the event loop's clock."""
     return await asyncio.to_thread(self.look, asyncio.get_running_loop().time())
 
   def _scan(self, folder: int, gap: float) -> None:
@@ -596,7 +629,7 @@ class Watch:
     for file in files:
       try:
         status = os.stat(file, dir_fd=folder, follow_symlinks=False)
-      except FileNotFoundError:  # Removed meanwhile.
+      except FileNotFoundError:  # Removed since the scan began.
         self._seen.pop(file, None)
         continue
       state = (status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size)
@@ -610,7 +643,8 @@ class Watch:
       if seen is None:
         order = (self._looks, lease.started if lease else 0.0)
         seen = self._seen[file] = _Seen(state, lease, order)
-      # A file that changed without another renewal, such as its times alone, grows older.
+      # If the file changed but the lease in it did not, as when only the file's times changed, the
+      # lease was not renewed and grows older.
       seen.age_s = 0.0 if lease != seen.lease else seen.age_s + gap
       seen.state, seen.lease = state, lease
     if refused:
@@ -620,7 +654,10 @@ class Watch:
       )
 
   def _accepted(self, folder: int, file: str) -> tuple[Lease | None, str]:
-    """Returns the file's lease, or None and the reason why it does not count."""
+    """Returns (lease, '') if the reader accepts the file, else None and the reason.
+
+    The reason is empty if the file no longer exists.
+    """
     try:
       lease = self.registry.read(folder, file)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
 """JSON client of a service that has one or more addresses.
 
-Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the
-errors of all tries. Transient errors (no connection, timeout, 429, 5xx) are retried, at another
-address if there is one; at most `concurrency` requests are in flight at once.
+Invariant: a call returns the body of a 200 response or raises a `RemoteError`. Transient errors (no
+connection, timeout, 429, 5xx) are retried, at another address if there is one. If the last retry
+fails, too, the error lists those of all tries. At most `concurrency` requests are in flight at
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CHAT_PATH = '/v1/chat/completions'
 _MAX_WAIT_S = 30.0
 """Maximum wait before a retry in seconds, whatever `Retry-After` says."""
 _REST_S = 5.0
-"""Seconds after an error during which other addresses are preferred."""
+"""Seconds after an error at one address during which other addresses are preferred."""
 _MAX_ANSWER_BYTES = 4 << 20
 
 
@@ -37,14 +38,16 @@ class RemoteOptions:
   key_file: str | None = None
   """File whose first line is the bearer token."""
   ca_file: str | None = None
-  """File of CA certificates that verify https servers; None: the system's certificates."""
+  """File of CA certificates with which https servers are verified; if None, the system's
+  certificates are used.
+  """
   concurrency: int = 16
   """Maximum number of requests in flight, over all addresses."""
   request_deadline_s: float = 60.0
-  """Time limit of one try in seconds; the scorer's own `deadline_s` covers all tries."""
+  """Time limit of one try in seconds. The scorer's own `deadline_s` covers all tries together."""
   retries: int = 5
-  """Maximum number of retries after transient errors. The default waits add up to 15 s, enough for
-  a service restart.
+  """Maximum number of retries after transient errors. With the default values, the waits between
+  tries add up to about 15 s, which is enough for a restart of the service.
   """
   first_wait_s: float = 0.5
   """Seconds to wait before the first retry. The wait doubles for each later retry; a `Retry-After`
@@ -71,19 +74,20 @@ class RemoteOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscoveringOptions(RemoteOptions):
-  """Options of a service whose addresses a registry may tell."""
+  """Options of a service whose addresses may come from the run's registry."""
 
   addresses: tuple[str, ...] = ()
   """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
   busy address.
   """
   discover: str | None = None
-  """Pattern of names, such as '*' or 'quality-*': the addresses are those of the services in the
-  run's registry whose names match, as long as they are there. None: `addresses`.
+  """Pattern of service names, such as '*' or 'quality-*'. Requests go to those services in the
+  run's registry whose names match, as long as they are registered. If None, `addresses` are used
+  instead.
   """
   key_file: str | None = None
-  """File whose first line is the bearer token; None: with `discover` the registry's key, else no
-  token.
+  """File whose first line is the bearer token. If None, the token is the registry's key if
+  `discover` is set, and no token is sent otherwise.
   """
 
   def check(self, where: str) -> None:
@@ -97,7 +101,7 @@ class DiscoveringOptions(RemoteOptions):
         f'{where}: discover is {self.discover!r}, with {len(self.addresses)} addresses; wanted a '
         "pattern such as '*', and no addresses"
       )
-    # Its other checks, with an address that is never called.
+    # Run the checks of the base class with a placeholder address, which is never called.
     dataclasses.replace(self, discover=None, addresses=('unix:/discovered',)).check(where)
 
 
@@ -109,16 +113,17 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
 
 
 class ServiceClient:
-  """Client of a replicated service; also the base class of clients of specific services.
+  """Client of a service with several addresses; also the base class of clients of specific
+  services.
 
-  Use as an async context manager in the event loop that makes the calls.
+  Use it as an async context manager in the event loop that makes the calls.
   """
 
   def __init__(self, options: RemoteOptions, where: str, path: str = ''):
     """
     Args:
       where: owner of the client, for error messages.
-      path: appended to the addresses; if empty, the addresses are complete URLs.
+      path: path appended to each address. If it is empty, the addresses are complete URLs.
     """
     self._options, self._where, self._path = options, where, path
     self._clients: dict[str, Client] = {}
@@ -140,13 +145,16 @@ class ServiceClient:
   def set_addresses(self, addresses: Sequence[str]) -> None:
     """Sends new requests to these addresses; requests in flight are unaffected.
 
-    Raises UserError if there is none, or one is malformed.
+    Raises UserError if `addresses` is empty, or one of them is malformed.
     """
     _check_addresses(addresses, self._where)
     self._addresses = tuple(addresses)
 
   async def post(self, body: Json) -> Json:
-    """Posts `body` and returns the JSON response. Raises RemoteError after the last try."""
+    """Posts `body` and returns the JSON response.
+
+    Raises RemoteError if an error is not transient, or no retries are left.
+    """
     met: list[str] = []
     wait = self._options.first_wait_s
     while True:
@@ -169,13 +177,15 @@ class ServiceClient:
         finally:
           self._busy[address] -= 1
           self._served[address] += 1
-      # Outside the slot, so that other requests can use it during the wait.
+      # Wait outside the slot, so that another request can use the slot meanwhile.
       await asyncio.sleep(min(max(wait, asked), _MAX_WAIT_S))
       wait *= 2
 
   def _choose(self) -> str:
-    """Returns the least busy address, preferably one without a recent error; among equals, the one
-    that served least.
+    """Returns the address for the next request.
+
+    Addresses without a recent error are preferred. Among them, the address with the fewest requests
+    in flight is chosen, and in case of a tie the one that has served the fewest requests.
     """
     now = asyncio.get_running_loop().time()
 

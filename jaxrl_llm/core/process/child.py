@@ -17,8 +17,8 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
-"""Maximum seconds to wait for a guard to end. By default, it needs at most 5 s of grace and 30 s
-after SIGKILL.
+"""Maximum seconds to wait for a guard to end. With the default grace period, a guard needs at most
+5 s before SIGKILL and 30 s after it.
 """
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
@@ -53,8 +53,9 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """Exit code of the command (128 + N for signal N), or 0 after an ordered stop; None while the
-    command runs and before its start.
+    """Exit code of the command: 128 + N if signal N ended it, and 0 after an ordered stop.
+
+    None while the command runs and before its start.
     """
     return self._guard.poll() if self._guard else None
 
@@ -73,9 +74,9 @@ class Child:
 
     Args:
       first_line: line written to the log before the command's output.
-      channel: socket to use as the command's stdin and stdout. The caller closes it after the call.
-        Its other end reads end-of-file once no process of the command is left. None: the command
-        has no input, and its stdout goes to the log.
+      channel: socket to use as the command's stdin and stdout. The caller closes it after this
+        call. The socket's other end reads end-of-file once no process of the command is left. If
+        None, the command has no input, and its stdout goes to the log.
     """
     if self.is_running():
       raise RuntimeError(f'{self.name} is running')
@@ -104,8 +105,9 @@ class Child:
     )
 
   def lines(self) -> list[str]:
-    """Returns the last nonempty log lines since the start: the command's output, or why it could
-    not be started.
+    """Returns the last nonempty lines that were added to the log since the start.
+
+    They are the command's output, or the guard's message why the command could not be started.
     """
     if not self.log.exists():
       return []
@@ -117,18 +119,21 @@ class Child:
     ]
 
   def terminate(self) -> None:
-    """Orders the guard to end the command; does not wait. The guard kills what survives SIGTERM."""
+    """Orders the guard to end the command, and returns at once.
+
+    The guard kills processes that survive SIGTERM.
+    """
     if self._guard is not None:
-      # The pipe stays open: the guard would take its closing for the death of this process.
+      # Keep the pipe open: the guard would conclude from its closing that this process has died.
       self._guard.terminate()
 
   async def stop(self, *, owner: str) -> None:
-    """Ends the command and everything that it started, and returns when nothing is left.
+    """Ends the command and all processes that it started, and returns once they are gone.
 
-    If this call is cancelled, the next one waits for processes that are still ending.
+    If this call is cancelled, the next call waits for processes that are still ending.
 
     Raises:
-      WaitExpired: the guard is stuck; this object then no longer tracks it.
+      WaitExpired: the guard did not end in time. It is killed and no longer tracked by this object.
     """
     if self._guard is None:
       return

@@ -1,29 +1,32 @@
-"""Process guard: ties a server's processes to its owner's lifetime, so that nothing is left behind.
+"""Process guard: runs a command, such as a server, none of whose processes outlives its owner.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
     -- COMMAND [ARGUMENT ...]
 
-The guard runs by its file path, on Linux with Python 3.11 or later, and imports nothing of
-jaxrl_llm. The owner starts it with `start_new_session=True` and, as stdin, a pipe whose write end
-only the owner holds. The owner orders a stop by closing the pipe (or by dying); SIGTERM, SIGINT and
-SIGHUP order one too. COMMAND's output is appended to FILE, as is a line `guard: …` for each action
-of the guard at the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND
-uses it as stdin and stdout.
+The guard is run by its file path, on Linux with Python 3.11 or later, and imports nothing of
+jaxrl_llm. The owner is the process that starts the guard. It starts the guard with
+`start_new_session=True` and, as stdin, a pipe whose write end only the owner has open. The owner
+orders a stop by closing the pipe or by dying. SIGTERM, SIGINT and SIGHUP also order a stop.
+COMMAND's output is appended to FILE, as is a line `guard: …` for each action of the guard at the
+end. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses this socket as
+stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
-setsid or ignored signals. Also gone are the files in /dev/shm (whose names match `_NAMES`) that
-those processes were seen using and no other process uses. If the owner closed the pipe or died,
-every PATH is gone too. Otherwise the PATHs stay, since a live owner needs them to start COMMAND
-again. On an order to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end;
-if COMMAND ends without such an order, the remaining processes are killed at once. The exit code is
-COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 if COMMAND cannot be
-started, and 1 if a process survives SIGKILL after an order to stop.
+setsid or ignored signals. A file in /dev/shm whose name matches `_NAMES` is gone, too, if the guard
+saw one of those processes use it and no other process uses it. If the owner closed the pipe or
+died, every PATH is gone. Otherwise the PATHs stay, since a live owner needs them to start COMMAND
+again.
 
-Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a
-core), so a file whose users were all killed before the next scan may stay. If the guard itself gets
-SIGKILL, the kernel kills COMMAND, but its descendants and files may stay. Processes that the guard
-may not inspect (other accounts, other PID namespaces) do not prevent the removal of a file they
-use.
+After an order to stop, COMMAND gets SIGTERM, and the whole process tree has `grace_s` seconds to
+end. If COMMAND ends without such an order, the remaining processes are killed at once. The exit
+code is COMMAND's (for a signal, 128 + its number), 0 after an order to stop, 127 if COMMAND cannot
+be started, and 1 if a process survives SIGKILL after an order to stop.
+
+Limits: /dev/shm is scanned ten times a second, or less often if scans would cost more than 1 % of a
+core. A file whose users were all killed before the next scan may therefore stay. If the guard
+itself gets SIGKILL, the kernel kills COMMAND, but COMMAND's descendants and files may stay. The
+guard does not see which files are used by processes that it may not inspect (those of other
+accounts or in other PID namespaces), and may remove such files.
 """
 
 from __future__ import annotations
@@ -54,11 +57,13 @@ _MAPPED = re.compile(rb' (\d+) +/dev/shm/')
 _LOOK_S = 0.1
 """Seconds between scans of /dev/shm."""
 _SCAN_S = 1.0
-"""Minimum seconds between checks of files that the process tree did not use."""
+"""Minimum seconds between checks whether the process tree now uses a file that it did not use
+before.
+"""
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after pauses."""
+"""CPU seconds by which scans may exceed the rate `1 / _THRIFT`, at the start and after pauses."""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
 
@@ -90,8 +95,10 @@ def _processes() -> Iterator[_Process]:
 
 
 def _tree() -> Iterator[_Process]:
-  """Yields each descendant of this process as soon as it is found, so that a process that keeps
-  forking and exiting can be killed in time.
+  """Yields all descendants of this process.
+
+  Each is yielded as soon as it is found, so that the caller can kill a process that keeps forking
+  and exiting in time.
   """
   tree = {os.getpid()}
   unrelated: list[_Process] = []
@@ -101,7 +108,8 @@ def _tree() -> Iterator[_Process]:
       yield process
     else:
       unrelated.append(process)
-  # A child's PID is below its parent's if PIDs have wrapped around.
+  # Processes are read in the order of their PIDs. If PIDs have wrapped around, a child may come
+  # before its parent, so it is found only here.
   while late := [
     process for process in unrelated if process.parent in tree and process.pid not in tree
   ]:
@@ -148,9 +156,10 @@ class _SharedMemory:
     self._credited = time.monotonic()
 
   def look(self, *, thorough: bool = False) -> float:
-    """Records the files that the tree uses now; returns the seconds until the next scan.
+    """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Inspects processes only if a file is new, and periodically for files that the tree did not use.
+    Processes are inspected only if there is a new file. Files that the tree did not use are checked
+    again periodically, or at once if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
@@ -163,8 +172,7 @@ class _SharedMemory:
       used = set().union(*(_used_by(process.pid) for process in _tree()))
       self._noted |= {file for file in unknown if file[1] in used}
       self._foreign = unknown - self._noted
-      # Periodic scans use at most half of the CPU time allowed, so that the rest remains for new
-      # files.
+      # Repeated checks use at most half of the permitted CPU time. The rest remains for new files.
       self._next_scan = time.monotonic() + max(_SCAN_S, 2 * _THRIFT * (time.process_time() - began))
     self._credit -= time.process_time() - began
     return max(_LOOK_S, -self._credit * _THRIFT)
@@ -210,8 +218,10 @@ def _signal_source() -> int:
 
 
 def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subprocess.Popen:
-  """Starts COMMAND so that the kernel kills it if the guard dies, and orphaned descendants become
-  the guard's children.
+  """Starts COMMAND.
+
+  The kernel kills COMMAND if the guard dies, and makes the guard the parent of COMMAND's orphaned
+  descendants.
   """
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -283,7 +293,9 @@ class Guard:
     return code if code >= 0 else 128 - code
 
   def _wait(self, seconds: float) -> None:
-    """Waits at most `seconds` for a signal or a closed pipe; records an order to stop."""
+    """Waits at most `seconds` for a signal or the closing of the pipe, and records an order to
+    stop.
+    """
     ready, _, _ = select.select(self._sources, [], [], max(0.0, seconds))
     if self._signals in ready:
       for number in os.read(self._signals, 4096):
@@ -315,7 +327,9 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills all descendants, repeatedly because they may fork; returns False if some survive."""
+    """Kills all descendants, repeatedly because they may fork. Returns whether all of them are
+    gone.
+    """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:
@@ -379,7 +393,7 @@ def main(argv: Sequence[str]) -> int:
     parser.error('no COMMAND after --')
   if sys.stdin is None:
     parser.error('stdin is closed; wanted a pipe whose write end the owner holds')
-  signals = _signal_source()  # First, so that no signal is lost.
+  signals = _signal_source()  # Before COMMAND starts, so that no signal is lost.
   try:
     log = open(options.log, 'ab', buffering=0)
   except OSError as error:

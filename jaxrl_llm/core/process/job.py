@@ -1,9 +1,9 @@
-"""The job that this process belongs to, as the command line and the environment describe it.
+"""Finds the place of this process in a job of several processes, from flags and the environment.
 
-Each of the three facts of a job (address of process 0, number of processes, number of this process)
-comes from a flag, else from JAX's variables, else from the system that started the process: Slurm's
-`srun`, MPI, Kubernetes or Cloud TPU. Where `jax.distributed.initialize` finds the address itself,
-the description names its method instead.
+Three facts describe the place: the address of process 0, the number of processes, and the number of
+this process. Each comes from a flag, else from JAX's variables, else from the system that started
+the process: Slurm's `srun`, MPI, Kubernetes or Cloud TPU. If `jax.distributed.initialize` can find
+the address itself, the description gives JAX's method instead of the address.
 """
 
 from __future__ import annotations
@@ -39,15 +39,19 @@ class JobDescription:
   source: str
   """Origin of the description, for messages, such as 'Slurm'."""
   coordinator: str | None
-  """HOST:PORT of process 0; None: JAX finds it by `method`."""
+  """HOST:PORT of process 0; if None, JAX finds it by `method`."""
   processes: int | None
-  """Number of processes, at least 2; None: JAX finds it by `method`."""
+  """Number of processes, at least 2; if None, JAX finds it by `method`."""
   process: int | None
-  """Number of this process, from 0; None: JAX finds it by `method`."""
+  """Number of this process, from 0; if None, JAX finds it by `method`."""
   method: str | None = None
-  """JAX's `cluster_detection_method` for facts that are None."""
+  """`cluster_detection_method` by which JAX finds the facts that are None; None if all are
+  known.
+  """
   local_device: int | None = None
-  """The only GPU that this process may use, by number on its host; None: all that it sees."""
+  """Number, on this host, of the only GPU that this process may use; if None, the process may use
+  all GPUs that it sees.
+  """
 
   def __str__(self) -> str:
     count = 'the' if self.processes is None else f'the {self.processes}'
@@ -56,7 +60,7 @@ class JobDescription:
 
 
 class _Given(NamedTuple):
-  """A fact that a flag or a variable gives."""
+  """Value of a fact, and the name of the flag or variable that gives it."""
 
   source: str
   value: Any
@@ -64,19 +68,19 @@ class _Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-  """Place that a system gave to this process."""
+  """Place in a job that a system such as Slurm gave to this process."""
 
   source: str
   processes: int | None
   process: int | None
   method: str | None
-  """JAX's method for the address; None: JAX has none."""
+  """JAX's method to find the address; None if JAX has no method for this system."""
   remedy: str = ''
-  """Remedy if the address is unknown."""
+  """First part of the remedy in the error message for an unknown address."""
   local: int | None = None
   """Number of this process on its host."""
   beside: int | None = None
-  """Number of processes on its host."""
+  """Number of the job's processes on the host of this process."""
 
 
 def describe(
@@ -88,16 +92,17 @@ def describe(
   has_tpu: bool = False,
   has_mpi4py: bool = False,
 ) -> JobDescription | None:
-  """Returns the place of this process in its job, or None if it trains alone.
+  """Returns the place of this process in its job, or None if the process trains alone.
 
   Args:
     environment: variables of the process.
-    coordinator, processes, process: values of the flags, which go before everything else.
+    coordinator, processes, process: values of the flags, which override the environment; None for
+      flags that are not set.
     has_tpu: whether the machine has TPU chips, so that JAX may ask Google's metadata server.
-    has_mpi4py: whether mpi4py is installed, through which JAX finds the address under any MPI.
+    has_mpi4py: whether mpi4py is installed, with which JAX finds the address under any MPI.
 
   Raises:
-    UserError: a fact is missing or nonsense.
+    UserError: a fact is missing or invalid.
   """
   given = {
     ADDRESS: _address(environment, coordinator),
@@ -112,7 +117,7 @@ def describe(
   except UserError:
     if None in given.values():
       raise
-    place = None  # Nothing of it is needed.
+    place = None  # The flags and JAX's variables already give all facts.
   if not any(given.values()):
     return _detected(place, environment)
   if place is None and index is None and _K8S_INDEX in environment:
@@ -121,10 +126,10 @@ def describe(
 
 
 def unjoined(environment: Mapping[str, str]) -> str | None:
-  """Returns why a process without a job might have been meant to have one, or None.
+  """Returns a message if a process that trains alone was perhaps meant to join a job, else None.
 
   Args:
-    environment: variables for which `describe` returns None.
+    environment: variables of the process, for which `describe` returns None.
   """
   if _K8S_INDEX in environment:
     return (
@@ -143,7 +148,8 @@ def unjoined(environment: Mapping[str, str]) -> str | None:
 def outside(environment: Mapping[str, str]) -> dict[str, str]:
   """Returns the variables without those that give a process its place in a job.
 
-  For children (servers, explorers, scorers), which would otherwise take the place of this process.
+  Child processes (servers, explorers, scorers) get the result as their environment. Otherwise, they
+  would take the place of this process in the job.
   """
   return {name: value for name, value in environment.items() if not is_place(name)}
 
@@ -154,7 +160,7 @@ def is_place(name: str) -> bool:
 
 
 def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescription | None:
-  """Returns what the system alone says."""
+  """Returns the place that the system alone gives to this process; None if it trains alone."""
   if place is None or place.processes == 1:
     return None
   if place.method is None:
@@ -176,11 +182,11 @@ def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescri
 def _merged(
   given: Mapping[str, _Given | None], place: _Place | None, environment: Mapping[str, str]
 ) -> JobDescription | None:
-  """Returns the given facts, completed by the system's."""
+  """Returns the place that the given facts describe, completed by those of the system."""
   names = ', '.join(fact.source for fact in given.values() if fact is not None)
   missing = [name for name, fact in given.items() if fact is None]
   if place is not None and place.method is not None:
-    missing = []  # JAX finds whatever the variables do not say.
+    missing = []  # JAX finds the facts that are not given.
   elif place is not None:
     missing = [name for name in missing if name == ADDRESS]
   if missing:
@@ -217,9 +223,10 @@ def _check_index(source: str, index: int | None, count: int | None) -> None:
 
 
 def _place(environment: Mapping[str, str], *, has_tpu: bool, has_mpi4py: bool) -> _Place | None:
-  """Returns the place that the innermost system gave to this process.
+  """Returns the place that the innermost system gave to this process; None if there is no system.
 
-  MPI goes before Slurm, whose steps may start an MPI launcher's own processes.
+  MPI comes before Slurm: an MPI launcher may run its own processes as a step of Slurm, so that
+  Slurm's variables describe the launcher's processes.
   """
   return (
     _open_mpi(environment, has_mpi4py)
@@ -237,7 +244,7 @@ def _open_mpi(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None
   count, index, local_index, local_count = _group(
     environment, 'Open MPI', (size, rank, local, beside)
   )
-  # Versions before 5 announce the address of mpirun's host.
+  # Versions before 5 give the address of mpirun's host in this variable.
   launcher = 'ompi' if 'OMPI_MCA_orte_hnp_uri' in environment else None
   return _Place(
     source='Open MPI',
@@ -251,7 +258,7 @@ def _open_mpi(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None
 
 
 def _mpich(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None:
-  # PMI_RANK alone may also be of `srun --mpi=pmi2`.
+  # PMI_RANK alone does not mean MPICH, since `srun --mpi=pmi2` sets it, too.
   if 'MPI_LOCALNRANKS' not in environment or 'PMI_RANK' not in environment:
     return None
   count, index, local_index, local_count = _group(
@@ -269,10 +276,11 @@ def _mpich(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> _Place | None:
-  # Batch scripts and shells of salloc have a job but no step, or a step of a single task.
+  # Slurm starts a job's processes as the tasks of a step. Batch scripts and shells of salloc run in
+  # no step, or in a step of a single task.
   if 'SLURM_STEP_NODELIST' not in environment:
     return None
-  # In a shell of salloc, SLURM_NTASKS is the job's.
+  # In a shell of salloc, SLURM_NTASKS is the number of tasks of the whole job, not of the step.
   tasks = 'SLURM_STEP_NUM_TASKS' if 'SLURM_STEP_NUM_TASKS' in environment else 'SLURM_NTASKS'
   if environment.get(tasks) == '1':
     return _Place(source='Slurm', processes=1, process=0, method='slurm')
@@ -290,7 +298,7 @@ def _slurm(environment: Mapping[str, str]) -> _Place | None:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int | None:
-  """Number of the step's tasks on this node; None if it is not known.
+  """Returns the number of the step's tasks on this node; None if it is not known.
 
   SLURM_STEP_TASKS_PER_NODE is '2(x3),1' for nodes of 2, 2, 2 and 1 tasks.
   """
@@ -316,7 +324,7 @@ def _tpu(environment: Mapping[str, str], has_tpu: bool) -> _Place | None:
   if hosts_name is None:
     if 'TPU_SKIP_MDS_QUERY' in environment:
       return None
-    # JAX asks the metadata server, which also knows a single host.
+    # JAX asks the metadata server, which also answers on a TPU with a single host.
     return _Place(source='TPU metadata', processes=None, process=None, method='gcetpu')
   hosts = len(environment[hosts_name].split(','))
   slices, this = 1, 0
@@ -335,7 +343,7 @@ def _tpu(environment: Mapping[str, str], has_tpu: bool) -> _Place | None:
 def _group(
   environment: Mapping[str, str], source: str, names: tuple[str, ...], others: tuple[str, ...] = ()
 ) -> list[int]:
-  """Returns the numbers of a system's variables.
+  """Returns the values of the variables `names` of a system as numbers.
 
   Raises:
     UserError: one of `names` or `others` is missing, or one of `names` is not a number.
@@ -385,7 +393,10 @@ def _address(environment: Mapping[str, str], flag: str | None) -> _Given | None:
 
 
 def _local_device(place: _Place, environment: Mapping[str, str]) -> int | None:
-  """The GPU of a process that shares its host with others; None if it may use all that it sees."""
+  """Returns the number of the GPU for a process that shares its host with others.
+
+  The result is None if the process may use all GPUs that it sees.
+  """
   bound = any(environment.get(name) and ',' not in environment[name] for name in _VISIBLE)
   if place.local is None or place.beside == 1 or bound:
     return None
