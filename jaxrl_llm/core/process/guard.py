@@ -1,4 +1,4 @@
-"""Process guard: runs a command, such as a server, none of whose processes outlives its owner.
+"""Process guard: runs a command and ends all processes of the command when its owner is gone.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
     -- COMMAND [ARGUMENT ...]
@@ -7,9 +7,9 @@ The guard is run by its file path, on Linux with Python 3.11 or later, and impor
 jaxrl_llm. The owner is the process that starts the guard. It starts the guard with
 `start_new_session=True` and, as stdin, a pipe whose write end only the owner has open. The owner
 orders a stop by closing the pipe or by dying. SIGTERM, SIGINT and SIGHUP also order a stop.
-COMMAND's output is appended to FILE, as is a line `guard: …` for each action of the guard at the
-end. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses this socket as
-stdin and stdout.
+COMMAND's output is appended to FILE, as is a line `guard: …` whenever the guard ends processes or
+removes a file. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses this
+socket as stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
 setsid or ignored signals. A file in /dev/shm whose name matches `_NAMES` is gone, too, if the guard

@@ -1,8 +1,9 @@
-"""Starts sandboxes: with the project's namespaces, bubblewrap or, on request, without isolation.
+"""Starts sandboxes. Programs are isolated with Linux namespaces or bubblewrap or, on request, not
+at all.
 
 Invariant: no process started here outlives the process that started it. Each process waits on a
-socket whose other end only the starting process holds, and ends when that end closes, for whatever
-reason.
+socket whose other end only the starting process has open, and ends when that end closes, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""auto: namespaces if the kernel permits them, else bubblewrap, else an error; none: resource
-limits but no isolation.
+"""With 'auto', programs are isolated with namespaces if the kernel permits them, else with
+bubblewrap; if neither works, NoIsolation is raised. With 'none', programs have resource limits but
+are not isolated.
 """
 
 START_S = 30.0
@@ -39,7 +41,7 @@ _ENVIRONMENT = {
   'PATH': '/usr/local/bin:/usr/bin:/bin',
   'HOME': '/tmp',
   'LANG': 'C.UTF-8',
-  'PYTHONHASHSEED': '0',  # Makes scores of programs that depend on hashes reproducible.
+  'PYTHONHASHSEED': '0',  # So that programs that depend on hashes get reproducible scores.
   'OPENBLAS_NUM_THREADS': '1',
 }
 
@@ -61,7 +63,9 @@ class Preload:
   path: tuple[str, ...] = ()
   """Host directories from which programs import; programs can read everything in them."""
   source: str = ''
-  """Trusted statements to run once, before sandboxes are forked (bubblewrap: in each sandbox)."""
+  """Trusted Python statements that run once, before sandboxes are forked. With bubblewrap, they run
+  in each sandbox.
+  """
 
   def bound(self) -> tuple[str, ...]:
     """Returns the directories in `path` that `readable` does not cover."""
@@ -80,7 +84,7 @@ NOTHING = Preload()
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-  """Returns host paths a program may read: the system's programs and libraries, and Python's."""
+  """Returns the host paths that programs may read: system programs and libraries, and Python."""
   paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
   for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
     if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
@@ -97,10 +101,11 @@ _START = (
 
 
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
-  """Returns the command that starts a zygote, and its first input: the options as JSON bytes.
+  """Returns the command that starts a zygote, and the bytes to send to its standard input first.
 
-  The options are not on the command line because they name host directories, and programs in a
-  sandbox can read the command line of the process that they descend from.
+  These bytes are the options as JSON. The options are not on the command line because they name
+  host directories, and programs in a sandbox can read the command line of the process that they
+  descend from.
   """
   first = json.dumps(options).encode()
   arguments = [str(options['tmp_bytes']), str(len(first))]
@@ -117,7 +122,7 @@ def first_words(control: socket.socket) -> str:
 
 
 class Zygote:
-  """Forks each sandbox from one process that has already loaded Python.
+  """Starts sandboxes by forking one process, the zygote, which has already loaded Python.
 
   Attributes:
     kind: how programs are isolated: 'namespaces' or 'none'.
@@ -157,8 +162,9 @@ class Zygote:
       raise NoIsolation(answer)
 
   def start(self) -> socket.socket:
-    """Starts a sandbox and returns its control socket without waiting for it. Raises OSError if
-    none can be started.
+    """Starts a sandbox and returns its control socket, without waiting until the sandbox is ready.
+
+    Raises OSError if the sandbox cannot be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -170,7 +176,7 @@ class Zygote:
     return ours
 
   def close(self) -> None:
-    """Stops the process that starts sandboxes. Sandboxes end when their control sockets close."""
+    """Stops the zygote. Each sandbox ends when its control socket closes."""
     self._requests.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)
@@ -216,15 +222,15 @@ class Bubblewrap:
       '--dev',
       '/dev',
     ]
-    # The kernel's command line describes the host; a shared mapping of /dev/zero is memory that no
-    # limit counts.
+    # Hide two files: /proc/cmdline describes the host, and a shared mapping of /dev/zero is memory
+    # that no limit counts.
     for path in ('/proc/cmdline', '/dev/zero'):
       self._command += ['--ro-bind', '/dev/null', path]
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
-    # /proc too: if root starts bwrap, programs are root outside the sandbox, and root may change
-    # the kernel's settings.
+    # /proc is read-only, too: if root starts bwrap, programs are root outside the sandbox, and root
+    # may change the kernel's settings there.
     for path in ('/dev', '/proc', '/'):
       self._command += ['--remount-ro', path]
     command, self._first = _python(
@@ -270,7 +276,9 @@ Starter = Zygote | Bubblewrap
 
 
 def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
-  """Opens the first permitted isolation that works here. Raises NoIsolation if none does."""
+  """Opens a starter with the first kind of isolation that `isolation` permits and that works on
+  this machine. Raises NoIsolation if none works.
+  """
   ways = {
     'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
     'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),

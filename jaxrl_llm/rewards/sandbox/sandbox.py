@@ -1,7 +1,8 @@
 """Runs untrusted programs, each in its own sandbox, which is discarded afterwards.
 
-Invariant: a program cannot write its own outcome: its output is compared here, outside the sandbox,
-and function tests run in a separate process (`inside.examiner`), out of the program's reach.
+Invariant: a program cannot forge its own outcome. Its output is compared with the expected output
+here, outside the sandbox. Tests of functions run in a separate process (`inside.examiner`), which
+the program cannot reach.
 """
 
 from __future__ import annotations
@@ -61,19 +62,23 @@ class Limits:
   """Resource limits for one program, including all of its tests and processes."""
 
   wall_s: float = 30.0
-  """Wall-clock time. If a program reaches it as the machine is busy, it raises SandboxError."""
+  """Maximum wall-clock time in seconds. If a program reaches it only because the machine is busy,
+  SandboxError is raised.
+  """
   cpu_s: int = 6
-  """Processor time of all processes together, including those of the tests."""
+  """Maximum processor time in seconds, summed over all processes, including those of the tests."""
   memory_mib: int = 1024
-  """Maximum address space of each process, and maximum resident memory of all together, in MiB."""
+  """Maximum address space of each process, and maximum resident memory of all processes together,
+  in MiB.
+  """
   processes: int = 32
   files: int = 256
   """Maximum number of files that each process may have open."""
   file_mib: int = 64
   tmp_mib: int = 64
-  """Maximum total size of all files in MiB. The files are held in memory."""
+  """Maximum total size in MiB of all files, which are held in memory."""
   output_kib: int = 1024
-  """Maximum size in KiB, of standard output and standard error each."""
+  """Maximum size of the standard output in KiB. The same maximum applies to the standard error."""
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
@@ -122,7 +127,11 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; if isolated, its caller gets a SandboxError."""
+  """Lets another thread end a running program.
+
+  The call that runs the program then raises SandboxError. If the program is not isolated, it
+  returns an outcome with the ending LOST instead.
+  """
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -193,7 +202,11 @@ class Sandboxes:
   def run_cases(
     self, program: str, cases: Sequence[Case], stop: Stop | None = None
   ) -> ProgramOutcome:
-    """Runs the program per case; it passes if the output agrees, up to white space at line ends."""
+    """Runs the program once for each case.
+
+    A case passes if the program prints the expected output, apart from white space at line ends and
+    empty lines at the end.
+    """
 
     def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
@@ -205,7 +218,7 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
-        # All cases share these limits, so the remaining cases have no time left.
+        # All cases together share these limits, so no time is left for the remaining cases.
         if result['ended'] in ('wall', 'cpu'):
           break
       ended = (
@@ -220,8 +233,9 @@ class Sandboxes:
     return self._in_sandbox(run, len(cases), stop)
 
   def output(self, program: str, stdin: str) -> tuple[ProgramOutcome, str]:
-    """Runs the program once; returns how it ended (PASSED: exit code 0), and its standard output up
-    to the limit.
+    """Runs the program once; returns its outcome and its standard output.
+
+    The ending is PASSED if the exit code is 0. The output is cut off at its limit.
     """
     printed = ''
 
@@ -245,8 +259,9 @@ class Sandboxes:
     entry_point: str | None = None,
     stop: Stop | None = None,
   ) -> ProgramOutcome:
-    """Runs the program, then each test, in order and in one namespace; a test passes if it raises
-    nothing.
+    """Runs the program, then its tests in order, all in one namespace.
+
+    A test passes if it raises no exception.
     """
 
     def run(control: Channel) -> ProgramOutcome:
@@ -268,7 +283,7 @@ class Sandboxes:
     return self._in_sandbox(run, len(tests), stop)
 
   def close(self) -> None:
-    """Ends idle sandboxes and running programs, whose callers get a SandboxError."""
+    """Ends idle sandboxes and running programs. Calls that run programs then raise SandboxError."""
     with self._lock:
       self._closed = True
       for control in self._idle:
@@ -314,7 +329,7 @@ class Sandboxes:
         self._running.discard(connection)
 
   def _take(self) -> socket.socket:
-    """Takes a ready sandbox and starts another one for the next program."""
+    """Returns a sandbox that is ready, and starts another one for the next program."""
     reason: object = None
     for _ in range(3):
       with self._lock:
@@ -341,7 +356,7 @@ class Sandboxes:
 
   def _restart(self, failed: Starter) -> None:
     with self._lock:
-      # Another thread has already replaced or closed it.
+      # Another thread has already replaced the starter, or the sandboxes were closed.
       if self._starter is not failed or self._closed:
         return
       for control in self._idle:
@@ -379,7 +394,10 @@ def _has_hung_up(control: socket.socket) -> bool:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-  """Returns the supervisor's message. Raises SandboxError if the machine is to blame."""
+  """Returns the supervisor's message unchanged.
+
+  Raises SandboxError if the program reached its wall-clock limit only because the machine was busy.
+  """
   if result['ended'] == 'starved':
     raise SandboxError(
       'the program hit its wall-clock limit while other processes held the CPUs; run fewer at '
@@ -389,7 +407,9 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str) -> list[str]:
-  """Splits text into lines, without white space at line ends and empty lines at the end."""
+  """Splits text into lines. Removes white space at line ends, and empty lines at the end of the
+  text.
+  """
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 

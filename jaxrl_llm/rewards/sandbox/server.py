@@ -1,7 +1,9 @@
-"""HTTP server that runs programs: `POST /run` takes a program and its tests, returns how it ended.
+"""HTTP server that runs programs in sandboxes.
+
+`POST /run` takes a program with its tests and returns how the program ended.
 
 Invariant: the server checks no token, so it listens on a unix socket that only its own user can
-reach; other users go through an HTTP proxy that checks a token (`core.net.front`).
+reach. Other users go through an HTTP proxy that checks a token (`core.net.front`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ MOST = Limits(
   tmp_mib=1024,
   output_kib=65536,
 )
-"""Maximum limits that a request may ask for."""
+"""Largest limits for which a request may ask."""
 _KINDS = 8
 """Maximum number of different `Limits` for which sandboxes are kept ready."""
 
@@ -57,7 +59,7 @@ class Order:
 
 
 class SandboxServer:
-  """Serves requests to run programs: at most `at_once` at a time, while others wait.
+  """Serves requests to run programs. At most `at_once` programs run at a time; other requests wait.
 
   Raises:
     NoIsolation: if this machine cannot isolate as requested.
@@ -92,11 +94,11 @@ class SandboxServer:
   async def _run(self, request: web.Request) -> web.Response:
     try:
       order = from_json(await request.json(), Order, 'body')
-      # In a thread: the first order with these limits starts sandboxes.
+      # Run this in a thread, since the first request with these limits starts sandboxes.
       sandboxes = await asyncio.get_running_loop().run_in_executor(
         self._threads, self._sandboxes, order.limits
       )
-    except NoIsolation as error:  # Before UserError, its base class: another host may succeed.
+    except NoIsolation as error:  # Before its base class UserError. Another host may succeed.
       return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
@@ -137,5 +139,5 @@ def order_body(work: Work, limits: Limits) -> dict[str, Any]:
 
 
 def read_outcome(answer: Json) -> ProgramOutcome:
-  """Reads a server's answer. Raises UserError if it is not an outcome."""
+  """Converts a server's answer to an outcome. Raises UserError if the answer has another form."""
   return from_json(answer, ProgramOutcome, 'answer of the sandbox host')

@@ -36,7 +36,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
   module.__dict__.update(namespace)
   sys.modules[name] = module  # Dataclasses and pickle look up a class's module there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  # dont_inherit leaves out this module's __future__ imports.
+  # With dont_inherit, this module's __future__ imports do not apply to the program.
   exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)
   return module.__dict__
 
@@ -109,7 +109,7 @@ class Candidate:
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Held during a call of a function of the tests, so that one call runs at a time."""
+    """Locked during a call of a function of the tests, so that only one call runs at a time."""
     self._theirs: list[tuple[BaseException, int]] = []
     """Exceptions raised by the tests' functions, with their numbers in the tests' process."""
     self._loop: Any = None
@@ -207,8 +207,8 @@ class Candidate:
   def _called(self, value: Any, *, whole: bool = False) -> Message:
     """Builds the reply to a call.
 
-    With `whole`, an object whose class derives from a built-in type is lent, rather than sent as a
-    value of that type.
+    An object whose class derives from a built-in type is normally sent as a value of that type.
+    With `whole`, the object is lent instead.
     """
     if value is NotImplemented:
       return {'absent': True}
@@ -240,8 +240,8 @@ class Candidate:
     return self._loop.run_until_complete(wait())
 
   def _callback(self, message: Message) -> Any:
-    """Returns what the message refers to: a function of the tests, an iterator of the tests, or a
-    built-in type.
+    """Returns the object to which the message refers: a function of the tests, an iterator of the
+    tests, or a built-in type.
     """
     if 'iter' in message:
       return self._items(message['ref'])

@@ -28,7 +28,10 @@ class Channel:
       raise ChannelClosed(str(error)) from None
 
   def receive(self) -> Any:
-    """Returns the next message. Raises ChannelClosed, or TimeoutError on the socket's timeout."""
+    """Returns the next message.
+
+    Raises ChannelClosed if the channel fails, and TimeoutError after the socket's timeout.
+    """
     (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
     if length > MAX_MESSAGE:
       raise ChannelClosed(f'a message of {length} bytes')

@@ -1,10 +1,11 @@
-"""Code of the tests' process: runs tests against the program, elsewhere, which never sees them.
+"""Code of the tests' process. It runs tests against the program, which runs in another process and
+never sees the tests.
 
-Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's
-objects (`inside.remote`). Messages of the program cannot select a module, class or function of this
-process beyond those listed here, cannot end an iteration of the tests early, and cannot let the
-tests catch a failure as an exception. A test fails if the program ends during the test or sends an
-invalid message.
+Invariant: a verdict depends only on plain values rebuilt here and on permitted uses of the
+program's objects (`inside.remote`). With its messages, the program can select only those modules,
+classes and functions of this process that are listed here. It cannot end an iteration of the tests
+early, and it cannot disguise a failure as an exception that the tests catch. A test fails if the
+program ends during the test or sends an invalid message.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ _ALIASED = frozenset({
   *('itertools', 'json', 'math', 'operator', 'random', 're',
     'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules that only compute, so that the tests may use them under the names by which the program
-imports them (`import datetime as dt`).
+"""Modules that only compute and are therefore harmless. Tests may use them under the names by which
+the program imports them (`import datetime as dt`).
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be constructed from a text; their built-in base is raised instead."""
+"""Exceptions that cannot be constructed from a text. Their built-in base class is raised
+instead.
+"""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 """Exceptions that cannot be constructed from a text, unless a subclass overrides `__init__`."""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
@@ -50,22 +53,28 @@ _READING = frozenset(
 )
 """Methods that do not change the object."""
 _IS_SAME = '__is_same__'
-"""Name of `is_same` in the tests; names with two leading underscores are never requested."""
+"""Name of `is_same` in the tests' namespace. The program cannot replace it, since names with two
+leading underscores are never requested from the program.
+"""
 _MOST_RAISED = 1000
-"""Maximum number of exceptions of the tests' functions that are kept: each keeps objects alive."""
+"""Maximum number of exceptions of the tests' functions that are kept. Each of them keeps other
+objects alive.
+"""
 _SHOWN = '_shown'
 """Attribute of an exception that holds its text, if its arguments do not determine the text."""
 
 
 class ProgramError(BaseException):
-  """Stands for an exception of the program that has no built-in base that tests may catch.
+  """Stands for an exception of the program whose class has no built-in base class that tests may
+  catch.
 
   It is a BaseException, so that `except Exception` in a test does not catch it.
   """
 
 
 class Examiner:
-  """Runs tests, all in one namespace with the program's values for the names that the tests use.
+  """Runs tests in one namespace, which contains the program's values for the names that the tests
+  use.
 
   Args:
     channel: channel to the program's process.
@@ -85,16 +94,18 @@ class Examiner:
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """Exceptions that the tests' functions raised when the program called them. The program may let
-    them propagate back to the tests.
+    """Exceptions that functions of the tests raised when the program called these functions. If the
+    program does not catch such an exception, the tests get the same exception back.
     """
     self._failure: BaseException | None = None
     """Error that fails the current test even if the test caught it."""
     self.error: dict[str, Any] | None = None
-    """Error of the first test that failed."""
+    """Error of the first test that failed; None if no test has failed."""
 
   def run(self, tests: list[str]) -> Iterator[bool]:
-    """Yields whether each test passed, in order; once the program has ended, the rest fail."""
+    """Yields for each test, in order, whether it passed. A test that needs the program fails once
+    the program has ended.
+    """
     self._tests = tests
     self._names = read_names(tests, self._entry_point)
     namespace = {'__name__': 'tests', _IS_SAME: is_same}
@@ -136,7 +147,7 @@ class Examiner:
     """
     try:
       yield
-    # No test may catch any of these, not even a MemoryError from a huge reply.
+    # All exceptions here fail the test, even a MemoryError from a huge reply.
     except Exception as error:
       self._failure = self._failure or error
       raise
@@ -149,7 +160,7 @@ class Examiner:
     that the module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # If the tests define a name only after calling it, the call means the program's function.
+    # The tests may call a name before they define it. Such a call means the program's function.
     if (
       self._names.ambiguous
       and not (values.keys() & self._names.called) - self._names.modules.keys()
@@ -317,7 +328,13 @@ class Examiner:
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the exception class for `kinds` (names in MRO order): built-in, or an imitation."""
+    """Returns the class that represents an exception class of the program here.
+
+    It is a built-in or standard-library class, or an imitation of the program's class.
+
+    Args:
+      kinds: names of the program's class and its bases, in MRO order.
+    """
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
     known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
@@ -343,7 +360,9 @@ class Examiner:
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that a test gets, as in `except Own`, for the program's exception class."""
+    """Returns the class that a test gets when it names an exception class of the program, as in
+    `except Own`.
+    """
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -383,7 +402,7 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    # For `functools.wraps`.
+    # `functools.wraps` in the program copies these attributes.
     name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))
     return {
       'name': name if isinstance(name, str) else 'function',
@@ -391,7 +410,9 @@ class Examiner:
     }
 
   def _answer(self, request: Message) -> Message:
-    """Answers the program, which may only call functions and read iterators that it was given."""
+    """Answers a request of the program, which may only call functions and read iterators that the
+    tests gave it.
+    """
     try:
       function = self._peer.lent(request.get('of'))
       args, kwargs = request.get('args'), request.get('kwargs', {})
@@ -411,7 +432,9 @@ class Examiner:
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
   """Returns the standard-library exception class whose MRO has the names `kinds`, since tests may
-  catch it as `module.Name`; None if no loaded module has one.
+  catch it as `module.Name`.
+
+  Returns None if no module that is already loaded has such a class.
   """
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)
@@ -421,9 +444,9 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
 
 
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
-  """Returns a function that returns lists of the next items, empty at the end.
+  """Returns a function that returns the next items as a list, which is empty at the end.
 
-  The first lists have one item each, since the program may stop early.
+  The first lists have one item each, since the program may need only the first items.
   """
   sizes = itertools.chain(
     itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12)
@@ -436,7 +459,9 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Replaces the content of a test's argument `old` by `new`, as the program changed it."""
+  """Replaces the content of a test's argument `old` by that of `new`, the argument as the program
+  changed it.
+  """
   if type(old) is not type(new):
     return
   if isinstance(old, (list, bytearray)):

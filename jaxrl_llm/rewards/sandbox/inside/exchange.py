@@ -1,6 +1,7 @@
-"""Calls between two processes that do not trust each other; during a call, the called one may.
+"""Calls between two processes that do not trust each other. During a call, the called process may
+itself call the other one.
 
-Invariant: a peer does only what its `answer` function implements, whatever it receives.
+Invariant: whatever a peer receives, it does only what its `answer` function implements.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ OPERATIONS = (
   ),
   *('lshift', 'rshift', 'rlshift', 'rrshift'),
 )
-"""Special methods, without underscores, that one end may call on objects lent by the other."""
+"""Special methods that one end may call on objects lent by the other end, without the underscores
+in their names.
+"""
 
 
 class Peer:
-  """One end of the exchange: tracks, by number, the objects that it has lent and borrowed.
+  """One end of the exchange. It numbers the objects that it lends, and knows the numbers of those
+  that it has borrowed from the other end.
 
   Args:
     channel: channel to the other end.
@@ -83,7 +87,7 @@ class Peer:
     self._borrowed: dict[int, int] = {}
 
   def ask(self, request: Message) -> Message:
-    """Sends a request and returns its reply, answering the other end's requests meanwhile."""
+    """Sends a request and returns its reply. Answers requests of the other end while it waits."""
     self._channel.send(request)
     while True:
       message = self._channel.receive()
@@ -94,16 +98,22 @@ class Peer:
       self._channel.send(self._answer(message))
 
   def serve(self) -> None:
-    """Answers requests until the other end is gone (ChannelClosed)."""
+    """Answers requests. Raises ChannelClosed when the other end is gone."""
     while True:
       self._channel.send(self._answer(self._channel.receive()))
 
   def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
-    """Encodes the value as a message; `describe` adds the description of a lent object."""
+    """Encodes the value as a message.
+
+    Objects that cannot be sent are lent; `describe` returns the description that is sent with them.
+    """
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
-    """Returns a message that refers to the object, which stays in this process."""
+    """Returns a message that refers to the object, which stays in this process.
+
+    `describe` returns the description to send with an object of this process.
+    """
     if id(thing) in self._borrowed:
       return {'yours': self._borrowed[id(thing)]}
     if id(thing) not in self._numbers:
@@ -120,7 +130,9 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Records that `proxy` represents the other's object `number`; the caller keeps it alive."""
+    """Records that `proxy` represents the object `number` of the other end. The caller must keep
+    the proxy alive.
+    """
     self._borrowed[id(proxy)] = number
 
   def _resolve(self, message: Message) -> Any:

@@ -30,10 +30,10 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # System calls that allocate memory that no limit counts, open other ways into the kernel, act on
-  # other processes (scheduler calls only require the same user, and the supervisor runs as the
-  # program's user), set priorities and processors, or use resources shared by all processes of a
-  # user or of the host.
+  # These system calls allocate memory that no limit counts, open other ways into the kernel, act on
+  # other processes, set priorities and processors, or use resources shared by all processes of a
+  # user or of the host. The scheduler calls are denied because they only require that the other
+  # process has the same user, and the supervisor runs as the program's user.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166,
     'swapon': 167, 'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272,
@@ -54,29 +54,33 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied on other processes. It only requires the same user, the supervisor's."""
+"""prlimit64 is denied for other processes. It only requires the same user, and the supervisor runs
+as the program's user.
+"""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD: if ignored, the kernel reports no time of ended children."""
+"""rt_sigaction is denied for SIGCHLD. If a process ignored this signal, the kernel would not report
+the processor time of its ended children.
+"""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
-"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has
-no data on disk, and while such a call waits for the host's disks, no signal can end the program.
+"""fsync, fdatasync, sync, sync_file_range and syncfs succeed at once without effect. A program has
+no data on disk, and no signal could end it while such a call waits for the host's disks.
 """
 _FCNTL = {'x86_64': 72, 'aarch64': 25}
-"""fcntl: denied for leases and watches of files, since a lease blocks anyone who opens the file, on
-the host too.
+"""fcntl is denied for leases and directory notifications. A lease blocks anyone who opens the file,
+even on the host.
 """
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""clone: denied for user namespaces, since not every sandbox can forbid them through /proc. clone3
-is refused: the filter cannot see its flags.
+"""clone is denied for new user namespaces, since not every sandbox can forbid them through /proc.
+clone3 is always refused, because the filter cannot see its flags.
 """
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""mmap: denied for shared anonymous memory, which can exist without residing in any process."""
+"""mmap is denied for shared anonymous memory, which can exist without residing in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair: allowed only for `_FAMILIES`, which the network namespace confines."""
+"""socket and socketpair are allowed only for `_FAMILIES`, which the network namespace confines."""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""setsockopt: denied for the size of a send buffer: the supervisor's estimate of socket memory
-assumes the default.
+"""setsockopt is denied for the size of a send buffer, since the supervisor's estimate of a socket's
+memory assumes the default size.
 """
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
@@ -164,8 +168,8 @@ def drop_capabilities() -> None:
 
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
-"""(operation, operand). A jump has two labels in addition: its target if the condition holds, and
-its target if not ('' is the next step).
+"""A step of the filter: (operation, operand). A jump also has two labels: the target if its
+condition holds, and the target otherwise. The label '' stands for the next step.
 """
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -184,7 +188,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('answer', _KILL),
     'number',
     ('load', _NUMBER),
-    ('at least', 0x40000000, 'deny', ''),  # System calls of x32.
+    ('at least', 0x40000000, 'deny', ''),  # System calls of the x32 ABI.
     *(('equal', number, 'deny', '') for number in denied),
     *(('equal', number, 'done', '') for number in _SYNC[machine]),
     ('equal', _PRLIMIT[machine], 'prlimit', ''),
@@ -202,7 +206,8 @@ def _filter(machine: str) -> list[str | _Step]:
     'sigaction',
     ('load', _ARGUMENTS[0]),
     ('equal', signal.SIGCHLD, '', 'allow'),
-    # Address of the new action, both halves; null if only the old one is read.
+    # Both halves of the address of the new action. The address is null if the call only reads the
+    # current action.
     ('load', _ARGUMENTS[1]),
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),
@@ -263,7 +268,8 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter: denied calls fail, those of another architecture kill the process.
+  """Installs the seccomp filter. A denied call fails; a call of another architecture kills the
+  process.
 
   Does nothing on machines other than x86_64 and aarch64.
   """

@@ -1,7 +1,8 @@
-"""Classifies the names in tests by their source alone: which are the program's, which mean classes.
+"""Classifies the names in tests: which names are the program's, and which names mean classes.
 
-Invariant: nothing here depends on the program. The program may define any name as anything, so how
-far a name is trusted must follow from how the tests use it.
+Invariant: the classification depends only on the source of the tests, not on the program. The
+program may define any name as anything, so how far a name is trusted must follow from how the tests
+use it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ the program.
 """
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
-"""Modules of standard classes that tests apply to results before comparing, keyed by class name."""
+"""Modules of standard classes, keyed by class name. Tests convert results to these classes before
+they compare them.
+"""
 _CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
 
 
@@ -35,8 +38,9 @@ class Names:
       tests name nothing else that the program could define.
     modules: attributes of standard modules that the tests use, keyed by module name.
     standard: modules of the standard functions and classes with which tests compare results, keyed
-      by name.
-    functions: names called in comparisons with plain values; they are functions, not classes.
+      by name of the function or class.
+    functions: names whose call results the tests compare with plain values; such names mean
+      functions, not classes.
     called: names that are called, or that occur only as X in X.Name with a capitalised attribute.
   """
 
@@ -48,9 +52,10 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Whether tests mean a class by this name: it looks like one and is no function or constant.
+    """Whether a name means a class in the tests.
 
-    All-capital names are constants, unless the tests call them.
+    The name must be capitalised, and the tests must not use it as a function. A name in capital
+    letters only means a constant, unless the tests call it.
     """
     written = _CLASS_NAME.fullmatch(name) is not None and (
       name in self.called or not name.isupper()
@@ -59,7 +64,9 @@ class Names:
 
 
 def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
-  """Reads the names in the tests. A test that cannot be parsed adds none; it fails when it runs."""
+  """Reads the names in the tests. A test that cannot be parsed adds no names and fails when it is
+  run.
+  """
   trees = []
   for test in tests:
     try:
@@ -74,10 +81,10 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      # This also holds if the tests import the module later.
+      # The name means the module, even if the tests import the module later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
-  # If the tests use a name that only the program can define, built-in names are Python's.
+  # If the tests use a name that only the program can define, built-in names mean Python's own.
   free = wanted - bound - modules.keys()
   of_program = {entry_point} if entry_point else free
   ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}
@@ -110,7 +117,7 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """Finds the first call of a built-in function that has no such call in its arguments.
+  """Finds the first call of a built-in function that has no other such call in its arguments.
 
   Returns a list with the function's name; the list is empty if there is no such call.
   """
@@ -133,7 +140,10 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Returns names whose arguments contain a call of something other than a built-in function."""
+  """Returns the names of functions that the tests call with an argument that contains another call.
+
+  Calls of built-in functions in an argument do not count.
+  """
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -169,10 +179,11 @@ _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListC
 
 
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
-  """Returns functions and methods whose results the tests compare with constants or containers.
+  """Returns the names of functions and methods whose results the tests compare with constants or
+  containers.
 
-  With `in`, only a list, tuple, set or dict that contains constants counts: a list of objects may
-  be searched for an object.
+  In comparisons with `in`, only a container of constants counts, since tests may also search a
+  container of objects for an object.
   """
   names = set()
   for node in nodes:
@@ -194,8 +205,10 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Returns the names assigned to a name in `others` (`candidate = Extract`) or passed as a
-  parameter of that name.
+  """Returns the names that the tests assign to a name in `others`, as in `candidate = Extract`.
+
+  Names that the tests pass to their own functions count, too, if the parameter's name is in
+  `others`.
   """
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
   pairs = []
@@ -215,7 +228,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a list, tuple or set has constant elements, or a dict constant keys, at any depth."""
+  """Whether a list, tuple or set contains constants, or a dict has constant keys, at any depth."""
   nodes = [display]
   while nodes:
     match nodes.pop():
@@ -239,9 +252,10 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and turns `left is right` into a call, as one object may have two proxies.
+  """Parses the test and replaces `left is right` by a call of `function`.
 
-  Raises what `compile` raises.
+  The call is necessary because one object of the program may have two proxies. Raises the same
+  errors as `compile`.
   """
   tree = ast.parse(test)
   identities = [node for node in ast.walk(tree) if _is_identity(node)]
@@ -256,7 +270,11 @@ def with_identity(test: str, function: str) -> ast.Module:
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at `line` raises in any case: it is a `raise`, or uses only built-ins."""
+  """Whether an exception at `line` cannot come from the program.
+
+  This holds for a `raise` statement, and for an expression in which all names are those of
+  built-ins.
+  """
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [
     node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -1,10 +1,11 @@
-"""Proxies through which tests use the program's objects; their operations run in its process.
+"""Proxies through which tests use the program's objects. Operations on them are executed in the
+program's process.
 
-Invariant: a plain value of the tests reaches the program only as an argument of a call that the
-tests make, never through an operation on an object that the program returned in place of a value
-(`Origin.RESULT`). Such an object takes no operands and has no methods of standard values; its
-equality is decided here. An object of a class that the tests name and instantiate (`Origin.MADE`)
-behaves as its class defines.
+Invariant: the program sees a plain value of the tests only as an argument of a call that the tests
+make. It never sees one through an operation on an object that it returned where the tests expected
+a value (`Origin.RESULT`). Such an object accepts no operands and has no methods of standard values,
+and whether it equals another object is decided in this process. An object of a class that the tests
+name and instantiate (`Origin.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from .values import STANDARD_TYPES
 
 
 class Origin(enum.Enum):
-  """How the tests obtained an object of the program, which decides what the object may be asked."""
+  """How the tests obtained an object of the program, which decides which operations are
+  permitted.
+  """
 
   NAMED = enum.auto()
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Instance made by calling a class that the tests name, or result of applying an operator to such
-  an instance without a plain or COMPUTED operand.
+  """Instance made by calling a class that the tests name, or the result of an operator on such an
+  instance. No operand of the operator was a plain value or COMPUTED.
   """
   COMPUTED = enum.auto()
-  """Result of an operator with a plain operand, which the program thereby sees, or with a COMPUTED
-  operand.
+  """Result of an operator. One operand was COMPUTED, or was a plain value of the tests, which the
+  program thereby saw.
   """
   RESULT = enum.auto()
-  """Result of a call, or obtained from an object as an attribute or item, or by iteration."""
+  """Result of a call, or an object that the tests obtained as an attribute or item of another
+  object or by iterating over it.
+  """
   FIELD = enum.auto()
   """Object in a field of a namedtuple that the program returned."""
 
@@ -63,7 +68,9 @@ _STANDARD_NAMES = frozenset(
   ),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Methods by which an object could imitate a built-in value; those returning None are harmless."""
+"""Names of methods by which an object could imitate a built-in value. Methods that return None are
+harmless and therefore left out.
+"""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches',
     'compare', 'compareto', 'identical', 'equivalent'),
@@ -109,7 +116,7 @@ class OperationRefused(TypeError):
 
 
 class Remote:
-  # No docstring: `__doc__` is that of the program's object.
+  # This class has no docstring, since `__doc__` must be that of the program's object.
   __slots__ = (
     *(
       '_remote_base',
@@ -134,11 +141,13 @@ class Remote:
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """(items, changes): count from the last len() or complete iteration, and
-    ProgramConnection.changes at that time; None before the first count.
+    """Number of items at the last len() or complete iteration, and ProgramConnection.changes at
+    that time; None before the first count.
     """
     self._remote_base: type | None = None
-    """Built-in type from which the class of a MADE or NAMED object derives; else None."""
+    """Built-in type from which the class of a MADE or NAMED object derives. None if there is no
+    such type, or if the object has another origin.
+    """
 
   def __getattr__(self, name: str) -> Any:
     origin = Origin.NAMED if self._remote_origin is Origin.NAMED else Origin.RESULT
@@ -151,7 +160,7 @@ class Remote:
     value = self._remote_program.value(
       {'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name
     )
-    if suspect and (_is_remote(value) or callable(value)):  # An exception class is not a proxy.
+    if suspect and (_is_remote(value) or callable(value)):  # Exception classes are no proxies.
       raise AttributeError(
         f'{name} of a {self._remote_class!r} object, which stands where a value was wanted'
       )
@@ -216,8 +225,9 @@ class Remote:
     return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
-    """Whether `thing` is an instance of this class; a plain value is an instance of none of the
-    program's classes.
+    """Whether `thing` is an instance of this class.
+
+    A plain value is an instance of none of the program's own classes.
     """
     if self._remote_stands is not None:
       return isinstance(thing, self._remote_stands)
@@ -238,7 +248,10 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether both proxies are of one object of the program; `left is right` for other objects."""
+  """Whether two proxies represent the same object of the program.
+
+  For things that are no proxies, returns `left is right`.
+  """
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
   if type(left) is type and _is_remote(right):
@@ -248,8 +261,9 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def _plain(thing: Any) -> Any:
-  """Returns the plain value of an object whose class derives from a built-in type; returns anything
-  else unchanged.
+  """Returns the plain value of an object whose class derives from a built-in type.
+
+  Anything else is returned unchanged.
   """
   if not _is_remote(thing) or thing._remote_base is None:
     return thing
@@ -278,10 +292,10 @@ def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) 
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Refuses an object whose number of items changed although no request can have changed the
-  object.
+  """Raises OperationRefused if the number of items of an object has changed although no request can
+  have changed the object.
 
-  An object that reports three items and yields none would pass a test of each item.
+  Otherwise, an object could report three items but yield none, and thus pass a test of each item.
   """
   if remote._remote_origin in _TRUSTED or not isinstance(count, int):
     return
@@ -301,7 +315,10 @@ def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """Returns a method without operands, such as `__len__`; only MADE and NAMED take arguments."""
+  """Returns a special method without operands, such as `__len__`.
+
+  Only MADE and NAMED objects accept further arguments, as in `round(x, 2)`.
+  """
   number = name in (
     'abs',
     'int',
@@ -344,8 +361,10 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
-  """Returns a binary operator. With a plain operand its result must be an object: otherwise the
-  program could return, for `V(2) - 3`, whichever number the test expects.
+  """Returns the special method of a binary operator.
+
+  If an operand is a plain value, the result must be an object. Otherwise, the program could return,
+  for `V(2) - 3`, whichever number the test expects.
   """
 
   def method(self: Remote, other: Any) -> Any:
@@ -377,8 +396,9 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress an
-  exception by which a test fails.
+  """Calls `__exit__` with the exception that leaves the block.
+
+  The program cannot suppress an exception that makes a test fail.
   """
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__
@@ -424,8 +444,10 @@ def _operation(name: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> type[Remote]:
-  """Returns a proxy class with only the special methods in `can`, since `callable` and `isinstance`
-  look for them.
+  """Returns a proxy class.
+
+  The class has only the special methods in `can`, because `callable` and `isinstance` check which
+  special methods a class has.
   """
   local = inherited - {'setitem', 'delitem', 'call'}
   methods = {

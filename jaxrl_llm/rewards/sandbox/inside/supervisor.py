@@ -1,10 +1,11 @@
-"""The first process of a sandbox: runs one program under limits and reports the program's ending.
+"""Code of the supervisor: the first process of a sandbox, which runs one program under limits and
+reports how the program ended.
 
 Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives the
-supervisor, which ends when the host closes the control socket. The program's process holds no
-descriptors except its input and output and the socket on which it answers, is forked before the
-tests arrive, and cannot inspect its parent or the tests' process. Expected outputs never enter the
-sandbox: they are compared on the host.
+supervisor, which ends when the host closes the control socket. The program's process is forked
+before the tests arrive. It has no descriptors except its input, its output and the socket to the
+tests' process, and it cannot inspect its parent or the tests' process. Expected outputs never enter
+the sandbox: outputs are compared with them on the host.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _LAST_WORDS_S = 1.0
 """Seconds that a program's process may take to end after closing its connection to the tests."""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
-"""Number of characters of standard error that are kept, from its end."""
+"""Number of characters from the end of standard error that are reported."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes unread by default."""
+"""Estimated memory of a socket in bytes. By default, Linux buffers up to 212,992 unread bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Supervisor:
     self._usage = Usage(proc)
 
   def run(self) -> None:
-    """Serves one program until the host closes the control channel (ChannelClosed)."""
+    """Serves one program. Raises ChannelClosed when the host closes the control channel."""
     self._control.send({'ready': True})
     task = self._control.receive()
     self._limits = LimitsMessage(**task['limits'])
@@ -125,7 +126,7 @@ class Supervisor:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
-    # The file must not grow: no limit counts its memory.
+    # Forbid the file to grow, since no limit counts its memory.
     fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
@@ -149,7 +150,8 @@ class Supervisor:
 
     candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
     theirs.close()
-    # Received only after the fork: the program's process is a copy of this one.
+    # The tests are received only after the fork, since the program's process begins as a copy of
+    # this one.
     tests = self._control.receive()
     report = _Pipe(_REPORT_BYTES)
 
@@ -219,7 +221,7 @@ class Supervisor:
     limits = self._limits
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
-    # In addition to the limit on all processes together.
+    # Each process has its own limit, in addition to the limit on all processes together.
     cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))
     for name, soft, hard in (
       ('CPU', cpu_s, cpu_s + 1),
@@ -231,7 +233,7 @@ class Supervisor:
       ('MEMLOCK', 0, 0),
     ):
       _limit(name, soft, hard)
-    if self._alone:  # Otherwise the user's other processes would count.
+    if self._alone:  # Outside a PID namespace, the user's other processes would count, too.
       _limit('NPROC', limits.processes, limits.processes)
     kernel.gain_nothing()
     kernel.set_inspectable(untrusted)
@@ -270,7 +272,11 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """Returns how many bytes the sandbox's sockets can hold; memory resident in no process."""
+    """Returns how many bytes the sandbox's sockets can buffer: memory that is resident in no
+    process.
+
+    Returns 0 if the sandbox has no namespaces of its own.
+    """
     with (
       contextlib.suppress(OSError, IndexError, ValueError),
       open(f'{self._path}/net/sockstat') as file,
@@ -299,15 +305,17 @@ class _Run:
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Name of the exceeded limit, for which all processes were killed; None if none was exceeded.
+    """Name of the limit whose excess was the reason to kill all processes; None if there was
+    none.
     """
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the host hangs
-    up meanwhile.
+    """Waits until the process has ended, but for `seconds` at most.
+
+    Kills all processes if they exceed a limit. Raises ChannelClosed if the host hangs up meanwhile.
     """
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
@@ -368,7 +376,7 @@ class _Run:
     return 'memory' if held > self._limits.memory_bytes else None
 
   def _reap(self) -> bool:
-    """Reaps ended processes; returns whether any are left."""
+    """Reaps child processes that have ended. Returns whether any child processes are left."""
     while True:
       try:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -402,7 +410,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
-  """Sets a resource limit, or keeps the hard limit in force if that is lower."""
+  """Sets a resource limit. Values above the hard limit in force are lowered to that limit."""
   number = getattr(resource, f'RLIMIT_{name}')
   granted = resource.getrlimit(number)[1]
   if granted != resource.RLIM_INFINITY:
@@ -419,7 +427,9 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs `work` as Python runs a main program, with what happens at exit; returns the exit code."""
+  """Runs `work` as Python runs a main program, including what Python does at exit. Returns the exit
+  code.
+  """
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))
@@ -432,7 +442,8 @@ def _exit_code(work: Callable[[], Any]) -> int:
   except BaseException as error:
     code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
     print(lines_of(error), file=sys.stderr)
-  # As Python does at exit: ends the threads of executors and joins all others.
+  # As Python does at exit, end the threads of executors, join all other threads and call the
+  # functions that the program registered for the exit.
   threading._shutdown()
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
@@ -457,7 +468,7 @@ def _flush_files() -> None:
 def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:
   """Runs one program under a `Supervisor`, then ends this process; never returns."""
   try:
-    # Else the program could interrupt this process and the tests.
+    # Otherwise, the program could interrupt this process and the tests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.set_inspectable(False)
     if not alone:

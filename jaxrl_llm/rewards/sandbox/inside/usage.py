@@ -1,8 +1,8 @@
-"""Measures a program's processor time, and its waits for a processor on a busy machine.
+"""Measures a program's processor time, and how long it waits for a processor on a busy machine.
 
-Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for
-a processor only while something else runs there: another thread of the program, whose time counts,
-or another process of the machine.
+Invariant: a program cannot make its own delays look like those of a busy machine. A thread of the
+program waits for a processor only while something else uses it. This is either another thread of
+the program, whose processor time counts against the program, or another process of the machine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program counts as starved if it waited for processors for at
-least `_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of it.
+"""Fractions of the wall-clock limit. A program is considered starved if it waited for processors
+for at least `_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of the limit.
 """
 
 
@@ -38,7 +38,7 @@ class Usage:
 
   Args:
     proc: procfs directory.
-    nice: nice value with which processes start; None: that of this process.
+    nice: nice value with which processes start; if None, that of this process.
 
   Attributes:
     used_s: processor time of all processes in seconds.
@@ -60,8 +60,8 @@ class Usage:
         start, look = _look(self._proc / str(pid), self._nice)
         self._seen[pid, start] = look
         living_s += look.used_s + look.children_s
-    # The kernel reports no usage for children that nobody waits for: their last snapshots count
-    # instead.
+    # The kernel reports no usage for children that no process waits for. The last snapshots of such
+    # children count instead.
     seen_s = sum(look.used_s for look in self._seen.values())
     self._raise_to(max(living_s + self._reaped_s, seen_s))
 
@@ -80,10 +80,11 @@ class Usage:
     self._seen.clear()
 
   def _waited_s(self) -> float:
-    """Returns the seconds for which the run waited for a processor.
+    """Returns the seconds for which the run waited for a processor that was used by other programs.
 
-    The result is the sum over the two processes with the longest waits (the tests' and the
-    program's), which take turns.
+    A thread may also have waited for the run's other threads, so their processor time is subtracted
+    from its wait. The result is the sum over the two processes with the longest waits: the tests'
+    process and the program's process, which run in turn.
     """
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
@@ -101,15 +102,17 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   # Read as bytes: one field is the process's name, which the process can set to any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
-  # The process has lowered its own priority, so its waits do not count.
+  # If the process has lowered its own priority or changed its scheduler, its waits do not count.
   polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)
   waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
   return int(fields[19]), _Look(user + system, child_user + child_system, waited_s, used_s)
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Returns (seconds of waiting for a processor, seconds of using one) for the process's
-  longest-waiting thread.
+  """Returns how long a thread of the process has waited for a processor and how long it has used
+  one, in seconds.
+
+  The thread is the one that has waited longest.
   """
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):

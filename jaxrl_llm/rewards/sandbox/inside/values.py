@@ -1,4 +1,5 @@
-"""Encodes Python values as JSON for the exchange between the processes of program and tests.
+"""Encodes Python values as JSON for the exchange between the program's process and the tests'
+process.
 
 Invariant: received values are rebuilt only from built-in types and a few standard-library types, so
 their methods (above all `__eq__`) are never the sender's. Any other object stays in its process and
@@ -21,8 +22,8 @@ from typing import Any
 _PLAIN = (type(None), bool, str, float)
 _BIG = 1 << 64
 _BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-"""Built-in types to which values of derived classes are converted when sent: methods that a class
-overrides, perhaps to cheat, are lost.
+"""Built-in types. A value of a class that derives from one of them is converted to the built-in
+type when it is sent, so methods that the class overrides, perhaps to cheat, have no effect.
 """
 
 _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
@@ -50,8 +51,9 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
 _UNCOMMON = (pathlib.PosixPath, uuid.UUID)
-"""Types excluded from `STANDARD_TYPES`: a program's own objects may well have methods with the same
-names (`match`, `open`).
+"""Types excluded from `STANDARD_TYPES`. Their methods, such as `match` and `open`, have names that
+a program's own objects may well use, too, and `remote.is_suspect` restricts the names of methods of
+`STANDARD_TYPES`.
 """
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
@@ -87,8 +89,10 @@ def _fields(value: Any) -> tuple[str, ...] | None:
 
 
 def base_of(kind: type) -> type | None:
-  """Returns the built-in type to which values of a derived class are converted when sent; None for
-  any other type.
+  """Returns the built-in type to which values of the class `kind` are converted when they are sent.
+
+  The result is None for built-in types, classes of namedtuples and any class that derives from no
+  built-in type.
   """
   if kind in _BASES or kind in _KINDS or hasattr(kind, '_fields'):
     return None
@@ -100,7 +104,10 @@ class Undecodable(Exception):
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-  """Encodes a value as JSON for `decode`; `refer` refers to what cannot be sent."""
+  """Encodes a value as JSON, which `decode` reads.
+
+  `refer` returns the reference that is sent instead of an object that cannot be sent itself.
+  """
   kind = type(value)
   if kind in _PLAIN:
     return value
@@ -150,8 +157,8 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
       case {'make': str(name), 'of': list(parts)}:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
       case {'fields': [str(name), *fields], 'of': list(items)}:
-        # Marks objects in fields, which then get `Origin.FIELD`: tests read a field like an
-        # attribute.
+        # Mark references in fields, so that their objects get `Origin.FIELD`. Tests read a field
+        # like an attribute, so a field could otherwise imitate a method.
         parts = [
           {**item, 'field': field} if isinstance(item, dict) and 'ref' in item else item
           for item, field in zip(items, fields, strict=True)

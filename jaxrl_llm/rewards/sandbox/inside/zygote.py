@@ -1,4 +1,6 @@
-"""The process that forks sandboxes: it has Python and common modules loaded, and runs no program.
+"""Code of the zygote: the process from which sandboxes are forked.
+
+The zygote has already loaded Python and common modules, and it runs no untrusted program itself.
 
 Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a
 read-only root without the host's files, and no capability left when its supervisor starts.
@@ -55,8 +57,8 @@ MODULES = (
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID that sandboxes have on the host if this process is root, because the kernel does not
-limit root's processes.
+"""User ID of sandboxes on the host if this process is root. They do not stay root because the
+kernel does not limit the number of root's processes.
 """
 _NAMESPACES = (
   kernel.CLONE_NEWNS
@@ -67,8 +69,8 @@ _NAMESPACES = (
   | kernel.CLONE_NEWCGROUP
 )
 _DEVICES = ('null', 'full', 'random', 'urandom')
-"""Devices of a sandbox, without /dev/zero: a shared mapping of it is memory that no limit
-counts.
+"""Devices in a sandbox. /dev/zero is left out because a shared mapping of it is memory that no
+limit counts.
 """
 _ROOT = '/tmp'
 """Directory on which the sandboxes' root is mounted; any existing directory will do, since only
@@ -89,8 +91,9 @@ def _become_user(outside: int, group: int) -> None:
 
 
 def _build_root(readable: list[str]) -> None:
-  """Builds the root file system of all sandboxes: read-only, with the paths in `readable` at the
-  same places as outside.
+  """Builds the root file system of all sandboxes.
+
+  It is read-only and contains the host paths in `readable` at the same places as on the host.
   """
   kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)
   kernel.mount('tmpfs', _ROOT, 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, 'mode=755,size=1m')
@@ -136,7 +139,10 @@ def _make_file(path: str) -> None:
 
 
 def _enter(connection: socket.socket, tmp_bytes: int) -> None:
-  """Creates namespaces and their first process, the supervisor. Called in a fork: never returns."""
+  """Creates a sandbox's namespaces and their first process, which becomes the supervisor.
+
+  Must be called in a forked process, and never returns.
+  """
   _become_user(os.getuid(), os.getgid())
   kernel.unshare(_NAMESPACES)
   if os.fork():
@@ -158,7 +164,8 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 
 
 def _mounts_proc() -> bool:
-  """Mounts the sandbox's own /proc and returns whether that worked; many containers refuse it.
+  """Mounts the sandbox's own /proc. Returns whether that worked, since many containers do not
+  permit it.
 
   If mounting failed, /proc is empty. The supervisor then reads the hidden original /proc, which is
   its working directory and out of the program's reach.
@@ -172,7 +179,7 @@ def _mounts_proc() -> bool:
   for kind in ('user', 'mnt', 'pid', 'net', 'ipc', 'uts', 'cgroup'):
     with contextlib.suppress(OSError), open(f'/proc/sys/user/max_{kind}_namespaces', 'w') as file:
       file.write('0')
-  with contextlib.suppress(OSError):  # The kernel's command line describes the host.
+  with contextlib.suppress(OSError):  # Hides the kernel's command line, which describes the host.
     kernel.bind('/dev/null', '/proc/cmdline')
   kernel.mount('none', '/proc', None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
   return True
@@ -210,12 +217,13 @@ def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
 
 
 def main(options: dict[str, Any]) -> None:
-  """Serves until the process that sends requests is gone; with `once`, becomes the supervisor of
-  one sandbox instead.
+  """Serves requests for sandboxes until the process that sends them is gone.
+
+  With the option `once`, this process becomes the supervisor of a single sandbox instead.
 
   Args:
-    options: keys code, tmp_bytes, once, path, preload and, unless once, isolated and readable; see
-      `isolation`.
+    options: dict with the keys code, tmp_bytes, once, path and preload; if `once` is false, also
+      isolated and readable. See `isolation`.
   """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]
@@ -245,12 +253,13 @@ def main(options: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[outside[1]] * 3)
         os.setresuid(*[outside[0]] * 3)
-        kernel.set_inspectable(True)  # Otherwise /proc/self belongs to root.
+        kernel.set_inspectable(True)  # Otherwise, /proc/self would belong to root.
       else:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    # Orphans include sandboxes' first processes. The init process of some hosts does not reap them.
+    # Reap orphaned processes here, among them the first processes of sandboxes, because the init
+    # process of some hosts does not.
     kernel.adopt_orphans()
   except OSError as error:
     requests.sendall(str(error).encode())
