@@ -303,10 +303,10 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """Returns the request body to pass on.
+    """Returns the request body to pass on; None if the request has no body.
 
-    The result is the checked body as bytes if bodies sent to this path are checked. Otherwise it is
-    a stream, or None if the request has no body.
+    For paths whose bodies are checked, the result is the checked body as bytes. For other paths, it
+    is a stream of the body.
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:

@@ -1,4 +1,6 @@
-"""Serves HTTP on a Unix socket that only this user can open, and on a front for other hosts."""
+"""Serves HTTP on a Unix socket that only this user can open and, optionally, on a front for
+others.
+"""
 
 from __future__ import annotations
 

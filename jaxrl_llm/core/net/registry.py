@@ -2,14 +2,14 @@
 
 Each service has a lease: a file in the directory that describes the service. The service renews the
 lease every few seconds and removes it when the service ends. The directory also contains the job's
-key, which all services share: leases are signed with it, and fronts require it as their bearer
+key, which all services share: leases are signed with the key, and fronts require it as their bearer
 token.
 
-Invariants: only this user can access the directory (mode 700) and its files (mode 600); otherwise,
-they are rejected. A lease is valid only if it was signed with the job's key for its own file name;
-every other file is skipped and logged. Clocks of different hosts are never compared: a lease
-expires by the clock of its reader, `lease_s` after the reader last saw the file change. The key is
-not sent to an address to which it would cross a network unencrypted, unless that is allowed.
+Invariants: a directory or file that other users can access is rejected (the modes must be 700 and
+600). A lease is valid only if it was signed with the job's key for its own file name; every other
+file is skipped and logged. Clocks of different hosts are never compared: a lease expires by the
+clock of its reader, `lease_s` after the reader last saw the file change. The key is not sent to an
+address to which it would cross a network unencrypted, unless `allow_plaintext` is set.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ KEY = 'key'
 RENEW_S = 5.0
 """Seconds between renewals of a lease."""
 LEASE_S = 90.0
-"""Default number of seconds without a renewal after which a lease expires. It is longer than the 60
-s for which an NFS client may show an outdated directory.
+"""Default number of seconds without a renewal after which a lease expires. An NFS client may show
+an outdated directory for 60 s, so the number must be larger than that.
 """
 LOOK_S = 1.0
 """Seconds between two scans of the directory by a reader."""
@@ -584,14 +584,14 @@ class Watch:
   def look(self, now: float) -> tuple[Lease, ...]:
     """Scans the directory and returns the valid leases that have not expired, oldest first.
 
-    Of several leases for one address, only the newest is returned. This method never raises: files
-    that cannot be read are logged, and while the directory itself cannot be read, the result is
-    that of the last scan.
+    Of several leases for one address, only the newest is returned. This method never raises: errors
+    are logged. While the directory cannot be read, the result is that of the last successful scan.
 
     Args:
       now: reader's clock in seconds, which never goes back.
     """
-    # If the caller of `look_async` is cancelled, its scan goes on in a thread beside the next scan.
+    # The lock is necessary because a scan goes on in its thread if the caller of `look_async` is
+    # cancelled, and may overlap the next scan.
     with self._lock:
       return self._look(now)
 

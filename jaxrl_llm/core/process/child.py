@@ -107,7 +107,7 @@ class Child:
   def lines(self) -> list[str]:
     """Returns the last nonempty lines that were added to the log since the start.
 
-    They are the command's output, or the guard's message why the command could not be started.
+    They are the command's output, or the guard's message that the command could not be started.
     """
     if not self.log.exists():
       return []

@@ -1,4 +1,4 @@
-"""Process guard: runs a command and ends all processes of the command when its owner is gone.
+"""Process guard: runs a command and ends all its processes when the owner is gone.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
     -- COMMAND [ARGUMENT ...]
@@ -97,8 +97,8 @@ def _processes() -> Iterator[_Process]:
 def _tree() -> Iterator[_Process]:
   """Yields all descendants of this process.
 
-  Each is yielded as soon as it is found, so that the caller can kill a process that keeps forking
-  and exiting in time.
+  Each is yielded as soon as it is found. The caller can thus kill a process in time even if it
+  keeps forking and exiting.
   """
   tree = {os.getpid()}
   unrelated: list[_Process] = []

@@ -182,7 +182,10 @@ def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescri
 def _merged(
   given: Mapping[str, _Given | None], place: _Place | None, environment: Mapping[str, str]
 ) -> JobDescription | None:
-  """Returns the place that the given facts describe, completed by those of the system."""
+  """Returns the place that the given facts describe, completed by those of the system.
+
+  Returns None if the job has only one process. Raises UserError if a fact is missing.
+  """
   names = ', '.join(fact.source for fact in given.values() if fact is not None)
   missing = [name for name, fact in given.items() if fact is None]
   if place is not None and place.method is not None:

@@ -444,7 +444,7 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
 
 
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
-  """Returns a function that returns the next items as a list, which is empty at the end.
+  """Returns a function whose calls return the next items as lists, and an empty list at the end.
 
   The first lists have one item each, since the program may need only the first items.
   """
@@ -459,8 +459,9 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Replaces the content of a test's argument `old` by that of `new`, the argument as the program
-  changed it.
+  """Replaces the content of `old`, an argument that a test passed, by that of `new`.
+
+  The program has changed its copy of the argument, and `new` is the changed copy.
   """
   if type(old) is not type(new):
     return

@@ -305,8 +305,8 @@ class _Run:
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Name of the limit whose excess was the reason to kill all processes; None if there was
-    none.
+    """Name of the exceeded limit for which all processes were killed; None if no limit was
+    exceeded.
     """
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
