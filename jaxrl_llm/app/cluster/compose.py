@@ -1,7 +1,8 @@
-"""Composes a `Job` from a configuration: the trainer, and the services it finds in the registry.
+"""Composes a `Job` from a configuration: the trainer and the services that it uses.
 
-Everything that can be known before a job is submitted is checked here: the configuration, its
-overrides, and the mesh against the devices of the nodes.
+The services are vLLM servers, sandbox hosts and explorers. They register in a directory of the run,
+the registry, where the trainer finds them. This module checks everything that can be known before a
+job is submitted: the configuration, its overrides, and whether the mesh fits the nodes' devices.
 """
 
 from __future__ import annotations
@@ -23,64 +24,66 @@ from jaxrl_llm.parallel.mesh import mesh_sizes
 from jaxrl_llm.rollout.vllm.server import options
 
 KEY = 'key'
-"""File in the registry that holds the job's key."""
+"""Name of the file in the registry that contains the job's key."""
 _CODE = 'code'
-"""Scorer whose programs sandbox hosts run."""
+"""Implementation name of the scorer whose programs run on sandbox hosts."""
 _REGISTRY = 'registry'
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'
-"""Folder in the run directory through which weights reach servers on other nodes."""
+"""Folder in the run directory where the trainer writes weights for servers on other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """How many processes a job has, of which kind, and what each of them gets.
+  """Number and kinds of a job's processes, and the resources and settings of each kind.
 
-  A field is a flag of `jaxrl launch`.
+  Every field is also a flag of `jaxrl launch`.
   """
 
   nodes: int = 1
-  """Nodes of the trainer."""
+  """Number of nodes on which the trainer runs."""
   processes_per_node: int = 1
-  """Trainer processes on each node."""
+  """Number of trainer processes on each node."""
   cpus: int | None = None
-  """Cores of each process; unset: the system's choice."""
+  """Number of CPU cores of each process. If unset, the cluster system decides."""
   memory_gib: int | None = None
-  """Memory of each process in GiB; unset: the system's choice."""
+  """Memory of each process in GiB. If unset, the cluster system decides."""
   gpus: int = 0
-  """GPUs of each trainer process."""
+  """Number of GPUs of each trainer process."""
   tpu: str | None = None
-  """Kubernetes: type of the trainer's TPU nodes, such as tpu-v5-lite-podslice."""
+  """Type of the trainer's TPU nodes, such as tpu-v5-lite-podslice. Only for Kubernetes."""
   topology: str | None = None
-  """Kubernetes: topology of the trainer's TPU slice, such as 8x8."""
+  """Topology of the trainer's TPU slice, such as 8x8. Only for Kubernetes."""
   rollout_nodes: int = 0
-  """Nodes of vLLM servers, besides the trainer's; 0: the trainer starts its servers itself."""
-  rollout_servers: int = 1
-  """vLLM servers on each of these nodes."""
-  rollout_gpus: int = 0
-  """GPUs of each server."""
-  explorers: int = 0
-  """Explorer processes, each on a node of its own."""
-  sandboxes: int = 0
-  """Sandbox hosts for scorers of kind `code`, each on a node of its own."""
-  restarts: int = 3
-  """How many times the system starts the job again after a failure or preemption."""
-  grace_s: int = 30
-  """Seconds between SIGTERM and SIGKILL."""
-  time_limit_s: int | None = None
-  """Maximum duration in seconds; unset: the system's."""
-  name: str | None = None
-  """Name of the job; unset: that of the configuration."""
-  plaintext: bool = False
-  """Whether services and trainer may talk to each other without TLS: for networks that are
-  trusted.
+  """Number of nodes for vLLM servers, in addition to the trainer's nodes. If 0, the job has no
+  separate vLLM servers, and the trainer starts the servers that it needs.
   """
+  rollout_servers: int = 1
+  """Number of vLLM servers on each of the `rollout_nodes` nodes."""
+  rollout_gpus: int = 0
+  """Number of GPUs of each vLLM server."""
+  explorers: int = 0
+  """Number of explorer processes. Each runs on a separate node."""
+  sandboxes: int = 0
+  """Number of sandbox hosts for scorers of kind `code`. Each runs on a separate node."""
+  restarts: int = 3
+  """How many times the cluster system restarts the job after a failure or preemption."""
+  grace_s: int = 30
+  """Seconds between SIGTERM and SIGKILL when a process is stopped."""
+  time_limit_s: int | None = None
+  """Maximum duration of the job in seconds. If unset, the cluster system's limit applies."""
+  name: str | None = None
+  """Name of the job. If unset, the job is named after the configuration."""
+  plaintext: bool = False
+  """Whether services and trainer may communicate without TLS. Use it only on a trusted network."""
   tls_cert: str | None = None
-  """Certificate of the services, PEM, on a path that all nodes see."""
+  """PEM file with the certificate of the services, at a path that exists on all nodes."""
   tls_key: str | None = None
-  """Private key of that certificate, PEM."""
+  """PEM file with the private key of the certificate in `tls_cert`."""
   ca_file: str | None = None
-  """Certificate authority with which the trainer checks the services, PEM; unset: the system's."""
+  """PEM file with the certificate authority against which the trainer and the explorers verify
+  certificates. If unset, the authorities that the operating system trusts are used.
+  """
 
   def __post_init__(self):
     for name in ('rollout_nodes', 'explorers', 'sandboxes', 'rollout_gpus'):
@@ -110,13 +113,13 @@ def compose(
 
   Args:
     config_spec: `FILE.py[:VARIANT]` or the name of a shipped configuration.
-    overrides: text of overrides, keyed by dotted key, as on the command line.
+    overrides: values of overrides as text, keyed by dotted key, as on the command line.
     program: command that runs `jaxrl` on every node.
-    workdir: run directory; None: `runs/<name of the configuration>`.
-    one_machine: whether all processes run on this machine, so that services use unix sockets.
+    workdir: run directory. If None, it is `runs/<name of the configuration>`.
+    one_machine: whether all processes run on this machine. Services then use unix sockets.
 
   Raises:
-    UserError: the configuration is invalid, or does not fit the layout.
+    UserError: if the configuration is invalid or does not fit the layout.
   """
   config = apply_overrides(load_file(config_spec, Config), overrides)
   run = pathlib.Path(workdir or f'runs/{config.name}').absolute()
@@ -163,7 +166,7 @@ def compose(
 def _needed(
   config: Config, layout: Layout, run: pathlib.Path, registry: pathlib.Path, one_machine: bool
 ) -> dict[str, str]:
-  """Overrides that connect the trainer with the services."""
+  """Returns the configuration overrides with which the trainer finds the services."""
   needed: dict[str, str] = {}
   if not layout.has_services:
     return needed
@@ -174,7 +177,7 @@ def _needed(
     needed['rollout.vllm.discover'] = str(layout.rollout_nodes * layout.rollout_servers)
     if layout.ca_file:
       needed['rollout.vllm.ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
-    # Servers on other nodes read the weights from a directory that both see.
+    # vLLM servers on other nodes read new weights from a directory that the trainer writes.
     if config.rollout.vllm.publish_dir is None and not one_machine:
       needed['rollout.vllm.publish_dir'] = str(run / _PUBLISHED)
   for scorer in config.rewards.scorers:
@@ -193,14 +196,19 @@ def _needed(
 
 
 def _check_mesh(config: Config, layout: Layout) -> None:
-  """Checks the mesh against the devices of the trainer's nodes, as far as they are known."""
+  """Raises UserError if the mesh does not fit the devices of the trainer's nodes.
+
+  Nothing is checked when the layout specifies neither GPUs nor a TPU topology, because the number
+  of devices is then unknown.
+  """
   if layout.gpus:
     mesh_sizes(config.learner.mesh, layout.nodes * layout.processes_per_node * layout.gpus)
   elif layout.topology is not None:
     if not re.fullmatch(r'[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,2}', layout.topology):
       raise UserError(f'--topology={layout.topology}: wanted the shape of a slice, such as 8x8')
     chips = math.prod(map(int, layout.topology.split('x')))
-    # How many hosts a slice has depends on the type of machine; a slice has at least one.
+    # The number of slices is not known here: how many nodes a slice has depends on the type of
+    # machine. As each slice has at least one node, there are between 1 and `layout.nodes` slices.
     fitting = (slices * chips for slices in range(2, layout.nodes + 1))
     if not any(_fits(config, count) for count in fitting):
       mesh_sizes(config.learner.mesh, chips)
@@ -241,7 +249,11 @@ def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
 def _services(
   config: Config, layout: Layout, run: pathlib.Path, serve: tuple[str, ...], one_machine: bool
 ) -> list[ProcessGroup]:
-  """Returns the groups of services; `serve` is the command that runs `jaxrl serve`."""
+  """Returns the process groups of the services.
+
+  Args:
+    serve: command that runs `jaxrl serve`.
+  """
   found = []
   registry = f'--registry={run / _REGISTRY}'
   listen = [registry, *([] if one_machine else _front(layout))]
@@ -260,7 +272,7 @@ def _services(
     found.append(
       ProcessGroup(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus)
     )
-  if layout.explorers and not one_machine:  # There the trainer starts them itself.
+  if layout.explorers and not one_machine:  # On one machine, the trainer starts the explorers.
     trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
     command = (*serve, '--role=explorer', registry, *trust)
     found.append(
@@ -270,7 +282,10 @@ def _services(
 
 
 def _listen(layout: Layout) -> dict[str, str | bool]:
-  """Settings of a front that other nodes reach; its host's name is what it registers."""
+  """Returns the settings of a front, the HTTP server through which other nodes reach a service.
+
+  The front listens on all interfaces and registers under the name of its host.
+  """
   if not layout.tls_cert:
     return {'host': _ANYWHERE, 'allow_plaintext': True}
   certificate, key = (pathlib.Path(file).absolute() for file in (layout.tls_cert, layout.tls_key))
@@ -278,13 +293,17 @@ def _listen(layout: Layout) -> dict[str, str | bool]:
 
 
 def _front(layout: Layout) -> list[str]:
-  """The same settings as flags of `jaxrl serve`."""
+  """Returns the settings of `_listen`, and port 0 (any free one), as flags of `jaxrl serve`."""
   flags = {**_listen(layout), 'port': 0}
   return [f'--{name}' if value is True else f'--{name}={value}' for name, value in flags.items()]
 
 
 def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: bool) -> list[str]:
-  """Arguments of one server. The trainer writes config.json to --model before it wants servers."""
+  """Returns the arguments of `jaxrl serve` for one vLLM server.
+
+  The directory of --model is empty at first. The server waits until the trainer has written the
+  model's config.json into it.
+  """
   vllm = config.rollout.vllm
   flags = [
     f'--model={run / "vllm"}',
@@ -306,10 +325,10 @@ def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: boo
 def _absolute(config_spec: str) -> str:
   match = re.fullmatch(r'(?P<path>.*\.py)(?P<variant>(?::.*)?)', config_spec)
   if match is None:
-    return config_spec  # A shipped configuration.
+    return config_spec  # The name of a shipped configuration, which is not a path.
   return f'{pathlib.Path(match["path"]).absolute()}{match["variant"]}'
 
 
 def _job_name(name: str) -> str:
-  """The configuration's name in letters that every system takes."""
+  """Returns the configuration's name, reduced to characters that every cluster system accepts."""
   return re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')[:40].strip('-') or 'train'

@@ -10,18 +10,21 @@ from jaxrl_llm.app.cluster.job import Job
 from jaxrl_llm.core.errors import UserError
 
 LAUNCHES = 'launch'
-"""Folder in the run directory with the submitted texts and the output of launchers."""
+"""Folder in the run directory for the scripts that launchers submit, and for their output."""
 
 
 def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
-  """Writes a job's files, readable by this user alone, and keeps those that exist: a key outlives
-  the job that is started again.
+  """Writes a job's files such that only this user can read them.
+
+  Files of `job.files` that exist already are kept, so that a restarted job has the same key.
 
   Args:
-    script: name and content of a file in the run directory's folder `LAUNCHES`, which is replaced.
+    script: name and content of a file to write in the run directory's folder `LAUNCHES`. An
+      existing file of that name is overwritten.
 
   Raises:
-    UserError: a directory cannot be made, or other users can read or write an existing file.
+    UserError: if a directory or file cannot be written, or if an existing file of the job belongs
+      to another user or is accessible to other users.
   """
   launches = pathlib.Path(job.workdir, LAUNCHES)
   try:

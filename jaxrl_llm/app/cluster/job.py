@@ -1,8 +1,8 @@
 """A job as a value: groups of processes with their commands, resources, environment and files.
 
-A launcher turns a `Job` into the text of its system (a Slurm script, a Kubernetes manifest, a shell
-script) by a pure function, and submits, queries and cancels it. Restart, placement and queueing
-belong to that system.
+A launcher connects jobs to one system, such as Slurm, Kubernetes or a shell. Its pure function
+`text` turns a `Job` into what that system reads: a batch script, a manifest or a shell script. Its
+other functions submit, query and cancel the job. The system itself restarts, places and queues it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any
 from jaxrl_llm.core.errors import UserError
 
 TRAINER = 'trainer'
-"""Name of the group whose processes join one `jax.distributed` job; the job ends with them."""
+"""Name of the group that trains. Its processes form one `jax.distributed` cluster, and the job ends
+when they have ended.
+"""
 _NAME = re.compile(r'[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?')
 _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessResources:
-  """Resources of one process; None and 0: whatever the system gives by default."""
+  """Resources of one process. For a field that is None or 0, the system's default applies."""
 
   cpus: int | None = None
   memory_gib: int | None = None
   gpus: int = 0
   tpu: str | None = None
-  """Kubernetes: type of the TPU nodes, such as 'tpu-v5-lite-podslice'."""
+  """Type of the TPU nodes, such as 'tpu-v5-lite-podslice'. Only for Kubernetes."""
   topology: str | None = None
-  """Kubernetes: topology of a TPU slice, such as '8x8'."""
+  """Topology of a TPU slice, such as '8x8'. Only for Kubernetes."""
 
   def __post_init__(self):
     for name in ('cpus', 'memory_gib'):
@@ -47,14 +49,14 @@ class ProcessGroup:
   """Processes of a job that run the same command."""
 
   name: str
-  """Role: 'trainer', 'rollout', 'scorer' or 'explorer'."""
+  """Role of the processes: 'trainer', 'rollout', 'scorer' or 'explorer'."""
   command: tuple[str, ...]
-  """Program and arguments, the same in every process; not a shell command."""
+  """Program and its arguments, the same for every process. No shell interprets them."""
   nodes: int = 1
   processes_per_node: int = 1
   resources: ProcessResources = ProcessResources()
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Environment variables besides the job's."""
+  """Environment variables of these processes, in addition to `Job.env`."""
 
   def __post_init__(self):
     _check_name(f'group {self.name}', self.name)
@@ -79,21 +81,21 @@ class Job:
   groups: tuple[ProcessGroup, ...]
   """The first group is the trainer."""
   workdir: str
-  """Run directory, on a file system that all nodes see under this path."""
+  """Absolute path of the run directory, which all nodes must be able to access under this path."""
   directory: str | None = None
-  """Absolute path of the current directory of every process; None: the system's."""
+  """Absolute path of the working directory of every process. If None, the system chooses it."""
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of every process."""
   files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Content of files that the launcher writes with mode 0600 before submitting, keyed by absolute
-  path, such as the job's key.
+  """Contents of files, keyed by absolute path; one of them is the job's key. The launcher writes
+  the files with mode 0600 before the processes start.
   """
   restarts: int = 3
-  """Number of times that the system starts the job again after a failure or preemption."""
+  """How many times the system restarts the job after a failure or preemption."""
   grace_s: int = 30
-  """Seconds between SIGTERM and SIGKILL."""
+  """Seconds between SIGTERM and SIGKILL when a process is stopped."""
   time_limit_s: int | None = None
-  """Maximum duration; None: the system's."""
+  """Maximum duration in seconds. If None, the system's limit applies."""
 
   def __post_init__(self):
     _check_name('job', self.name)
@@ -122,38 +124,43 @@ class Job:
 
   @property
   def services(self) -> tuple[ProcessGroup, ...]:
-    """Groups beside the trainer; they end with it."""
+    """All groups except the trainer. Their processes are stopped when the trainer has ended."""
     return self.groups[1:]
 
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-  """A system that runs jobs. Users name their own as 'module:attribute'.
+  """Functions that run jobs on one system, such as Slurm.
 
-  `options` is an instance of `Options`, whose fields are command-line flags of the launcher.
+  The last argument of each function is an instance of `Options`. A user's own launcher is given on
+  the command line as 'module:attribute'.
   """
 
   name: str
   Options: type
-  """Frozen dataclass of the system's own settings (partition, account, namespace, image, …)."""
+  """Frozen dataclass of the system's settings, such as partition, account, namespace or image. Each
+  field is also a command-line flag of the launcher.
+  """
   text: Callable[[Job, Any], str]
-  """Returns the text that describes the job; a pure function, so that texts can be read, kept and
-  compared.
+  """Returns the text that describes a job to the system. It is a pure function, so that users can
+  read, keep and compare the texts.
   """
   submit: Callable[[str, Job, Any], str]
-  """Submits a text and returns the job's id; raises UserError if the system refuses."""
+  """Submits the text of a job and returns the job's id. Raises UserError if the system refuses."""
   status: Callable[[str, Any], str]
-  """Returns one line for a job's id, such as "RUNNING since …"; raises UserError if unknown."""
+  """Returns one line on the job with the given id, such as "RUNNING since …". Raises UserError if
+  the system does not know the id.
+  """
   logs: Callable[[str, Any], None]
-  """Prints what the job's processes wrote so far."""
+  """Prints what the processes of the job with the given id have written so far."""
   cancel: Callable[[str, Any], None]
-  """Ends a job: its processes get SIGTERM, and commit."""
+  """Ends the job with the given id. Its processes get SIGTERM, upon which the trainer commits."""
   one_machine: bool = False
   """Whether all processes run on this machine, so that services can listen on unix sockets."""
 
 
 def _check_name(where: str, name: str) -> None:
-  """Raises UserError for names that Slurm, Kubernetes or a shell would not take literally."""
+  """Raises UserError for a name that Slurm, Kubernetes or a shell would reject or interpret."""
   if not _NAME.fullmatch(name):
     raise UserError(
       f'{where}: the name {name!r} may have at most 40 characters, only lower-case letters, digits '

@@ -1,11 +1,14 @@
-"""Kubernetes: a job as a JobSet, with a Secret for its files. GPUs, and TPU slices of GKE.
+"""Launcher for Kubernetes: runs a job as a JobSet, and passes the job's files in a Secret.
 
-One replicated job holds each group, and one pod each process. The JobSet ends when the trainers
-have ended. If a trainer fails, the JobSet starts all groups again, up to `Job.restarts` times;
-after exit code 2 (unusable input) it fails at once. A lost process of a service is replaced alone.
+The processes can use GPUs on any cluster, and TPU slices on Google Kubernetes Engine (GKE). Each
+group of processes becomes a replicated job, and each process a pod. The JobSet ends when all
+trainer processes have ended. If one of them fails, the JobSet restarts all groups, at most
+`Job.restarts` times. Exit codes 1 and 2 of a trainer, and 2 of a service, are not cured by a
+restart; after them, the JobSet fails at once. If any other failure ends a process of a service,
+only that process is started again.
 
-The trainers get JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On several TPU
-slices they get none of these: GKE sets the variables that JAX detects.
+The trainer processes get JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. If they run
+on several TPU slices, they get none of these, because GKE then sets variables that JAX detects.
 
 Sources: JobSet's API (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/), Kubernetes' Job
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/), TPUs in GKE
@@ -32,31 +35,36 @@ from jaxrl_llm.app.cluster.job import TRAINER, Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
 
 _FILES = '/run/jaxrl/files'
-"""Where the init container sees the Secret."""
+"""Path at which the Secret is mounted in the init container."""
 _COPY = (
   'umask 077; while [ $# -gt 0 ]; do if [ ! -e "$2" ]; then mkdir -p -- "${2%/*}" && copy=$(mktemp '
   '-- "$2.XXXXXX") || exit 1; cat -- "$1" >"$copy" && mv -f -- "$copy" "$2" || exit 1; fi; shift '
   '2; done'
 )
-"""Copies each odd argument to the next one, unless that exists, with mode 0600 and in one step: all
-pods do it. A key outlives the job that is started again.
+"""Shell program that copies files with mode 0600. Its arguments alternate between the path of a
+file and the path to which that file is copied.
+
+An existing file is kept, so that a restarted job has the same key. A file appears under its path
+only when it is complete, because all pods run this program at the same time.
 """
 _UNUSABLE, _STUCK = 2, 1
-"""Exit codes that no restart cures: of invalid input, and of a trainer that cannot continue."""
+"""Exit codes after which a restart would not help: `_UNUSABLE` means that the input is invalid,
+`_STUCK` that the trainer cannot continue.
+"""
 _POD_NAME = 63 - len('-12345')
-"""Maximum length of a pod's name without the suffix of the Job controller."""
+"""Maximum length of a pod's name without the suffix that the Job controller appends."""
 _CHIPS = (1, 4, 8)
-"""Numbers of chips that a TPU node may have."""
+"""Possible numbers of chips of a TPU node."""
 _LABEL = re.compile(r'[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?')
 _LABEL_KEY = re.compile(rf'([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?{_LABEL.pattern}')
 _RESOURCE = re.compile(r'[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?')
 _PRINTABLE = re.compile(r'[!-~]+')
 _TOPOLOGY = re.compile(r'[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}')
 _NOISE = re.compile(r'[IWE]\d{4} |Warning: |$')
-"""Lines of kubectl that are its log, and no message."""
+"""Matches lines on kubectl's standard error that are log lines, warnings or empty."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _SECONDS = 60
-"""Maximum duration of a call of kubectl; logs may take longer."""
+"""Maximum duration of a call of kubectl in seconds, except for printing logs."""
 _LOGS_S = 600
 
 
@@ -65,35 +73,41 @@ class JobsetOptions:
   """Settings of the Kubernetes launcher."""
 
   image: str | None = None
-  """Container image with jaxrl_llm, for every group. Required."""
+  """Container image in which jaxrl_llm is installed. All groups use it. Required."""
   claim: str | None = None
-  """PersistentVolumeClaim (ReadWriteMany) that holds the run directory. Required."""
+  """PersistentVolumeClaim (ReadWriteMany) that contains the run directory. Required."""
   mount: str = '/data'
-  """Path under which every pod sees the claim; the run directory lies in it."""
+  """Path at which the claim is mounted in every pod. The run directory must lie below it."""
   python: str = 'python3'
-  """Interpreter in the image, instead of that of the machine from which the job is submitted."""
+  """Python interpreter in the image. It replaces the interpreter in the commands of the job, which
+  is that of the submitting machine.
+  """
   namespace: str | None = None
-  """Namespace; unset: that of kubectl's context."""
+  """Kubernetes namespace of the job. If unset, that of kubectl's current context is used."""
   service_account: str | None = None
-  """Service account of the pods; unset: they get no token for the Kubernetes API."""
+  """Service account of the pods. If unset, the pods get no token for the Kubernetes API."""
   pull_secret: str | None = None
-  """Secret with the credentials of the image's registry."""
+  """Name of the Secret with the credentials for pulling the image from its registry."""
   priority_class: str | None = None
   """Priority class of the pods."""
   queue: str | None = None
-  """Kueue's local queue."""
+  """Local queue of Kueue, the job queueing system, in which the job waits. If unset, the job does
+  not use Kueue.
+  """
   gpu_type: str | None = None
-  """GKE: type of the GPU nodes, such as nvidia-h100-80gb."""
+  """Type of the GPU nodes, such as nvidia-h100-80gb. Only for GKE."""
   node_selector: tuple[str, ...] = ()
   """Labels that a node must have to run any pod of the job, each as KEY=VALUE."""
   slices: int = 1
   """Number of TPU slices over which the trainer's nodes are divided."""
   shm_gib: int | None = None
-  """Maximum size of /dev/shm in GiB, part of the pod's memory; unset: half of the node's memory."""
+  """Maximum size of /dev/shm in GiB. It counts towards the pod's memory. If unset, the maximum is
+  half of the node's memory.
+  """
   user: int | None = None
-  """User and group ID of the processes; unset: those of the image."""
+  """User ID and group ID of the processes. If unset, those of the image are used."""
   port: int = 8476
-  """Port of the coordinator in the first trainer's pod."""
+  """Port on which the JAX coordinator listens, in the pod of trainer process 0."""
 
   def __post_init__(self):
     for name in ('claim', 'namespace', 'service_account', 'pull_secret', 'priority_class'):
@@ -127,10 +141,10 @@ class JobsetOptions:
 
 
 def text(job: Job, options: JobsetOptions) -> str:
-  """Returns the manifest: a Secret with the job's files, if there are any, and the JobSet.
+  """Returns the manifest: the JobSet, preceded by a Secret if the job has files.
 
   Raises:
-    UserError: Kubernetes cannot run the job with these options.
+    UserError: if Kubernetes cannot run the job with these options.
   """
   _check(job, options)
   documents = [_secret(job, options)] if job.files else []
@@ -139,8 +153,9 @@ def text(job: Job, options: JobsetOptions) -> str:
 
 
 class _Quoted(str):
-  """A string that the manifest has in quotes: plain ones such as y and 1e3 mean other things to
-  other parsers.
+  """A string that is written in quotes.
+
+  Without quotes, YAML parsers disagree on strings such as y (a boolean) and 1e3 (a number).
   """
 
 
@@ -156,7 +171,7 @@ _Dumper.add_representer(_Quoted, _represent)
 
 
 def _quoted(value: Any) -> Any:
-  """Quotes the strings in a tree that are values, not keys."""
+  """Returns a tree in which all strings are marked to be quoted, except the keys of mappings."""
   if isinstance(value, dict):
     return {key: _quoted(inner) for key, inner in value.items()}
   if isinstance(value, list):
@@ -187,7 +202,7 @@ def _check(job: Job, options: JobsetOptions) -> None:
 
 
 def _is_mounted(path: str, options: JobsetOptions) -> bool:
-  """Whether a path lies on the claim."""
+  """Whether a path lies below the directory at which the claim is mounted."""
   pure = pathlib.PurePosixPath(path)
   return '..' not in pure.parts and pure.is_relative_to(options.mount)
 
@@ -244,14 +259,14 @@ def _is_trainer(group: ProcessGroup) -> bool:
 
 
 def _slices(group: ProcessGroup, options: JobsetOptions) -> int:
-  """Number of TPU slices of a group. Each node of a service is one."""
+  """Returns the number of TPU slices of a group. Each node of a service is a slice of its own."""
   if not group.resources.tpu:
     return 1
   return options.slices if _is_trainer(group) else group.nodes
 
 
 def _size(topology: str) -> int:
-  """Number of chips."""
+  """Returns the number of chips of a topology such as '8x8'."""
   return math.prod(map(int, topology.split('x')))
 
 
@@ -300,7 +315,10 @@ def _jobset(job: Job, options: JobsetOptions) -> dict:
 
 
 def _replicated(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
-  """A group as a replicated job: one Job for each TPU slice that its processes share, or one."""
+  """Returns a group as a replicated job.
+
+  The trainer has one Kubernetes Job for each of its TPU slices. Any other group has one Job.
+  """
   is_trainer = _is_trainer(group)
   replicas = _slices(group, options) if is_trainer else 1
   codes = [_STUCK, _UNUSABLE] if is_trainer else [_UNUSABLE]
@@ -321,7 +339,7 @@ def _replicated(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
     spec['activeDeadlineSeconds'] = job.time_limit_s
   template: dict[str, Any] = {}
   if group.resources.tpu and is_trainer and group.nodes > replicas:
-    # All nodes of a slice are one node pool, which no other Job shares.
+    # The nodes of a slice form one node pool. This annotation reserves the pool for one Job.
     key = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
     template['metadata'] = {'annotations': {key: 'cloud.google.com/gke-nodepool'}}
   return {'name': group.name, 'replicas': replicas, 'template': {**template, 'spec': spec}}
@@ -348,7 +366,8 @@ def _pod(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   spec: dict[str, Any] = {
     'restartPolicy': 'Never',
     'terminationGracePeriodSeconds': job.grace_s,
-    # Otherwise the command would be process 1, which ignores SIGTERM until it has a handler.
+    # Without a shared namespace, the command would have process id 1, and such a process ignores
+    # SIGTERM until it has installed a handler.
     'shareProcessNamespace': True,
     'enableServiceLinks': False,
     'automountServiceAccountToken': bool(options.service_account),
@@ -373,13 +392,13 @@ def _pod(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   if selector:
     spec['nodeSelector'] = selector
   if devices := _devices(group, options):
-    # Nodes with accelerators repel other pods, on GKE and elsewhere.
+    # Nodes with accelerators usually carry a taint that keeps pods without this toleration away.
     spec['tolerations'] = [{'key': key, 'operator': 'Exists'} for key in devices]
   return spec
 
 
 def _copying(job: Job, options: JobsetOptions) -> dict:
-  """The container that writes the job's files before a pod's process starts."""
+  """Returns the init container, which writes the job's files before a pod's process starts."""
   pairs = []
   for i, path in enumerate(sorted(job.files)):
     pairs += [f'{_FILES}/file-{i}', path]
@@ -417,7 +436,10 @@ def _container(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
 
 
 def _in_image(command: Sequence[str], options: JobsetOptions) -> list[str]:
-  """Replaces the interpreter of a command `PYTHON [-OPTION …] -m MODULE …`."""
+  """Returns a command with the interpreter of the image, if it is `PYTHON [-OPTION …] -m MODULE …`.
+
+  Any other command is returned unchanged.
+  """
   flags = itertools.takewhile(_is_flag, command[1:])
   return [options.python, *command[1:]] if '-m' in flags else [*command]
 
@@ -427,7 +449,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _devices(group: ProcessGroup, options: JobsetOptions) -> dict[str, str]:
-  """Accelerators of one process, by the name of the resource."""
+  """Returns the number of accelerators of one process, keyed by the Kubernetes resource name."""
   if group.resources.tpu:
     chips = _size(group.resources.topology) * _slices(group, options) // group.nodes
     return {'google.com/tpu': str(chips)}
@@ -458,20 +480,21 @@ def _literal(words: Sequence[str]) -> list[str]:
 
 
 def _expanded_to(word: str) -> str:
-  """Returns what Kubernetes, which replaces $(NAME), expands to `word`."""
+  """Returns `word`, escaped so that Kubernetes does not expand a $(NAME) in it."""
   return word.replace('$', '$$')
 
 
 def _kubectl(
   arguments: Sequence[str], options: JobsetOptions, *, stdin: str = '', shown: bool = False
 ) -> str:
-  """Runs kubectl in the namespace and returns what it wrote.
+  """Runs kubectl in the namespace of the options and returns its standard output.
 
   Args:
-    shown: kubectl writes to this process's output instead, and may take longer.
+    shown: whether kubectl writes directly to this process's standard output. The return value is
+      then empty, and the time limit is `_LOGS_S` instead of `_SECONDS`.
 
   Raises:
-    UserError: kubectl is missing, failed, or took too long.
+    UserError: if kubectl is missing, fails or takes too long.
   """
   if shutil.which('kubectl') is None:
     raise UserError(
@@ -501,7 +524,10 @@ def _kubectl(
 
 
 def submit(manifest: str, job: Job, options: JobsetOptions) -> str:
-  """Submits the manifest and returns the job's name; deletes what it made if that fails."""
+  """Submits the manifest and returns the job's name, which is its id.
+
+  If the submission fails, the objects that it has created are deleted.
+  """
   found = _kubectl(['get', 'jobset', job.name, '--ignore-not-found', '--output=name'], options)
   if found.strip():
     raise UserError(
@@ -566,7 +592,7 @@ def _groups(state: dict) -> list[dict]:
 
 
 def logs(name: str, options: JobsetOptions) -> None:
-  """Prints what the pods wrote, each line after the pod's name."""
+  """Prints what the pods have written. Each line begins with the name of its pod."""
   _kubectl(
     [
       'logs',
@@ -582,7 +608,7 @@ def logs(name: str, options: JobsetOptions) -> None:
 
 
 def cancel(name: str, options: JobsetOptions) -> None:
-  """Deletes the JobSet and its Secret; the pods get SIGTERM and the job's grace period."""
+  """Deletes the JobSet and its Secret. The pods get SIGTERM, and SIGKILL after the grace period."""
   if not _delete(_named(name), options).strip():
     raise UserError(f'{name}: the cluster has no such JobSet')
 

@@ -1,4 +1,4 @@
-"""This machine: a job as one shell script around the supervisor."""
+"""Launcher `local`: runs a job on this machine, as a shell script that calls the supervisor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from jaxrl_llm.core.errors import UserError
 
 _SUPERVISOR = 'jaxrl_llm.app.cluster.supervisor'
 _SCRIPT, _OUTPUT, _ENDED, _STARTED = 'local.sh', 'local.out', 'local.ended', 'local.json'
-"""Files in the folder `LAUNCHES` of the run directory."""
+"""Names of the files in the folder `LAUNCHES` of the run directory: the script, the output of the
+job, its exit code, and the process id of the script.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,13 @@ class LocalOptions:
   """Settings of the local launcher."""
 
   linger_s: float = 600.0
-  """Seconds that processes may take to end after the first, or after SIGTERM."""
+  """Seconds that the remaining trainer processes may take to end, once the first one has finished
+  or the job has received SIGTERM. After that they are killed.
+  """
 
 
 def text(job: Job, options: LocalOptions) -> str:
-  """Returns a shell script that runs a job in the foreground. Its exit code is the job's."""
+  """Returns a shell script that runs a job in the foreground and exits with the job's exit code."""
   trainer = job.trainer
   supervisor = [sys.executable, '-P', '-m', _SUPERVISOR, f'--processes={trainer.processes}']
   supervisor += [f'--restarts={job.restarts}', f'--grace_s={job.grace_s}']
@@ -74,10 +78,10 @@ def _command(group: ProcessGroup, variables: Mapping[str, str]) -> list[str]:
 
 
 def submit(text: str, job: Job, options: LocalOptions) -> str:
-  """Starts a script in the background and returns the run directory, which is the job's id.
+  """Starts a job's script in the background and returns the job's id, which is its run directory.
 
   Raises:
-    UserError: the job of this run directory runs already.
+    UserError: if a job is already running in this run directory.
   """
   folder = pathlib.Path(job.workdir, LAUNCHES)
   if (process := _process(folder)) is not None:
@@ -101,7 +105,11 @@ def submit(text: str, job: Job, options: LocalOptions) -> str:
 
 
 def _process(folder: pathlib.Path) -> psutil.Process | None:
-  """The process of the job that was submitted last; None if it has ended."""
+  """Returns the process of the script that was submitted last; None if there is none or it ended.
+
+  Args:
+    folder: the run directory's folder `LAUNCHES`.
+  """
   try:
     facts = json.loads((folder / _STARTED).read_text())
     process = psutil.Process(int(facts['pid']))
@@ -121,7 +129,7 @@ def _folder(job_id: str) -> pathlib.Path:
 
 
 def status(job_id: str, options: LocalOptions) -> str:
-  """Returns whether a job runs, or its exit code."""
+  """Returns a line that says whether a job is running or has ended, and with which exit code."""
   folder = _folder(job_id)
   if (process := _process(folder)) is not None:
     return f'RUNNING process {process.pid}'
@@ -137,11 +145,12 @@ def logs(job_id: str, options: LocalOptions) -> None:
 
 
 def cancel(job_id: str, options: LocalOptions) -> None:
-  """Sends SIGTERM to a job's supervisor, which ends the job."""
+  """Sends SIGTERM to a job's supervisor, which then stops the job's processes."""
   process = _process(_folder(job_id))
   if process is None:
     raise UserError(f'{job_id}: its job does not run')
-  # The script and the supervisor; the job's processes have sessions of their own.
+  # This process group consists of the script and the supervisor. The supervisor starts each process
+  # of the job in a session of its own and stops it itself.
   os.killpg(process.pid, signal.SIGTERM)
 
 

@@ -1,13 +1,13 @@
-"""Slurm: one batch script for a job, in which each group of processes is a job step.
+"""Launcher for Slurm: runs a job as one batch script, in which each process group is a job step.
 
-All groups share one allocation: it starts and ends as a whole, is requeued as a whole, and can be
-an element of a job array, none of which holds for Slurm's heterogeneous jobs. The price is that all
-its nodes are alike: each has what the most demanding group asks for. Each group in turn takes nodes
-of its own (`srun --relative`).
+All groups share one allocation. It starts, ends and is requeued as a whole, and it can be an
+element of a job array. Slurm's heterogeneous jobs, whose nodes can differ, have none of these
+properties. With one allocation, all nodes have the same resources, namely as much as the most
+demanding group needs. Each group runs on separate nodes of the allocation (`srun --relative`).
 
-Restarts are Slurm's: the script asks for `scontrol requeue` when the trainer ended because of
-something that may pass (a signal, exit code 75, a service that ended), Slurm requeues by itself
-when a node fails or a job is preempted, and `Job.restarts` bounds both.
+Slurm itself restarts the job. It requeues a job when a node fails or the job is preempted. In
+addition, the batch script calls `scontrol requeue` when the trainer has ended for a reason that may
+be transient: a signal, exit code 75, or a service that failed. `Job.restarts` limits the total.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxrl_llm.app.cluster.job import Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
 
 _DEADLINE_S = 60.0
-"""Maximum time in seconds for a command of Slurm to answer."""
+"""Maximum duration of a call of a Slurm command in seconds."""
 _ID = re.compile(r'[0-9]+(_[0-9]+)?')
 _OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
 _UNQUOTABLE = re.compile(r'["\\]')
@@ -37,18 +37,18 @@ class SlurmOptions:
   """Settings of the Slurm launcher."""
 
   partition: str | None = None
-  """Partition; None: the cluster's default."""
+  """Partition in which the job runs. If unset, the cluster's default partition is used."""
   account: str | None = None
-  """Account that is charged."""
+  """Account to which the job's resources are charged."""
   qos: str | None = None
-  """Quality of service."""
+  """Name of the quality of service (QOS) that the job requests."""
   reservation: str | None = None
-  """Reservation."""
+  """Name of the reservation whose nodes the job uses."""
   constraint: str | None = None
-  """Features of the nodes."""
+  """Features that the nodes must have, as in sbatch --constraint."""
   exclusive: bool = True
-  """Whether the job has its nodes to itself, with all their cores and memory; otherwise it has what
-  --cpus and --memory_gib say.
+  """Whether no other job may run on the nodes. The job can then use all their cores and memory.
+  Otherwise it gets the cores and memory that --cpus and --memory_gib specify.
   """
   sbatch: tuple[str, ...] = ()
   """Further options of sbatch, such as --mail-type=END."""
@@ -212,11 +212,15 @@ def text(job: Job, options: SlurmOptions) -> str:
 
 
 def array_text(job: Job, count: int, options: SlurmOptions, *, at_once: int | None = None) -> str:
-  """Returns the batch script of a job array: `count` jobs with the same commands, each of which
-  finds its number, from 0, in the variable SLURM_ARRAY_TASK_ID.
+  """Returns the batch script of a job array, which consists of `count` jobs with the same commands.
+
+  Slurm sets the environment variable SLURM_ARRAY_TASK_ID of each job to its number, counted from 0.
 
   Args:
-    at_once: maximum number of them that run at a time; None: as many as Slurm finds room for.
+    at_once: maximum number of the jobs that run at the same time. If None, there is no limit.
+
+  Raises:
+    UserError: if `count` or `at_once` is less than 1, or if Slurm cannot run the job.
   """
   if count < 1 or (at_once is not None and at_once < 1):
     raise UserError(f'array of {count} jobs, {at_once} at a time: wanted at least 1')
@@ -262,7 +266,7 @@ def _script(job: Job, options: SlurmOptions, array: Sequence[str]) -> str:
 
 
 def _node(job: Job, options: SlurmOptions) -> list[str]:
-  """Options for what each node of the allocation has: the most that a group needs."""
+  """Returns the sbatch options for the resources of each node: the most that any group needs."""
   tasks = max(group.processes_per_node for group in job.groups)
   cpus = max(group.processes_per_node * (group.resources.cpus or 1) for group in job.groups)
   memory = max(group.processes_per_node * (group.resources.memory_gib or 0) for group in job.groups)
@@ -281,8 +285,10 @@ def _node(job: Job, options: SlurmOptions) -> list[str]:
 
 
 def _steps(job: Job, options: SlurmOptions) -> str:
-  """Shell lines that start each group's step in the background: `trainer` and `services` hold their
-  process ids.
+  """Returns shell lines that start the job step of each group in the background.
+
+  They store the process id of the trainer's srun in the shell variable `trainer`, and those of the
+  other groups in the array `services`.
   """
   lines, first = ['services=()'], 0
   for group in job.groups:
@@ -302,9 +308,10 @@ def _step(group: ProcessGroup, first: int, options: SlurmOptions) -> str:
     f'--ntasks={group.processes}',
     f'--ntasks-per-node={group.processes_per_node}',
     *([] if resources.cpus is None else [f'--cpus-per-task={resources.cpus}']),
-    # Each process sees its own GPUs alone; a step without GPUs must not wait for any.
+    # With --gpus-per-task, each process sees only its own GPUs. With --gres=none, a step without
+    # GPUs does not wait until GPUs of its nodes are free.
     *([f'--gpus-per-task={resources.gpus}'] if resources.gpus else ['--gres=none']),
-    # The trainer ends as a whole; a service goes on without one of its processes.
+    # When a process of the trainer fails, its step ends. A service continues without a process.
     f'--kill-on-bad-exit={int(is_trainer)}',
     '--wait=0',
     '--label',
@@ -323,7 +330,7 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
   """Submits a script with sbatch and returns the job's id.
 
   Raises:
-    UserError: there is no Slurm, or it refuses the job.
+    UserError: if sbatch is not installed here, or if Slurm refuses the job.
   """
   _require('sbatch')
   write_files(job, script=('slurm.sh', text))
@@ -331,7 +338,10 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
 
 
 def status(job_id: str, options: SlurmOptions) -> str:
-  """Returns Slurm's state of a job, with reason, run time and nodes."""
+  """Returns a line with a job's state in Slurm, its reason or exit code, its run time and its nodes.
+
+  For a job array, the line lists these for each element.
+  """
   _check_id(job_id)
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
   try:
@@ -366,8 +376,10 @@ def logs(job_id: str, options: SlurmOptions) -> None:
 
 
 def cancel(job_id: str, options: SlurmOptions) -> None:
-  """Ends a job for good. Its script stops the trainer, which has all the time that it needs to
-  commit; `scancel` alone would give it the cluster's KillWait.
+  """Ends a job such that Slurm does not start it again.
+
+  A running job's script gets SIGUSR2 and then stops the trainer, which may take as long as it needs
+  to commit. A plain `scancel` would let Slurm kill the trainer after the cluster's KillWait.
   """
   _check_id(job_id)
   running = 'RUNNING' in status(job_id, options)
@@ -389,7 +401,12 @@ def _require(program: str) -> None:
 
 
 def _call(command: Sequence[str], stdin: str = '') -> str:
-  """Returns a command's standard output; raises UserError with what it says when it fails."""
+  """Runs a command and returns its standard output.
+
+  Raises:
+    UserError: if the command is missing, takes too long or fails. The message of a failure is what
+      the command has printed.
+  """
   _require(command[0])
   try:
     done = subprocess.run(

@@ -1,13 +1,16 @@
-"""Hosts that a shell reaches by ssh: a job as one POSIX shell script, which supervises it.
+"""Launcher for hosts that are reached by ssh: runs a job as one POSIX shell script.
 
-The script runs on any machine that reaches all hosts by ssh without a password. It copies the job's
-files and a script for each process to `Job.workdir` (mode 0600, through the connection, so that no
-command line shows them), starts the processes and waits. `ssh_launcher.sh` states what it does when
-a process ends, and its exit codes; `ssh_process.sh` runs beside each process. Every host needs
-setsid, timeout and mktemp (util-linux, coreutils), and a POSIX shell as login shell.
+The script runs on any machine that can log in to all hosts by ssh without a password. It copies the
+job's files, and a script for each process, to `Job.workdir` on the hosts. The copies have mode
+0600, and their contents travel over the connection, so that no command line shows them. The script
+then starts the processes and supervises them until they end. `ssh_launcher.sh` describes what it
+does when a process ends, and with which code it exits. On its host, each process runs beside the
+script `ssh_process.sh`, which watches it. Every host needs setsid, timeout and mktemp (from
+util-linux and coreutils), and a POSIX shell as login shell.
 
-Output: `logs/GROUP-NUMBER.log` of the run directory, and `logs/launcher.log` of a submitted job.
-`launch/state.json` holds what `--status` prints; a job's id is its run directory.
+Each process writes its output to `logs/GROUP-NUMBER.log` in the run directory. If the job was
+submitted to the background, the script's own output is in `logs/launcher.log`. The file
+`launch/state.json` contains the state that `--status` prints. A job's id is its run directory.
 """
 
 from __future__ import annotations
@@ -42,14 +45,17 @@ _STATE = {
   'host': re.compile('[A-Za-z0-9._-]+'),
   'fifo': re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news'),
 }
-"""Texts in the state, beside the numbers `restarts`, `at` and `code` (or null)."""
+"""Valid values of the fields of `state.json` that are texts, keyed by field.
+
+The file's other fields are the numbers `restarts`, `at` and `code`; `code` may be null.
+"""
 _STATE_BYTES = 1 << 16
 _SILENCE_S = 30
-"""Seconds without a sign of life after which a process ends by itself; the launcher gives up a
-connection after the same time.
+"""Seconds without a message after which the other side counts as lost: a process that hears nothing
+from the launching script is ended on its host, and the script closes a silent connection.
 """
 _START_S = 300
-"""Maximum duration of copying the files to all hosts."""
+"""Maximum time in seconds for copying the files to all hosts."""
 _LOOK_S = 0.1
 
 
@@ -58,16 +64,18 @@ class SshOptions:
   """Settings of the ssh launcher."""
 
   hosts: tuple[str, ...] = ()
-  """Hosts, one for each node: those of the trainer first, then those of the other groups in their
-  order, each as HOST or USER@HOST, separated by commas. A host may be named several times.
-  Required.
+  """Hosts of the job's nodes, each as HOST or USER@HOST, separated by commas. There is one entry
+  for each node: first the trainer's nodes, then the nodes of the other groups in the order of the
+  groups. The same host may be listed for several nodes. Required.
   """
   coordinator: str | None = None
-  """Name or address under which all hosts reach the first one; unset: as in --hosts."""
+  """Name or address under which all hosts can reach the first host. If unset, it is the first host
+  as given in --hosts.
+  """
   port: int = 8476
-  """Port of the coordinator, free on the first host."""
+  """Port on which the JAX coordinator listens. It must be free on the first host."""
   ssh_config: str | None = None
-  """Configuration file for ssh; unset: the user's."""
+  """Configuration file for ssh. If unset, ssh reads the user's configuration."""
 
   def __post_init__(self):
     for host in self.every_host:
@@ -82,7 +90,7 @@ class SshOptions:
 
   @property
   def every_host(self) -> tuple[str, ...]:
-    """The hosts one by one."""
+    """All hosts, where an element of `hosts` may list several, separated by commas."""
     return tuple(host for part in self.hosts for host in part.split(','))
 
 
@@ -92,7 +100,7 @@ class _Process:
 
   group: ProcessGroup
   number: int
-  """Number within its group."""
+  """Number of the process within its group, from 0."""
   host: str
   env: Mapping[str, str]
   """Environment variables that the launcher sets."""
@@ -106,7 +114,8 @@ def text(job: Job, options: SshOptions) -> str:
   """Returns the shell script.
 
   Raises:
-    UserError: the hosts cannot be used, or are not as many as the job has nodes.
+    UserError: if the number of hosts differs from the job's number of nodes, or if a group needs
+      TPUs, which this launcher cannot assign.
   """
   processes = _processes(job, options)
   hosts = list(dict.fromkeys(process.host for process in processes))
@@ -179,7 +188,7 @@ def _processes(job: Job, options: SshOptions) -> list[_Process]:
 
 
 def _script(job: Job, process: _Process) -> str:
-  """Path of the script of a process on its host."""
+  """Returns the path, on the host of a process, of the script that runs the process."""
   return f'{job.workdir.rstrip("/")}/{LAUNCHES}/{process.name}.sh'
 
 
@@ -199,7 +208,7 @@ def _process_text(job: Job, process: _Process) -> str:
 
 
 def _cases(name: str, commands: Sequence[str]) -> list[str]:
-  """A shell function that runs the command with the number of its argument."""
+  """Returns the lines of a shell function whose argument is the number of the command to run."""
   cases = [f'{i})\n{command}\n;;' for i, command in enumerate(commands)]
   return [f'{name}() {{', 'case $1 in', *cases, 'esac', '}', '']
 
@@ -209,8 +218,10 @@ def _remote(config: str, host: str, command: str) -> str:
 
 
 def _copying(config: str, host: str, files: Mapping[str, str], scripts: Mapping[str, str]) -> str:
-  """A command that writes files on a host, whose shell reads them from its input. Of `files`, it
-  keeps those that exist: a key outlives the job that is started again.
+  """Returns a shell command that writes files on a host.
+
+  The remote shell reads the contents from its standard input. Existing files are kept if they
+  belong to `files`, so that a restarted job has the same key. Scripts are overwritten.
   """
   lines = [_PUT]
   for path, content in sorted(files.items()):
@@ -238,7 +249,14 @@ put() {
 
 
 def submit(script: str, job: Job, options: SshOptions) -> str:
-  """Runs the script in the background and returns the run directory once the processes start."""
+  """Runs the script in the background and returns the job's id, which is its run directory.
+
+  Returns once the processes are being started.
+
+  Raises:
+    UserError: if ssh is not installed, if the run directory cannot be written, if a job is already
+      running in it, or if a host cannot be used.
+  """
   if shutil.which('ssh') is None:
     raise UserError('ssh: no such program in PATH; install an OpenSSH client')
   folder, log = (
@@ -271,7 +289,14 @@ def submit(script: str, job: Job, options: SshOptions) -> str:
 
 
 def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, begin: int) -> None:
-  """Returns once the processes start, or have ended; raises UserError if a host cannot be used."""
+  """Waits until the launching script has started the processes, or has ended after starting them.
+
+  Args:
+    begin: size of the script's log before the script was started.
+
+  Raises:
+    UserError: if a host cannot be used, or if copying the files takes too long.
+  """
   deadline = time.monotonic() + _START_S
   while time.monotonic() < deadline:
     ended = launcher.poll() is not None
@@ -292,7 +317,7 @@ def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, be
 
 
 def _state(workdir: str) -> dict:
-  """Returns the state that the launcher wrote; raises UserError if it is missing or invalid."""
+  """Returns the content of the job's `state.json`. Raises UserError if it is missing or invalid."""
   state = _state_if_any(workdir)
   if state is None:
     raise UserError(f'{workdir}: wanted the run directory of a job that ssh has started here')
@@ -331,7 +356,10 @@ def _opened(fifo: str) -> Iterator[int]:
 
 
 def _fifo(state: Mapping) -> str | None:
-  """The FIFO by which the launcher of this state hears; None if it has ended or is elsewhere."""
+  """Returns the path of the FIFO from which the launching script of a job reads messages.
+
+  Returns None if the script has ended or runs on another machine.
+  """
   path = state['fifo']
   if state['state'] == 'ended' or state['host'] != _this_host():
     return None
@@ -340,7 +368,7 @@ def _fifo(state: Mapping) -> str | None:
       found = os.fstat(descriptor)
       return path if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid() else None
   except OSError as error:
-    # ENXIO: nobody reads any more.
+    # ENXIO means that no process has the FIFO open for reading any more.
     if error.errno in (errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
       return None
     raise UserError(f'{path}: {error.strerror}') from error
@@ -363,7 +391,7 @@ def status(workdir: str, options: SshOptions) -> str:
 
 
 def logs(workdir: str, options: SshOptions) -> None:
-  """Prints the log files that this machine sees in the run directory, each below its name."""
+  """Prints the log files in this machine's run directory, each after a line with its name."""
   _state(workdir)
   for path in sorted(pathlib.Path(workdir, 'logs').glob('*.log')):
     sys.stdout.write(f'==> {path.name} <==\n')
@@ -377,7 +405,10 @@ def logs(workdir: str, options: SshOptions) -> None:
 
 
 def cancel(workdir: str, options: SshOptions) -> None:
-  """Asks the launcher to stop the job, as SIGTERM would; it ends within the grace period."""
+  """Asks the launching script to stop the job, as SIGTERM to the script would.
+
+  The job then ends within the grace period.
+  """
   state = _state(workdir)
   if state['state'] == 'ended':
     raise UserError(f'{workdir}: the job has ended with exit code {state["code"]}')

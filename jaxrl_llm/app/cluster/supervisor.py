@@ -4,25 +4,28 @@
       -- COMMAND [ARGUMENT ...]
 
 Each process gets JAX_COORDINATOR_ADDRESS (a free port of 127.0.0.1), JAX_NUM_PROCESSES and
-JAX_PROCESS_ID, and NPROC (threads of XLA's CPU pool, on which bits may depend): this machine's
-cores divided by N, unless it is set already. Its output is passed on line by line behind `[process
-id]`.
+JAX_PROCESS_ID. It also gets NPROC, the number of threads of XLA's CPU pool, on which the last bits
+of results may depend. Unless NPROC is already set, it is this machine's number of cores divided by
+N. The supervisor passes on each line that a process prints, behind the prefix `[process id]`.
 
-Invariant: the job ends as a whole. When a process ends badly (a signal, or an exit code that is not
-0), the supervisor names it and how it ended, sends SIGTERM to the others and after `grace_s`
-seconds SIGKILL, and exits with its code (128 + the number for a signal): within 30 seconds by
-default, and normally at once. When a process has finished, the others may take `linger_s` longer.
-SIGINT and SIGTERM go to every process, which then have `linger_s` to commit what they have (a
-second one kills); the exit code is then theirs (130, 143). If the supervisor itself is killed, the
-kernel kills its processes (Linux). What a process leaves running in its own session is killed at
-the end.
+Invariant: the job ends as a whole. A process fails if a signal ends it or its exit code is not 0.
+When a process fails, the supervisor reports which process it was and how it ended. It then sends
+SIGTERM to the other processes, and SIGKILL to those that are left `grace_s` seconds later. It exits
+with the exit code of the failed process, or with 128 + the signal's number. With default flags this
+takes at most 30 seconds, and usually far less. When a process finishes successfully, the other
+processes may run for `linger_s` seconds more.
 
-Each --service is a command beside them, in the shell's quoting, but run without a shell. Services
-end with the processes: they get SIGTERM once these have ended. When a service ends before, the job
-ends as it does when a process fails.
+The supervisor forwards SIGINT and SIGTERM to every process. The processes then have `linger_s`
+seconds to commit their progress; a second signal kills them. The supervisor exits with their exit
+code (130 or 143). If the supervisor itself is killed, the kernel kills its processes (on Linux
+only). Anything that a process has left running in its session is killed at the end.
 
-With --restarts, the job is started again up to that many times when it ended because of something
-that may pass: a signal, exit code 75, or a service's end with another code than 2.
+Each --service is a command that runs beside the processes. It is split as a shell would split it,
+but run without a shell. When all processes have ended, the services get SIGTERM. A service that
+ends earlier counts as a failed process.
+
+With --restarts=R, the supervisor starts the job again up to R times after a failure that may be
+transient: a signal, exit code 75, or the end of a service with an exit code other than 2.
 """
 
 from __future__ import annotations
@@ -86,13 +89,17 @@ flags.DEFINE_multi_string(
 
 _PR_SET_PDEATHSIG = 1
 _DRAIN_S = 5.0
-"""Seconds for processes to vanish after SIGKILL, and for the last lines of output after that."""
+"""Maximum wait in seconds for processes to disappear after SIGKILL. The readers of their output get
+the same time to finish after that.
+"""
 _CAUSE_S = 1.0
-"""Seconds to look for the cause of an end that is a consequence."""
+"""Seconds in which another process may still end and turn out to be the cause of the first end."""
 _CONSEQUENCES = (-signal.SIGABRT, os.EX_TEMPFAIL)
-"""How a process ends because another one is gone: JAX aborts it, or the trainer leaves with 75."""
+"""Exit codes of a process that ends because another process has ended: JAX aborts the process, or
+the trainer exits with code 75.
+"""
 _OF_JOB = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-"""Variables by which a process finds its job; services have none."""
+"""Environment variables with which a process joins its job. Services do not get them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,9 +107,9 @@ class ProcessEnd:
   """How a process ended."""
 
   label: str
-  """Number of a process; 's' and the number of a service."""
+  """The number of a process, or 's' followed by the number of a service."""
   code: int
-  """As subprocess has it: an exit code, or minus the signal."""
+  """Return code as in `subprocess`: an exit code, or the negated number of a signal."""
 
   @property
   def of_service(self) -> bool:
@@ -110,7 +117,10 @@ class ProcessEnd:
 
   @property
   def is_bad(self) -> bool:
-    """Whether it ends the job: a service has to outlive the processes."""
+    """Whether this end counts as a failure, which ends the job.
+
+    The end of a service always does, because services have to run until the processes have ended.
+    """
     return self.of_service or self.code != 0
 
   @property
@@ -121,7 +131,7 @@ class ProcessEnd:
 
   @property
   def may_pass(self) -> bool:
-    """Whether the job may do better when it is started again."""
+    """Whether the cause may be transient, so that the job may succeed when it is restarted."""
     return self.code < 0 or self.exit_code == os.EX_TEMPFAIL or (self.of_service and self.code != 2)
 
   @property
@@ -135,7 +145,7 @@ class ProcessEnd:
 
 
 class Unstartable(Exception):
-  """A command of the job is no program; the message is one line."""
+  """Raised if a command of the job cannot be started. The message is one line."""
 
 
 def _say(text: str) -> None:
@@ -150,7 +160,11 @@ def _free_port() -> int:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-  """What a child runs before COMMAND: asks the kernel for SIGKILL when the supervisor is gone."""
+  """Returns a function that a child process calls before it executes its command.
+
+  The function asks the kernel to send SIGKILL to the child when the supervisor dies. Returns None
+  on systems other than Linux, which have no such request.
+  """
   if not sys.platform.startswith('linux'):
     return None
   prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -158,7 +172,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
   def before_exec() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It went before the request was made.
+    if os.getppid() != parent:  # The supervisor died before the request was made.
       os._exit(128 + signal.SIGKILL)
 
   return before_exec
@@ -167,7 +181,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 def _start(
   command: Sequence[str], count: int, services: Sequence[Sequence[str]], gpus: int
 ) -> dict[str, subprocess.Popen]:
-  """Returns the started processes by label, services first."""
+  """Starts the services and then the processes. Returns all of them, keyed by label."""
   address = f'127.0.0.1:{_free_port()}'
   threads = max(1, len(os.sched_getaffinity(0)) // count) if sys.platform.startswith('linux') else 1
   before_exec = _die_with_parent()
@@ -191,7 +205,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A terminal's Ctrl-C then reaches them once, through the supervisor.
+        # With a session of its own, a process gets a terminal's Ctrl-C only from the supervisor.
         start_new_session=True,
         preexec_fn=before_exec,
       )
@@ -210,13 +224,14 @@ def _pass_on(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.
         with lock:
           target.write(prefix + line.rstrip(b'\n') + b'\n')
           target.flush()
-    # Nobody reads any more; a process must not block on a full pipe for that.
+    # Nobody reads `target` any more. The loop goes on reading `source`, since the process would
+    # otherwise block on a full pipe.
     except BrokenPipeError:
       wanted = False
 
 
 class JobSupervisor:
-  """Runs a job: starts its processes, and watches them from the first end to the last."""
+  """Runs a job: starts its processes, waits until all have ended, and restarts them if allowed."""
 
   def __init__(
     self,
@@ -238,14 +253,18 @@ class JobSupervisor:
     self._forget()
 
   def _forget(self) -> None:
-    """Prepares for another start."""
+    """Clears what is known of the processes, so that the job can be started again."""
     self._processes: dict[str, subprocess.Popen] = {}
     self._ends: queue.SimpleQueue[ProcessEnd] = queue.SimpleQueue()
     self._ended: dict[str, ProcessEnd] = {}
     self._readers: list[threading.Thread] = []
 
   def run(self) -> int:
-    """Returns the job's exit code. Raises Unstartable."""
+    """Runs the job, restarts included, and returns its exit code.
+
+    Raises:
+      Unstartable: if a command cannot be started.
+    """
     started = 0
     while True:
       culprit = self._run_once()
@@ -262,11 +281,15 @@ class JobSupervisor:
       self._deadline = None
 
   def _run_once(self) -> ProcessEnd | None:
-    """Runs the job from start to end; returns the end that is to blame, None if all ended well."""
+    """Runs the job once.
+
+    Returns the end of the process that is to blame for a failure, or None if all processes ended
+    successfully.
+    """
     self._processes = _start(self._command, self._count, self._services, self._gpus)
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._forward)
-    if self._asked is not None:  # While they were being started.
+    if self._asked is not None:  # A signal arrived while the processes were being started.
       self._signal(self._trainers_left(), self._asked)
     self._watch()
     culprit = self._first_bad_end()
@@ -281,8 +304,9 @@ class JobSupervisor:
     return culprit
 
   def _watch(self) -> None:
-    """One thread waits for each process and one for each of its outputs; they start after the last
-    fork.
+    """Starts threads: one that waits for each process, and one that reads each of its outputs.
+
+    This happens after all processes have been started, because forking is unsafe with threads.
     """
     lock = threading.Lock()
     for label, process in self._processes.items():
@@ -298,7 +322,7 @@ class JobSupervisor:
       waiter.start()
 
   def _next_end(self, deadline: float) -> ProcessEnd | None:
-    """The next process to end; None when the deadline has passed."""
+    """Waits for the next process to end and returns its end; None if the deadline passes first."""
     try:
       end = self._ends.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
@@ -307,9 +331,12 @@ class JobSupervisor:
     return end
 
   def _first_bad_end(self) -> ProcessEnd | None:
-    """Waits until all have ended well, or one has not; which one that was."""
+    """Waits until all processes have ended or one has failed.
+
+    Returns the failure that is to blame, or None if all processes ended successfully.
+    """
     while self._trainers_left():
-      # Short looks, because a signal's handler sets the deadline meanwhile.
+      # Each wait is short, because a signal handler may set the deadline during the wait.
       look = time.monotonic() + 0.5
       end = self._next_end(look if self._deadline is None else min(look, self._deadline))
       if end is None and self._deadline is not None and time.monotonic() >= self._deadline:
@@ -328,8 +355,10 @@ class JobSupervisor:
     return next((end for end in bad if end.code not in expected), bad[0] if bad else None)
 
   def _likeliest(self, first: ProcessEnd) -> ProcessEnd:
-    """The first to end, unless its end is a consequence and its cause is seen ending just after
-    it.
+    """Returns the end that probably caused the failure.
+
+    That is `first`, unless its exit code shows that it only followed from another failure, and a
+    failure that can be its cause is reported within `_CAUSE_S` seconds.
     """
     deadline = time.monotonic() + _CAUSE_S
     end: ProcessEnd | None = first
@@ -340,7 +369,7 @@ class JobSupervisor:
     return first
 
   def _stop(self, left: Callable[[], list[str]]) -> None:
-    """Ends those that `left` lists: SIGTERM, and after the grace time SIGKILL."""
+    """Stops the processes that `left` lists: sends SIGTERM, and SIGKILL after the grace period."""
     self._signal(left(), signal.SIGTERM)
     if not self._all_ended(left, time.monotonic() + self._grace_s):
       _say(f'killing processes {_listed(left())}, which SIGTERM did not end')
@@ -363,7 +392,7 @@ class JobSupervisor:
     self._deadline = time.monotonic() + self._linger_s
     if again:
       self._signal(self._processes, signal.SIGKILL)
-    else:  # The services are needed until the processes have ended.
+    else:  # Services get no signal yet: the processes need them until they have ended.
       self._signal(self._trainers_left(), self._asked)
 
   def _left(self) -> list[str]:
@@ -374,7 +403,7 @@ class JobSupervisor:
 
   def _signal(self, labels: Iterable[str], number: signal.Signals) -> None:
     for label in labels:
-      # Does nothing for one that has been waited for.
+      # `send_signal` does nothing for a process whose end has already been collected.
       self._processes[label].send_signal(number)
 
   def _clean_up(self) -> None:
@@ -382,7 +411,7 @@ class JobSupervisor:
       try:
         os.killpg(process.pid, signal.SIGKILL)
       except ProcessLookupError:
-        continue  # It left nothing behind.
+        continue  # No process of this group is left.
     deadline = time.monotonic() + _DRAIN_S
     for reader in self._readers:
       reader.join(max(0.0, deadline - time.monotonic()))
@@ -410,7 +439,7 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the job's exit code; 2 for a command line that cannot be used."""
+  """Runs the job of a command line and returns its exit code. Returns 2 if the line is invalid."""
   try:
     command = FLAGS(list(argv))[1:]
     services = [shlex.split(service) for service in FLAGS.service]

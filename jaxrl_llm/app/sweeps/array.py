@@ -1,7 +1,7 @@
-"""The trials of a sweep as one job array on Slurm: each task runs `jaxrl sweep --trial=N`.
+"""Runs the trials of a sweep as a job array on Slurm: each task runs `jaxrl sweep --trial=N`.
 
-The tasks keep the one ledger together, which therefore lies on a file system with locks that all
-nodes see.
+All tasks write to the same ledger. The sweep directory must therefore lie on a file system that all
+nodes share and that supports locks.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ _ARRAY_FLAGS = (
   *('launcher', 'launcher_options', 'cpus', 'memory_gib', 'time_limit_s', 'sweepdir'),
   *('parallel', 'gpus_per_trial', 'trial'),
 )
-"""Flags of `jaxrl sweep` that its tasks do not get."""
+"""Flags of `jaxrl sweep` that are not passed on to the tasks of the array."""
 _TASK = 'exec "$@" --trial="$SLURM_ARRAY_TASK_ID"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobArray:
-  """What a job array needs besides the number of its tasks."""
+  """Everything that defines a job array except for the number of its tasks."""
 
   command: tuple[str, ...]
-  """Command of a task, without --trial."""
+  """Command of every task. The flag --trial is appended to it."""
   sweepdir: pathlib.Path
-  """Absolute."""
+  """Absolute path of the sweep directory."""
   resources: ProcessResources
-  """Of one trial."""
+  """Resources of one trial."""
   grace_s: float
-  """Seconds in which a trial commits when it is stopped."""
+  """Seconds that a trial has to commit when it is stopped."""
   time_limit_s: int | None
   at_once: int | None
-  """Maximum number of trials at a time; None: as many as Slurm finds room for."""
+  """Maximum number of trials that run at the same time. If None, there is no limit."""
   options: str
-  """JSON of the launcher's options."""
+  """Options of the Slurm launcher as a JSON mapping."""
 
 
 def task_arguments(arguments: Sequence[str]) -> list[str]:
-  """Returns the arguments of `jaxrl sweep` without the flags of the array."""
+  """Returns the arguments of `jaxrl sweep` without --submit and the flags in `_ARRAY_FLAGS`."""
   kept, value_follows = [], False
   for argument in arguments:
     name, equals, _ = argument.lstrip('-').partition('=')
@@ -72,7 +72,7 @@ def submit_array(array: JobArray, count: int) -> str:
   """Submits the job array and returns its id.
 
   Raises:
-    UserError: there is no Slurm, or it refuses.
+    UserError: if sbatch is not installed, if the options are invalid, or if Slurm refuses the job.
   """
   from jaxrl_llm.app.cluster import slurm
 

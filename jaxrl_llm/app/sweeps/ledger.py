@@ -1,8 +1,9 @@
-"""The ledger of a sweep: its trials, how far each is, and the objective as they measured it.
+"""The ledger of a sweep: its trials, the progress of each, and their measurements of the objective.
 
-Invariant: every change is one durable transaction, so a sweep that is killed at any moment goes on
-from what the ledger says. A trial's number, id and overrides never change. Who runs trials holds
-the sweep's lock: a sweep alone, or any number of tasks of a job array together.
+Invariant: every change is one durable transaction. A sweep that is killed at any moment can
+therefore continue from its ledger. A trial's number, id and overrides never change. A process that
+runs trials holds the lock of the sweep. The lock is exclusive for `jaxrl sweep` on one machine; the
+tasks of a job array share it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from jaxrl_llm.core.types import Json
 FILE = 'ledger.sqlite'
 LOCK = 'lock'
 TRIALS, LOGS = 'trials', 'logs'
-"""Folders of the trials' run directories and of what their processes print."""
+"""Folders in the sweep directory: one for the trials' run directories, and one for the output that
+the trials' processes print.
+"""
 _BUSY_S = 60.0
-"""Maximum wait in seconds for another task's transaction."""
+"""Maximum time in seconds to wait until the transaction of another process has ended."""
 _REPAIR = 'restore the file, or sweep into another --sweepdir'
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID;
@@ -49,14 +52,16 @@ CREATE TABLE reports (
 
 
 class TrialState(enum.StrEnum):
-  """State of a trial."""
+  """State of a trial in a sweep."""
 
   WAITING = 'waiting'
   RUNNING = 'running'
   STOPPING = 'stopping'
-  """Early stopping has decided; the run is committing."""
+  """Early stopping has decided to stop the trial, and the trial's run is writing its commit."""
   STOPPED = 'stopped'
-  """Early stopping ended it; its run can be resumed or branched from."""
+  """Early stopping has ended the trial. Its run can be resumed, or another run can start with its
+  weights.
+  """
   FINISHED = 'finished'
   FAILED = 'failed'
 
@@ -66,47 +71,52 @@ ENDED = (TrialState.STOPPED, TrialState.FINISHED, TrialState.FAILED)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-  """A trial and how far it is."""
+  """A trial and its progress."""
 
   number: int
   id: str
   trial: Trial
   state: TrialState
   attempts: int
-  """Number of starts."""
+  """Number of times that the trial's process has been started."""
   failures: int
-  """Number of starts that ended badly by themselves."""
+  """Number of these starts that ended in a failure that the sweep did not cause by stopping it."""
   step: int
-  """Last step of its metrics."""
+  """Largest step in the metrics of the trial."""
   exit_code: int | None
-  """How its process last ended by itself."""
+  """Exit code with which the trial's process last ended. None if the process has never ended, or if
+  the sweep stopped it.
+  """
   error: str | None
-  """Last line that a failed process printed."""
+  """Line of the failed process's output that states why it ended. None if it has not failed."""
   started: float | None
   ended: float | None
-  """Times of the last start and end, in seconds since the epoch."""
+  """Times of the last start and of the last end of the trial's process, in seconds since the epoch.
+  None if the process has never started or ended.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialReport:
-  """One measurement of the objective; reports are ordered as they arrived."""
+  """One measurement of the objective by a trial."""
 
   trial: int
   """Number of the trial."""
   step: int
   value: float
-  """May be nan."""
+  """Value of the objective; NaN if it was not finite."""
 
 
 @contextlib.contextmanager
 def locked(sweepdir: pathlib.Path, *, shared: bool) -> Iterator[None]:
-  """Holds the lock of a sweep during the block; a killed process loses it.
+  """Holds the lock of a sweep during the block. The lock is released if the process is killed.
 
   Args:
-    shared: as a task of a job array, which other tasks may run beside.
+    shared: whether other processes may hold the lock at the same time, as tasks of a job array do.
 
   Raises:
-    UserError: another process runs this sweep.
+    UserError: if the sweep directory cannot be written or locked, or if another process holds the
+      lock in a way that excludes this one.
   """
   try:
     sweepdir.mkdir(parents=True, exist_ok=True)
@@ -132,7 +142,7 @@ def locked(sweepdir: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 
 def in_use(workdir: pathlib.Path) -> bool:
-  """Whether a live run holds the lock of a run directory."""
+  """Whether a running process holds the lock of a run directory."""
   try:
     lock = (workdir / 'lock').open('r')
   except FileNotFoundError:
@@ -146,16 +156,16 @@ def in_use(workdir: pathlib.Path) -> bool:
 
 
 class Ledger:
-  """The ledger's file. Raises RunError if it cannot be read or written any more."""
+  """The SQLite file of a sweep's ledger. Methods that change it raise RunError if that fails."""
 
   def __init__(self, sweepdir: pathlib.Path, *, create: bool = False):
     """Opens the ledger of a sweep.
 
     Args:
-      create: whether to create a ledger that does not exist.
+      create: whether to create the ledger if it does not exist.
 
     Raises:
-      UserError: there is no ledger, or the file is none.
+      UserError: if the ledger is missing and `create` is false, or if the file is not a ledger.
     """
     self.sweepdir = sweepdir
     self._path = sweepdir / FILE
@@ -163,7 +173,8 @@ class Ledger:
       raise UserError(f'--sweepdir={sweepdir}: has no {FILE}; give the directory of a sweep')
     try:
       self._db = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
-      # Tasks on several machines share the file, so no write-ahead log, which needs shared memory.
+      # A write-ahead log would need memory that all writers share, but the tasks of a job array
+      # write from several machines.
       self._db.execute('PRAGMA journal_mode = DELETE')
       self._db.execute('PRAGMA synchronous = FULL')
       with self._transaction():
@@ -192,17 +203,22 @@ class Ledger:
       if self._db.in_transaction:
         self._db.execute('ROLLBACK')
 
-  # What the sweep is.
+  # Definition of the sweep.
 
   def meta(self) -> dict[str, Json]:
-    """Returns what the trials share, keyed by name; empty for a new ledger."""
+    """Returns the properties that all trials share, keyed by name. A new ledger has none."""
     return {key: json.loads(text) for key, text in self._db.execute('SELECT key, json FROM meta')}
 
   def adopt(self, meta: Mapping[str, Json], *, may_change: Sequence[str] = ()) -> set[str]:
-    """Makes `meta` what the trials share; returns the names in `may_change` whose values changed.
+    """Stores `meta`, the properties that all trials share.
+
+    Returns the names of the properties whose stored values have changed; none for a new ledger.
+
+    Args:
+      may_change: names of properties whose values may differ from the stored ones.
 
     Raises:
-      UserError: another value differs from the ledger's.
+      UserError: if the value of any other property differs from the stored one.
     """
     known = self.meta()
     found = {key: _current(value) for key, value in known.items()}
@@ -224,7 +240,7 @@ class Ledger:
     return {change[0].partition('.')[0] for change in changes}
 
   def add(self, trials: Sequence[Trial]) -> list[LedgerEntry]:
-    """Appends the trials that the ledger lacks; returns the entries of `trials`."""
+    """Appends those of `trials` that the ledger lacks. Returns the entries of all of `trials`."""
     with self._transaction():
       known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
       (count,) = self._db.execute('SELECT count(*) FROM trials').fetchone()
@@ -243,10 +259,10 @@ class Ledger:
     wanted = {trial.key for trial in trials}
     return [entry for entry in self.entries() if entry.trial.key in wanted]
 
-  # How far it is.
+  # Progress of the trials.
 
   def entries(self) -> list[LedgerEntry]:
-    """Returns all trials by number."""
+    """Returns the entries of all trials, ordered by number."""
     rows = self._db.execute(
       'SELECT number, id, overrides, is_start, state, attempts, failures, step, exit_code, error, '
       'started, ended FROM trials ORDER BY number'
@@ -269,12 +285,12 @@ class Ledger:
     return self.sweepdir / TRIALS / entry.id
 
   def recover(self, numbers: Sequence[int] | None = None) -> None:
-    """Settles trials that a killed sweep left running.
+    """Corrects the states of trials that were running when an earlier sweep was killed.
 
-    They wait, or are stopped if that was decided.
+    A running trial becomes waiting. A trial that early stopping was ending becomes stopped.
 
     Args:
-      numbers: trials to settle; None: all.
+      numbers: numbers of the trials to correct. If None, all trials are corrected.
     """
     chosen = range(1 << 31) if numbers is None else numbers
     with self._transaction():
@@ -287,13 +303,19 @@ class Ledger:
           self._set(entry.number, state=TrialState.STOPPED)
 
   def start(self, number: int) -> None:
-    """Notes that a trial's process is about to start."""
+    """Records that a trial's process is about to start."""
     with self._transaction():
       self._db.execute('UPDATE trials SET attempts = attempts + 1 WHERE number = ?', (number,))
       self._set(number, state=TrialState.RUNNING, started=time.time(), error=None)
 
   def report(self, number: int, step: int, measured: Sequence[tuple[int, float]]) -> int:
-    """Notes a trial's last step and its measurements; returns how many of these are new."""
+    """Records a trial's last step and its measurements of the objective.
+
+    Returns the number of measurements that the ledger did not contain yet.
+
+    Args:
+      measured: pairs (step, objective).
+    """
     with self._transaction():
       self._db.execute('UPDATE trials SET step = max(step, ?) WHERE number = ?', (step, number))
       before = self._db.total_changes
@@ -304,12 +326,12 @@ class Ledger:
       return self._db.total_changes - before
 
   def forget_reports(self) -> None:
-    """Removes all measurements, after which they are read from the runs' logs again."""
+    """Deletes all measurements, so that the sweep reads them from the runs' metrics again."""
     with self._transaction():
       self._db.execute('DELETE FROM reports')
 
   def reports(self) -> list[TrialReport]:
-    """Returns all measurements in the order in which they arrived."""
+    """Returns all measurements, in the order in which they were recorded."""
     rows = self._db.execute('SELECT trial, step, value FROM reports ORDER BY id')
     return [
       TrialReport(trial=trial, step=step, value=math.nan if value is None else value)
@@ -317,25 +339,36 @@ class Ledger:
     ]
 
   def stopping(self, number: int) -> None:
-    """Notes, before the trial's process is told, that early stopping ends a trial."""
+    """Records that early stopping ends a trial. It is called before the process gets SIGTERM."""
     with self._transaction():
       self._set(number, state=TrialState.STOPPING)
 
   def end(
     self, number: int, state: TrialState, *, exit_code: int | None = None, error: str | None = None
   ) -> None:
-    """Notes how a trial's process ended; WAITING: it starts again later."""
+    """Records the end of a trial's process.
+
+    Args:
+      state: new state of the trial. With WAITING, the trial starts again later.
+    """
     with self._transaction():
       self._set(number, state=state, exit_code=exit_code, error=error, ended=time.time())
 
   def fail(self, number: int, state: TrialState, *, exit_code: int | None, error: str) -> None:
-    """Notes that a trial's process ended badly."""
+    """Records that a trial has failed.
+
+    Args:
+      state: WAITING if the trial is to be tried again, otherwise FAILED.
+    """
     with self._transaction():
       self._db.execute('UPDATE trials SET failures = failures + 1 WHERE number = ?', (number,))
       self._set(number, state=state, exit_code=exit_code, error=error, ended=time.time())
 
   def retry(self) -> int:
-    """Lets failed trials wait again, with all their retries; returns how many."""
+    """Makes all failed trials waiting again and resets their counts of failures.
+
+    Returns the number of these trials.
+    """
     with self._transaction():
       failed = self._db.execute(
         'UPDATE trials SET state = ?, failures = 0 WHERE state = ?',
@@ -351,7 +384,11 @@ class Ledger:
 def values(
   entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], meta: Mapping[str, Json]
 ) -> dict[int, float]:
-  """Returns the objective of the trials that have measured it, keyed by number."""
+  """Returns each trial's value of the objective, keyed by number.
+
+  Depending on `meta`, that is its last or its best finite measurement. Trials without a finite
+  measurement are left out.
+  """
   better = max if meta['direction'] == 'maximize' else min
   found: dict[int, float] = {}
   for report in sorted(reports, key=lambda report: report.step):
@@ -362,7 +399,10 @@ def values(
 
 
 def _current(value: Json) -> Json:
-  """A configuration that an earlier version saved: fields that it lacked have their defaults."""
+  """Returns a stored value, brought up to date if it is a configuration.
+
+  Fields that did not exist in the release that stored the configuration get their defaults.
+  """
   with contextlib.suppress(UserError, TypeError):
     if isinstance(value, dict) and 'stages' in value:
       return to_json(from_json(value, Config))

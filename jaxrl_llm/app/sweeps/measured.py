@@ -1,4 +1,4 @@
-"""Reads a trial's metrics as its run writes them."""
+"""Reads a trial's metrics while its run writes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, STEP
 
 
 class Measurements:
-  """New rows of a run's metrics.jsonl, whole lines only.
+  """Reads the new rows of a run's metrics.jsonl. A line is read only when it is complete.
 
-  A resumed run cuts the file to its last commit and writes the same rows again; they are then read
-  again.
+  A resumed run truncates the file to its last commit. The file is then read again from the start.
 
   Attributes:
-    keys: names of the numbers seen so far.
+    keys: names of all metrics with numeric values that have been read so far.
   """
 
   def __init__(self, workdir: pathlib.Path, objective: str):
@@ -25,7 +24,11 @@ class Measurements:
     self.keys: set[str] = set()
 
   def read(self) -> tuple[int | None, list[tuple[int, float]]]:
-    """Returns the last step of the new rows (None: there are none) and (step, objective) pairs."""
+    """Reads the rows that were written since the last call.
+
+    Returns the largest step in these rows, or None if there are none, and the pairs (step,
+    objective) of the rows that contain the objective.
+    """
     try:
       with self._path.open('rb') as file:
         if file.seek(0, 2) < self._offset:
@@ -53,7 +56,10 @@ class Measurements:
 
 
 def _value(row: dict, key: str) -> float | None:
-  """Returns the number of a row, nan for one that was not finite; None if the row has none."""
+  """Returns the number under `key` of a row; None if the row has no number there.
+
+  The result is NaN if the value is null, as which a run writes a number that is not finite.
+  """
   value = row.get(key, '')
   if value is None:
     return math.nan

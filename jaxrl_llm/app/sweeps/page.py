@@ -1,4 +1,4 @@
-"""compare.html of a sweep."""
+"""Builds compare.html, the page that compares the trials of a sweep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from jaxrl_llm.runtime.writers import METRICS_FILE
 
 
 def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Path | None:
-  """Writes the page of the trials that have started and returns its path; None: there are none.
+  """Writes the page that compares the trials that have written metrics.
+
+  Returns the path of the page, or None if no trial has written metrics.
 
   Args:
-    target: file to write; None: compare.html in the directory of the sweep.
+    target: file to write. If None, it is compare.html in the sweep directory.
 
   """
   entries, meta = ledger.entries(), ledger.meta()

@@ -1,4 +1,4 @@
-"""A sweep file with the checked configurations of its trials, and the ledger that belongs to it."""
+"""Loads a sweep file, checks the configurations of its trials, and opens the sweep's ledger."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ class SweepPlan:
   """A sweep whose trials all have valid configurations."""
 
   path: pathlib.Path
-  """Sweep file."""
+  """Path of the sweep file."""
   sweep: Sweep
   base: Config
   start: Config | None
   trials: Sequence[Trial]
-  """Trials known before any has run; of a 'tpe' search, only the runs that they start from."""
+  """Trials that are known before any trial has run. For a 'tpe' search, these are only the runs
+  from which the other trials start.
+  """
 
   @property
   def drawn_later(self) -> int:
-    """Number of trials that the search draws as it goes."""
+    """Number of trials that the search draws only after earlier trials have run."""
     if self.sweep.search != 'tpe':
       return 0
     return self.sweep.count * max(1, len(self.sweep.seeds))
@@ -46,11 +48,11 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
   """Loads a sweep file and checks the configuration of every trial.
 
   Args:
-    spec: file, or the name of a shipped sweep.
-    overrides: values for all trials from the command line, keyed by dotted key.
+    spec: path of a sweep file, or the name of a shipped sweep.
+    overrides: overrides from the command line, which apply to all trials, keyed by dotted key.
 
   Raises:
-    UserError: the file or a trial is invalid; nothing has been written.
+    UserError: if the file or the configuration of a trial is invalid.
   """
   path, sweep = load_sweep(spec)
   both = sorted(set(overrides) & set(sweep.axes))
@@ -70,7 +72,8 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
   for trial in trials:
     trial_config(path, start if trial.is_start else base, trial.overrides)
   if sweep.search == 'tpe':
-    # Axes whose points are not known yet: their first values stand for all.
+    # The points of this search are not known yet. In their place, one point is checked, which takes
+    # the first value or the lower end of each axis.
     first = {
       k: axis[0] if isinstance(axis, tuple | list) else axis.low for k, axis in sweep.axes.items()
     }
@@ -83,16 +86,18 @@ def _planned(path: pathlib.Path, sweep: Sweep) -> list[Trial]:
     return planned(sweep)
   except UserError as error:
     raise UserError(f'{path}: {error}') from error
-  except Exception as error:  # Raised by the file's own generator.
+  except Exception as error:  # The generator of trials in the sweep file can raise anything.
     reason = one_line(f'{type(error).__name__}: {error}')
     raise UserError(f'{path}: trials: the generator raised {reason}') from error
 
 
 def open_ledger(plan: SweepPlan, sweepdir: pathlib.Path) -> Ledger:
-  """Opens the sweep's ledger, or creates it, and adds the trials that it lacks; its lock is held.
+  """Opens the sweep's ledger, or creates it, and adds the trials that it lacks.
+
+  The caller must hold the lock of the sweep.
 
   Raises:
-    UserError: the ledger is that of another sweep; nothing has changed.
+    UserError: if the ledger belongs to another sweep. The ledger is then left unchanged.
   """
   ledger = Ledger(sweepdir, create=True)
   missing = lost(plan, ledger.entries())
@@ -116,14 +121,14 @@ def open_ledger(plan: SweepPlan, sweepdir: pathlib.Path) -> Ledger:
 
 
 def lost(plan: SweepPlan, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-  """Returns the trials of a ledger that the sweep file does not have (any more)."""
+  """Returns the entries of the ledger whose trials are not, or no longer, in the sweep file."""
   known = {trial.key for trial in plan.trials}
   drawn = plan.sweep.search == 'tpe'
   return [e for e in entries if e.trial.key not in known and (e.trial.is_start or not drawn)]
 
 
 def preview(plan: SweepPlan, sweepdir: pathlib.Path) -> list[LedgerEntry]:
-  """Returns the trials as they are or would be in the ledger, which is not changed."""
+  """Returns the entries that the ledger would have after `open_ledger`, without changing it."""
   entries = []
   if (sweepdir / FILE).is_file():
     ledger = Ledger(sweepdir)

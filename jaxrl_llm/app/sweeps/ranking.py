@@ -1,4 +1,7 @@
-"""Trials grouped by point, best first: mean and standard error of the objective over seeds."""
+"""Ranks the points of a sweep by the mean of the objective over the trials of each point.
+
+A point is a combination of overrides. Its trials differ only in their seeds.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from jaxrl_llm.runtime.comparison import mean_and_error
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedGroup:
-  """The trials of one point, which differ by their seeds alone."""
+  """The trials of one point, which differ only in their seeds."""
 
   label: str
   point: Mapping[str, Json]
   entries: Sequence[LedgerEntry]
   values: Sequence[float]
-  """Objective of each trial that measured it."""
+  """Values of the objective, one for each trial that has measured it."""
 
   @property
   def mean(self) -> float | None:
@@ -33,7 +36,14 @@ class SeedGroup:
 def ranked(
   entries: Sequence[LedgerEntry], values: Mapping[int, float], direction: str
 ) -> list[SeedGroup]:
-  """Returns the groups, best mean first; groups without a value come last."""
+  """Returns one group for each point, ordered by mean, the best first.
+
+  Groups in which no trial has measured the objective come last.
+
+  Args:
+    values: value of the objective, keyed by the number of the trial.
+    direction: 'maximize' or 'minimize'.
+  """
   members: dict[str, list[LedgerEntry]] = {}
   for entry in entries:
     if not entry.trial.is_start:

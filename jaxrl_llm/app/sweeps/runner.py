@@ -1,8 +1,9 @@
-"""Runs a sweep's trials on this machine, several at a time, and keeps the ledger.
+"""Runs a sweep's trials on this machine, several at a time, and updates the ledger.
 
-Invariant: no process of a trial outlives this one by more than its grace period
-(`core.process.child`), and a trial is started only when no process of it is left. A stop by signal
-ends every run with a commit; its trials then wait, and the same command goes on.
+Invariant: if this process dies, the processes of its trials end within the grace period
+(`core.process.child`), and a trial is started only when no earlier process of that trial is left.
+When a signal stops the sweep, every running trial commits and is then waiting. The same command
+continues the sweep.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.process.child import Child
 
 _POLL_S = 0.2
-"""Seconds between looks at the trials' processes and logs."""
+"""Interval in seconds at which the trials' processes and metrics are checked."""
 _HELD_S = 60.0
-"""Maximum wait, in seconds beyond the grace period, for the run of a killed sweep to end."""
+"""Maximum time in seconds to wait for the end of a trial's process, besides the grace period."""
 _INVALID = 2
-"""Exit code of a run whose input is invalid: another start would end the same way."""
+"""Exit code of a run whose input is invalid. Such a run is not retried, as it would fail again."""
 _JOB_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
@@ -41,17 +42,21 @@ class Machine:
   """How trials share this machine."""
 
   parallel: int = 1
-  """Number of trials at a time."""
+  """Number of trials that run at the same time."""
   gpus_per_trial: int = 0
-  """Number of GPUs that each trial sees; 0: all of them."""
+  """Number of GPUs that each trial uses. If 0, every trial sees all GPUs."""
   grace_s: float = 600.0
-  """Seconds between SIGTERM and SIGKILL, in which a run commits."""
+  """Seconds between SIGTERM and SIGKILL when a run is stopped. In this time, the run commits."""
 
   in_step: bool = False
-  """Whether this is a step of Slurm, whose signals reach the trials' processes as well."""
+  """Whether this process runs in a job step of Slurm, whose signals also reach its children."""
 
   def environment(self, slot: int) -> dict[str, str]:
-    """Returns the environment of a trial in one of the `parallel` slots."""
+    """Returns the environment variables of a trial.
+
+    Args:
+      slot: number of the trial's slot, from 0 to `parallel` - 1.
+    """
     env = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     cores = len(os.sched_getaffinity(0)) if sys.platform.startswith('linux') else os.cpu_count()
     env.setdefault('NPROC', str(max(1, cores // self.parallel)))
@@ -60,7 +65,7 @@ class Machine:
     return env
 
   def gpus(self, slot: int) -> Sequence[str]:
-    """Returns the GPUs of a slot, out of CUDA_VISIBLE_DEVICES where it is set."""
+    """Returns the GPUs of a slot. They are taken from CUDA_VISIBLE_DEVICES if that is set."""
     first = slot * self.gpus_per_trial
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
     names = visible.split(',') if visible else [str(i) for i in range(first + self.gpus_per_trial)]
@@ -69,14 +74,14 @@ class Machine:
 
 @dataclasses.dataclass(kw_only=True)
 class _Live:
-  """A trial that has a process."""
+  """A trial whose process has been started, and whose end has not been recorded yet."""
 
   entry: LedgerEntry
   child: Child | StepChild
   slot: int
   measurements: Measurements
   told: bool = False
-  """Whether its process was told to stop."""
+  """Whether the process has been asked to stop (SIGTERM)."""
 
 
 class Runner:
@@ -95,10 +100,11 @@ class Runner:
   ):
     """
     Args:
-      train: command that trains, without its flags.
-      numbers: trials of the ledger to run; a 'tpe' search adds those that it draws.
-      note: called with a line for each change.
-      show: called a few times a second.
+      train: command that runs `jaxrl train`, without flags.
+      numbers: numbers of the trials in the ledger to run. A 'tpe' search adds the trials that it
+        draws.
+      note: called with one line of text whenever the state of a trial changes.
+      show: called a few times a second, to update the display.
     """
     self._ledger, self._sweep, self._train, self._machine = ledger, sweep, list(train), machine
     self._numbers = set(numbers)
@@ -110,11 +116,13 @@ class Runner:
     self._lacking: str | None = None
 
   def run(self) -> int:
-    """Runs trials until all have ended, or a signal stops them; returns the exit code.
+    """Runs the trials until all have ended or a signal stops the sweep.
+
+    Returns the exit code: 0 if no trial has failed, otherwise 1; after a signal, 128 + its number.
 
     Raises:
-      RunError: the objective is not among the metrics of a finished trial, or the run of an earlier
-        sweep does not end.
+      RunError: if the objective is not among the metrics of a finished trial, or if a process that
+        an earlier sweep has left behind does not end.
     """
     previous = {
       number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
@@ -138,7 +146,10 @@ class Runner:
   # The parts of a step.
 
   def _step(self) -> bool:
-    """Looks at the running trials and starts others; False when nothing is left to do."""
+    """Checks the running trials and starts further ones.
+
+    Returns whether a trial is running, or is waiting for an earlier process of it to end.
+    """
     for live in list(self._live.values()):
       code = live.child.exit_code
       self._measure(live)
@@ -154,7 +165,11 @@ class Runner:
     return bool(self._live) or held
 
   def _settle(self) -> None:
-    """Takes over what an earlier sweep left: running trials wait, and decisions hold."""
+    """Brings the ledger up to date after an earlier run of the sweep.
+
+    Trials that were running become waiting. Measurements that are not in the ledger yet are added.
+    Waiting trials that early stopping ends become stopped.
+    """
     self._ledger.recover(sorted(self._numbers))
     for entry in self._entries():
       if entry.attempts:
@@ -166,7 +181,10 @@ class Runner:
     return [entry for entry in self._ledger.entries() if entry.number in self._numbers]
 
   def _fill(self) -> bool:
-    """Starts trials while slots are free; returns whether one waits for its earlier process."""
+    """Starts trials while slots are free.
+
+    Returns whether a trial was not started because an earlier process of it is still running.
+    """
     held = False
     for entry in self._startable():
       if len(self._live) >= self._machine.parallel:
@@ -179,7 +197,10 @@ class Runner:
     return held
 
   def _startable(self) -> Iterator[LedgerEntry]:
-    """Yields waiting trials by number, then those that the search draws."""
+    """Yields the trials that can be started: waiting ones by number, then newly drawn ones.
+
+    If a trial starts from another run that did not finish, the trial is recorded as failed.
+    """
     for entry in self._entries():
       if entry.state == TrialState.WAITING and entry.number not in self._live:
         start = self._start_of(entry)
@@ -203,7 +224,7 @@ class Runner:
       yield from drawn
 
   def _start_of(self, entry: LedgerEntry) -> LedgerEntry | None:
-    """Returns the run that a trial branches from, if any."""
+    """Returns the run from whose final weights a trial starts; None if there is no such run."""
     if self._sweep.start is None or entry.trial.is_start:
       return None
     return next(
@@ -262,7 +283,7 @@ class Runner:
     return arguments(sweep.base, {**sweep.overrides, **entry.trial.overrides}, workdir, init_from)
 
   def _measure(self, live: _Live) -> None:
-    """Reads what a trial has logged since the last look, and stops it if that decides so."""
+    """Records a trial's new measurements, and stops the trial if early stopping then says so."""
     new = self._report(live.entry, live.measurements)
     if new and not live.told and self._decided(live.entry):
       self._ledger.stopping(live.entry.number)
@@ -281,9 +302,10 @@ class Runner:
     return should_stop(self._sweep, self._ledger.entries(), self._ledger.reports(), entry.number)
 
   def _ended(self, live: _Live, code: int) -> None:
-    """Notes how a trial's process ended."""
+    """Records in the ledger how a trial's process ended."""
     ledger, entry = self._ledger, live.entry
-    # All rows once more: a resumed run may have cut its log between two looks.
+    # All rows are read again, because a resumed run may have truncated its metrics and grown them
+    # to more than the former length between two checks. The new rows would then be incomplete.
     live.measurements = Measurements(ledger.workdir(entry), self._sweep.objective)
     self._report(entry, live.measurements)
     now = next(other for other in ledger.entries() if other.number == entry.number)
@@ -317,10 +339,11 @@ class Runner:
     )
 
   def _tell(self, live: _Live, *, passed_on: bool = False) -> None:
-    """Lets a trial's process stop, once.
+    """Asks a trial's process to stop. Further calls for the same process have no effect.
 
     Args:
-      passed_on: whether it has got the signal already.
+      passed_on: whether the process has already received a signal from Slurm. It then gets no other
+        one.
     """
     if not live.told:
       live.told = True
@@ -339,7 +362,10 @@ class Runner:
     self._wake.set()
 
   def _end_all(self) -> None:
-    """After an error: ends every process, within the grace period."""
+    """Asks all processes that are left to stop, and waits until they have ended.
+
+    The wait is limited to the grace period and `_HELD_S`. Processes are left only after an error.
+    """
     deadline = time.monotonic() + self._machine.grace_s + _HELD_S
     for live in self._live.values():
       self._tell(live)
@@ -349,6 +375,9 @@ class Runner:
 
 
 def _reason(lines: Sequence[str]) -> str:
-  """Returns the line of a run's output that says why it ended."""
+  """Returns the last line of a run's output that states why the run ended.
+
+  If no line states it, returns the last line, or an empty text if there is no output.
+  """
   said = [line for line in lines if line.startswith(('error: ', 'run stopped: '))]
   return one_line((said or list(lines) or [''])[-1], 300)

@@ -1,8 +1,9 @@
-"""Which points to try and which trials to stop, by Optuna's samplers and pruners.
+"""Decides with Optuna's samplers and pruners which points to try and which trials to stop.
 
-The ledger alone holds the state: each decision builds a study in memory and replays the ledger's
-measurements in the order in which they arrived. So a decision depends on nothing but the ledger,
-and a restarted sweep decides as the first one would have.
+No state is kept between decisions. For each decision, a new Optuna study is built in memory, and
+the measurements in the ledger are replayed into it in the order in which they were recorded. A
+decision therefore depends only on the ledger and the sweep, and a restarted sweep decides as the
+interrupted one would have.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ except ImportError:
   optuna = None
 
 _REDRAWS = 20
-"""Number of draws for a new point, per point, before the axes count as exhausted."""
+"""Number of draws for each wanted point. If they do not suffice to find as many different points as
+are wanted, the axes count as exhausted.
+"""
 
 
 def check_installed(sweep: Sweep) -> None:
-  """Raises UserError if the sweep needs Optuna, which is not installed."""
+  """Raises UserError if the sweep needs Optuna but Optuna is not installed."""
   if optuna is not None or (sweep.search == 'grid' and sweep.early_stopping is None):
     return
   part = f'search={sweep.search!r}' if sweep.search != 'grid' else 'early_stopping'
@@ -41,7 +44,10 @@ def check_installed(sweep: Sweep) -> None:
 
 
 def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
-  """Returns the points of a random search; a larger count begins with the same ones."""
+  """Returns the points of a random search.
+
+  With a larger `sweep.count`, the same points come first, followed by new ones.
+  """
   check_installed(sweep)
   study = _study(optuna.samplers.RandomSampler(seed=sweep.search_seed), None, sweep.direction)
   distributions = _distributions(sweep.axes)
@@ -61,12 +67,15 @@ def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
 def next_point(
   sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport]
 ) -> dict[str, Json] | None:
-  """Returns the next point of a 'tpe' search; None if `count` are in the ledger."""
-  # Trials of a ledger are known by their overrides alone.
+  """Returns the next point of a 'tpe' search.
+
+  Returns None if the ledger contains `sweep.count` points, or if no new point was found.
+  """
+  # The ledger identifies trials by their overrides, so that no point may occur twice.
   tried = {json_text('point', entry.trial.point) for entry in entries if not entry.trial.is_start}
   if len(tried) >= sweep.count:
     return None
-  # The seed changes with the number of points, or every restart would repeat its first draws.
+  # Each call creates a new sampler. With a constant seed, every call would make the same draws.
   sampler = optuna.samplers.TPESampler(seed=sweep.search_seed + len(tried))
   study, _ = _replayed(sweep, entries, reports, sampler)
   for _ in range(_REDRAWS):
@@ -79,7 +88,7 @@ def next_point(
 def should_stop(
   sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], number: int
 ) -> bool:
-  """Whether early stopping ends the trial `number` after its last measurement."""
+  """Whether early stopping ends trial `number`, given the measurements recorded so far."""
   if sweep.early_stopping is None:
     return False
   _, stop = _replayed(sweep, entries, reports, optuna.samplers.RandomSampler(seed=0))
@@ -89,7 +98,10 @@ def should_stop(
 def _replayed(
   sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], sampler: Any
 ) -> tuple[Any, dict[int, bool]]:
-  """Returns a study of what the ledger holds, and whether each trial's measurements stop it."""
+  """Replays the contents of the ledger into a new Optuna study.
+
+  Returns the study, and whether early stopping ends a trial, keyed by the trial's number.
+  """
   study = _study(sampler, _pruner(sweep), sweep.direction)
   distributions = _distributions(sweep.axes) if sweep.search == 'tpe' else {}
   halving = isinstance(sweep.early_stopping, SuccessiveHalving)
@@ -106,7 +118,8 @@ def _replayed(
     if trial is None:
       continue
     trial.report(report.value, report.step)
-    decided = halving and stop.get(report.trial, False)  # A rung decides once.
+    # Optuna's halving decides to stop a trial only at a rung, so the decision is remembered here.
+    decided = halving and stop.get(report.trial, False)
     stop[report.trial] = trial.should_prune() or decided
     if last[report.trial] == i:
       _tell(study, trial, states[report.trial], final.get(report.trial))
@@ -148,7 +161,7 @@ def _pruner(sweep: Sweep) -> Any:
 def _distributions(axes: Mapping[str, Sequence[Json] | Uniform]) -> dict[str, Any]:
   found = {}
   with warnings.catch_warnings():
-    # Optuna lowers the upper end to the last multiple of the step, and warns.
+    # If the interval is not a multiple of the step, Optuna lowers the upper end and warns.
     warnings.simplefilter('ignore')
     for key, axis in axes.items():
       if not isinstance(axis, Uniform):

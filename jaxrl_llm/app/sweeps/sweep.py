@@ -1,7 +1,8 @@
 """A sweep as a value: a base configuration, the axes along which trials differ, and an objective.
 
-A sweep file defines `get_sweep() -> Sweep`. Trials are points of the axes times seeds; a trial is
-known by what it overrides, so that a file may be reordered or extended while its sweep goes on.
+A sweep file defines `get_sweep() -> Sweep`. A point assigns a value to each axis. Each point has one
+trial for each seed. Trials are identified by their overrides, not by their order, so that a sweep
+file may be reordered or extended after its sweep has started.
 """
 
 from __future__ import annotations
@@ -29,21 +30,24 @@ from jaxrl_llm.core.types import Json
 SEED = 'seed'
 """Key of the configuration that `Sweep.seeds` sets."""
 MAX_TRIALS = 10_000
-"""Maximum number of trials; a generator that yields more is an error."""
+"""Maximum number of trials of a sweep."""
 Direction = Literal['maximize', 'minimize']
 Search = Literal['grid', 'random', 'tpe']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
-  """An interval to draw values from, ends included; of integers if both ends are integers."""
+  """An interval, including its ends, from which values are drawn uniformly.
+
+  If both ends are integers, the values are integers.
+  """
 
   low: float
   high: float
   log: bool = False
-  """Draw uniformly in the logarithm."""
+  """Whether the logarithm of the values is drawn uniformly, rather than the values themselves."""
   step: float | None = None
-  """Distance between the values; None: any value. Excludes `log`."""
+  """If given, only `low` plus multiples of `step` are drawn. It cannot be combined with `log`."""
 
   def __post_init__(self):
     ends = (self.low, self.high)
@@ -63,15 +67,16 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedianRule:
-  """Stops a trial that is worse than the median of the finished ones at the same step.
+  """Stops a trial whose objective is worse than the median of finished trials at the same step.
 
-  Vizier's median stopping rule (Golovin et al., 2017), as Optuna's `MedianPruner` computes it.
+  This is Vizier's median stopping rule (Golovin et al., 2017), as computed by Optuna's
+  `MedianPruner`.
   """
 
   after_trials: int = 2
-  """Number of finished trials before any trial is stopped."""
+  """Number of trials that must have finished before any trial is stopped."""
   after_step: int = 0
-  """Steps before which no trial is stopped."""
+  """Step before which no trial is stopped."""
 
   def __post_init__(self):
     _check_count('MedianRule', 'after_trials', self.after_trials, 1)
@@ -80,16 +85,17 @@ class MedianRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving:
-  """Stops all but the best 1/factor of the trials that have reached a rung, which is a fixed step.
+  """Stops trials at certain steps, the rungs. Only the best 1/factor of the trials continue.
 
-  Asynchronous successive halving (Li et al., arXiv:1810.05934), as Optuna's
-  `SuccessiveHalvingPruner` computes it. A trial goes on in its own run, so no step is repeated.
+  This is asynchronous successive halving (Li et al., arXiv:1810.05934), as computed by Optuna's
+  `SuccessiveHalvingPruner`. A trial that reaches a rung is compared with those that have reached it
+  earlier. Its run simply continues after a rung, so that no step is repeated.
   """
 
   first_step: int
-  """Step of the first rung; rung k is at first_step * factor**k."""
+  """Step of the first rung. With k counted from 0, rung k is at step first_step * factor**k."""
   factor: int = 3
-  """Reciprocal of the share of trials that goes on."""
+  """At each rung, 1/factor of the trials continue."""
 
   def __post_init__(self):
     _check_count('SuccessiveHalving', 'first_step', self.first_step, 1)
@@ -98,52 +104,63 @@ class SuccessiveHalving:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-  """A run that the trials branch from.
+  """A run from whose final weights the trials start.
 
-  It runs once for each seed; the trials of that seed start from its final weights.
+  It runs once for each seed of the sweep. The trials with that seed start from its final weights.
   """
 
   base: str
   """Configuration of the run: a file or a shipped name, with an optional :VARIANT."""
   overrides: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Values keyed by dotted key of its configuration."""
+  """Overrides of this configuration, keyed by dotted key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-  """Trials of one configuration, compared by an objective."""
+  """Definition of a sweep: trials that vary one configuration and are compared by an objective."""
 
   base: str
   """Configuration that the trials share: a file or a shipped name, with an optional :VARIANT."""
   objective: str
-  """Metric to compare by, as metrics.jsonl names it, such as 'val-core/eval/acc/greedy'."""
+  """Key of the metric by which trials are compared, as in metrics.jsonl, such as
+  'val-core/eval/acc/greedy'.
+  """
   direction: Direction = 'maximize'
   at: Literal['last', 'best'] = 'last'
-  """Which measurement of the objective is a trial's value."""
+  """Whether the last or the best measurement of the objective counts as a trial's value."""
   axes: Mapping[str, Sequence[Json] | Uniform] = dataclasses.field(default_factory=dict)
-  """Values or Uniform of each axis, keyed by dotted key of the configuration."""
+  """For each field that varies, its values or an interval (`Uniform`), keyed by dotted key of the
+  configuration.
+  """
   trials: Iterable[Mapping[str, Json]] | None = None
-  """Points one by one instead of `axes`: overrides keyed by dotted key, in a list or from a
-  generator.
+  """Explicit list or generator of points, in place of `axes`. Each point consists of overrides,
+  keyed by dotted key.
   """
   search: Search = 'grid'
-  """'grid' runs every combination of `axes`; 'random' draws `count` points; 'tpe' draws each point
-  from what the earlier ones achieved (Optuna's tree-structured Parzen estimator).
+  """'grid' runs every combination of the values in `axes`. 'random' draws `count` random points.
+  'tpe' also draws `count` points, each depending on the results of the earlier ones (Optuna's
+  tree-structured Parzen estimator).
   """
   count: int | None = None
   """Number of points that 'random' and 'tpe' draw."""
   search_seed: int = 0
-  """Seed of the draws of 'random' and 'tpe'."""
+  """Seed for the random draws of 'random' and 'tpe'."""
   seeds: tuple[int, ...] = ()
-  """Seeds of the runs of each point; empty: the one of the configuration."""
+  """Seeds of the runs. Each point has one trial for each seed. If empty, each point has one trial,
+  with the seed of the configuration.
+  """
   overrides: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Values for all trials, keyed by dotted key."""
+  """Overrides that all trials share, keyed by dotted key."""
   early_stopping: MedianRule | SuccessiveHalving | None = None
-  """Rule that stops a trial; it commits and stays resumable."""
+  """Rule by which unpromising trials are stopped early. A stopped trial commits first, so that its
+  run can be resumed.
+  """
   retries: int = 2
   """Number of times that a failed trial is started again."""
   start: BaseRun | None = None
-  """Run that all trials branch from; None: each starts as the base says."""
+  """Run from whose final weights all trials start. If None, the base configuration determines the
+  initial weights.
+  """
 
   def __post_init__(self):
     for name in ('base', 'objective'):
@@ -201,7 +218,10 @@ class Sweep:
         )
 
   def identity(self) -> dict[str, Json]:
-    """Returns, as JSON, how the sweep compares its trials and what decides which steps run."""
+    """Returns, as JSON, the settings that determine how trials are compared and which steps run.
+
+    The ledger stores these settings, in order to recognise a sweep file that has changed.
+    """
     rule = self.early_stopping
     shared: dict[str, Json] = {
       'objective': self.objective,
@@ -219,7 +239,10 @@ class Sweep:
     return shared
 
   def decides_by_objective(self) -> bool:
-    """Whether which steps run depends on the objective, so that it cannot change any more."""
+    """Whether the objective determines which trials or steps run.
+
+    If it does, the objective cannot be changed after the sweep has started.
+    """
     return self.early_stopping is not None or self.search == 'tpe'
 
 
@@ -239,7 +262,11 @@ def _check_overrides(where: str, overrides: Any) -> None:
 
 
 def json_text(key: str, value: Json) -> str:
-  """Returns a canonical text of a value. Raises UserError for one that is no JSON."""
+  """Returns a value as JSON, with equal text for equal values.
+
+  Raises:
+    UserError: if the value cannot be represented in JSON. The message names `key`.
+  """
   try:
     return json.dumps(value, sort_keys=True, allow_nan=False)
   except (TypeError, ValueError):
@@ -250,22 +277,29 @@ def json_text(key: str, value: Json) -> str:
 
 
 def load_sweep(spec: str) -> tuple[pathlib.Path, Sweep]:
-  """Runs a sweep file, or a shipped one given by its name; returns its path and its sweep."""
+  """Loads a sweep by executing its file. Returns the file's path and the sweep.
+
+  Args:
+    spec: path of the file, or the name of a shipped sweep.
+  """
   return call_file(
     spec, Sweep, function='get_sweep', what='sweep', flag='--sweep', shipped=SHIPPED / 'sweeps'
   )
 
 
 def points(sweep: Sweep) -> list[dict[str, Json]]:
-  """Returns the overrides of each point, without seeds; none for 'tpe', which draws them later.
+  """Returns the overrides of each point, without seeds.
+
+  For a 'tpe' search, the result is empty, because its points are drawn while the sweep runs.
 
   Raises:
-    UserError: a point repeats another one, or there are too many.
+    UserError: if a point occurs twice, or if there are more than `MAX_TRIALS` trials.
   """
   if sweep.search == 'tpe':
     return []
   if sweep.search == 'random':
-    from jaxrl_llm.app.sweeps.search import drawn_points  # Needs Optuna.
+    # Imported here, because `search` itself imports this module.
+    from jaxrl_llm.app.sweeps.search import drawn_points
 
     return drawn_points(sweep)
   if sweep.trials is None:
@@ -295,17 +329,33 @@ def _check_total(sweep: Sweep, count: int) -> None:
 
 
 def base_config(path: pathlib.Path, sweep: Sweep) -> Config:
-  """Returns the configuration that the trials share. Raises UserError for invalid overrides."""
+  """Returns the configuration that all trials share, with `sweep.overrides` applied.
+
+  Args:
+    path: path of the sweep file, for error messages.
+
+  Raises:
+    UserError: if an override is invalid.
+  """
   return _overridden(path, load_file(sweep.base, Config), sweep.overrides)
 
 
 def start_config(path: pathlib.Path, start: BaseRun) -> Config:
-  """Returns the configuration of the run that the trials branch from."""
+  """Returns the configuration of the run from whose final weights the trials start."""
   return _overridden(path, load_file(start.base, Config), start.overrides)
 
 
 def trial_config(path: pathlib.Path, base: Config, overrides: Mapping[str, Json]) -> Config:
-  """Returns a trial's configuration. Raises UserError for a key that names no field."""
+  """Returns the configuration of a trial.
+
+  Args:
+    path: path of the sweep file, for error messages.
+    base: configuration to which the trial's overrides apply.
+    overrides: overrides of the trial, keyed by dotted key.
+
+  Raises:
+    UserError: if a key does not name a field, or if a value is invalid.
+  """
   return _overridden(path, base, overrides)
 
 

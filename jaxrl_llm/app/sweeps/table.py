@@ -1,4 +1,4 @@
-"""The state of a sweep as a table for a terminal, and as JSON."""
+"""Formats the state of a sweep as tables for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl_llm.app.sweeps.trials import describe
 from jaxrl_llm.core.types import Json
 
 _ROWS = 30
-"""Maximum number of trials in the table on a terminal; running ones come first."""
+"""Maximum number of trials in the table. Running trials take precedence over the others."""
 _STYLES = {
   TrialState.RUNNING: 'bold',
   TrialState.STOPPING: 'bold',
@@ -48,7 +48,11 @@ def state_json(
 
 
 def entry_json(entry: LedgerEntry, value: float | None) -> dict[str, Json]:
-  """Returns a trial as JSON; times are ISO 8601 in UTC."""
+  """Returns a trial as JSON. Times are in UTC, in the format ISO 8601.
+
+  Args:
+    value: value of the objective; None if the trial has not measured it.
+  """
   return {
     'number': entry.number,
     'id': entry.id,
@@ -72,7 +76,12 @@ def state_table(
   *,
   rows: int = _ROWS,
 ) -> Stack:
-  """Returns the trials, running ones first, and a line of counts."""
+  """Returns a table of the trials, and a line with the number of trials in each state.
+
+  Args:
+    rows: maximum number of trials to show. If there are more, running trials are chosen first, and
+      failed ones next.
+  """
   found = values(entries, reports, meta)
   order = {TrialState.RUNNING: 0, TrialState.STOPPING: 0, TrialState.FAILED: 1}
   shown = sorted(entries, key=lambda entry: (order.get(entry.state, 2), entry.number))[:rows]
@@ -98,7 +107,7 @@ def state_table(
 
 
 def ranking_table(groups: Sequence[SeedGroup]) -> Table:
-  """Returns the points, best first."""
+  """Returns a table of the points, in the order of `groups`."""
   table = Table('', 'point', *_right('mean ± standard error', 'seeds'))
   for place, group in enumerate(groups, 1):
     table.add_row(
@@ -111,7 +120,7 @@ def ranking_table(groups: Sequence[SeedGroup]) -> Table:
 
 
 def trials_table(entries: Sequence[LedgerEntry]) -> Table:
-  """Returns the trials of a dry run."""
+  """Returns a table of the trials with their run directories and overrides, for a dry run."""
   table = Table('trial', 'run directory', 'overrides')
   for entry in entries:
     overrides = ', '.join(f'{key}={value}' for key, value in entry.trial.overrides.items())

@@ -1,7 +1,8 @@
-"""The process of a trial within a step of Slurm, which signals and ends all processes of the step.
+"""The process of a trial in a job step of Slurm.
 
-A guard there would pass on a signal that the run has got already, and a second one ends a run
-without a commit.
+Slurm itself sends signals to all processes of a step, and ends them. Outside of Slurm, a trial runs
+under a guard, a process that forwards signals to the trial's run. In a step, the run would get each
+signal twice, and a second signal ends a run without a commit. Hence no guard is used here.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 _TAIL_BYTES = 1 << 16
-"""Maximum number of bytes read from the end of a log."""
+"""Maximum number of bytes to read from the end of a log."""
 
 
 def in_slurm_step() -> bool:
-  """Whether Slurm signals this process's children as it signals this process."""
+  """Whether this process runs in a job step of Slurm, whose signals also reach its children."""
   return 'SLURM_STEP_ID' in os.environ
 
 
 class StepChild:
-  """A child process whose end is Slurm's business; methods are those of `core.process.Child`."""
+  """A child process without a guard. If this process dies, Slurm ends the child.
+
+  It has the methods of `core.process.child.Child` that the runner of a sweep calls.
+  """
 
   def __init__(self, name: str, *, log: pathlib.Path):
     self.name, self.log = name, log
@@ -30,7 +34,10 @@ class StepChild:
 
   @property
   def exit_code(self) -> int | None:
-    """The exit code (128 + the number for a signal); None while it runs or before its start."""
+    """Exit code of the process, or 128 + the signal's number if a signal ended it.
+
+    It is None before the process has started and while it is running.
+    """
     code = self._process.poll() if self._process else None
     return code if code is None or code >= 0 else 128 - code
 
@@ -48,13 +55,13 @@ class StepChild:
       )
 
   def lines(self) -> list[str]:
-    """Returns the last lines that are not blank of its output."""
+    """Returns the last lines that the process has printed, without blank lines."""
     with self.log.open('rb') as file:
       file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
       lines = file.read().decode(errors='replace').splitlines()
     return [line.strip() for line in lines if line.strip()]
 
   def terminate(self) -> None:
-    """Sends SIGTERM, without waiting."""
+    """Sends SIGTERM to the process if it is running, and returns without waiting for its end."""
     if self.is_running():
       self._process.terminate()
