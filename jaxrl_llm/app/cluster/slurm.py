@@ -338,7 +338,7 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
 
 
 def status(job_id: str, options: SlurmOptions) -> str:
-  """Returns a line with a job's state in Slurm, its reason or exit code, its run time and its nodes.
+  """Returns a line with a job's state in Slurm, its reason or exit code, its run time and nodes.
 
   For a job array, the line lists these for each element.
   """
