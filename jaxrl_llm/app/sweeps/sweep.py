@@ -1,8 +1,8 @@
 """A sweep as a value: a base configuration, the axes along which trials differ, and an objective.
 
-A sweep file defines `get_sweep() -> Sweep`. A point assigns a value to each axis. Each point has one
-trial for each seed. Trials are identified by their overrides, not by their order, so that a sweep
-file may be reordered or extended after its sweep has started.
+A sweep file defines `get_sweep() -> Sweep`. A point assigns a value to each axis, and has one trial
+for each seed. Trials are identified by their overrides, not by their order, so that a sweep file
+may be reordered or extended after its sweep has started.
 """
 
 from __future__ import annotations
