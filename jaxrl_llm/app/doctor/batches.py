@@ -1,7 +1,8 @@
-"""A few batches of each stage through the run's own components, and what they show.
+"""Runs a few batches of each stage with the run's own components, and reports what they show.
 
-The stages follow each other as in the run, each for a few steps, so that a later one starts from a
-policy that has begun to learn. Everything is written to a temporary directory.
+The stages follow each other as in the run, but each lasts only a few steps. A later stage therefore
+starts from a policy that has at least begun to learn. All files are written to a temporary
+directory.
 """
 
 from __future__ import annotations
@@ -38,62 +39,74 @@ from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 
 _MEASURED = (2, 10, 5.0)
-"""Least and most measured steps of a stage, and the seconds after which the least are enough."""
+"""Budget of a stage: the minimum and maximum number of measured steps, and a duration in seconds.
+
+Once the measured steps have taken that long, the minimum number of steps is enough.
+"""
 _PREPARING = (2, 120, 12.0)
-"""The same for a stage of static data before another stage: its steps are cheap, and what they
-teach makes the next stage's samples those of the run.
+"""Budget of a stage that trains on static data and precedes another stage.
+
+It allows more steps than `_MEASURED`. Such steps are cheap, and with a better trained policy, the
+samples of the next stage are closer to those of the real run.
 """
 _TASKS = 128
-"""Tasks of each suite that are evaluated."""
+"""Maximum number of tasks of each suite that are evaluated."""
 _SLOW_H = 24.0 * 7
-"""Hours of a run from which its duration is a warning."""
+"""Estimated duration of a run in hours above which the doctor warns."""
 _SCARCE = 0.9
-"""Share of groups without signal from which there is little to learn."""
+"""Share of groups without signal (with equal rewards) above which the doctor warns."""
 _TRUNCATED = 0.5
-"""Share of truncated samples from which the length limit decides."""
+"""Share of samples truncated at the length limit above which the doctor warns."""
 _FULL = 0.9
-"""Share of a device's memory from which the next longer batch may not fit."""
+"""Used share of the memory above which the doctor warns, because a longer batch may not fit."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class StageTrial:
-  """What the batches of one stage showed."""
+  """Observations from the batches of one stage."""
 
   stage: Stage
   first: bool
-  """Whether the stage's first policy is that of the run: no stage before it was cut short."""
+  """Whether the stage starts from the same policy as in the run. That is so if all earlier stages
+  ran in full.
+  """
   seconds: list[float] = dataclasses.field(default_factory=list)
-  """Duration of each step after the programs had been compiled."""
+  """Duration in seconds of each measured step. Steps that compile programs are not measured."""
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
-  """Metrics of each step, as the run writes them."""
+  """Metrics of each step, as the run would write them."""
   exceeded: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Message by mismatch budget that a step exceeded."""
+  """Messages on the budgets for the mismatch of trainer and sampler that a step exceeded, keyed by
+  budget.
+  """
   samples: list[Experience] = dataclasses.field(default_factory=list)
-  """Rollouts of all steps."""
+  """Scored rollouts that were trained on, of all steps."""
   dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   programs: tuple[tuple[str, Callable[[], jax.stages.Lowered]], ...] = ()
-  """Names of the updates, and functions that lower them."""
+  """Pairs of the name of an update program and the function that lowers it for compilation."""
   constants: Constants = dataclasses.field(default_factory=dict)
-  """Constants of the loss in the last batch."""
+  """Constants of the loss in the last batch, from the batch's annotation."""
 
   @property
   def step_s(self) -> float:
-    """Median duration of a step in seconds; NaN if none was measured."""
+    """Median duration of the measured steps in seconds; NaN if no step was measured."""
     return statistics.median(self.seconds) if self.seconds else math.nan
 
 
 class Memory(NamedTuple):
-  """Memory in bytes while the batches ran."""
+  """Memory in use while the batches ran, in bytes."""
 
   process: int
-  """Most resident memory of this process after a step."""
+  """Largest resident memory of this process, as measured after each step."""
   devices: int | None
-  """Peak of the fullest device; None: the devices do not report it."""
+  """Largest peak memory of any device. None if the devices do not report it."""
   limit: int | None
 
 
 class StageTrials:
-  """Runs batches of all stages; `findings` yields what each stage showed, as soon as it ends."""
+  """Runs a few batches of each stage.
+
+  `findings` runs the stages, and yields the findings of each stage as soon as the stage has ended.
+  """
 
   def __init__(self, setup: Setup, resources: Resources):
     self._setup, self._resources = setup, resources
@@ -106,10 +119,12 @@ class StageTrials:
     )
     self._process_bytes = 0
     self._state: LoopState | None = None
-    """Newest state; earlier ones have been donated."""
+    """Newest state of training. Earlier states cannot be used any more, because their buffers were
+    donated to the updates.
+    """
     self.trials: list[StageTrial] = []
     self.suites_s: dict[str, float] = {}
-    """Estimated seconds of each suite in full."""
+    """Estimated seconds for evaluating all tasks of a suite, keyed by the suite's name."""
 
   async def findings(self, state: LoopState) -> AsyncIterator[Finding]:
     enter = stage_entrance(self._setup)
@@ -136,11 +151,16 @@ class StageTrials:
   async def _run(
     self, trial: StageTrial, trainer: StageTrainer, budget: tuple[int, int, float]
   ) -> None:
-    """Runs steps of one stage: first those that compile, then measured ones within the budget."""
+    """Runs steps of one stage: first the steps that compile programs, then the measured steps.
+
+    Args:
+      budget: limits of the measured steps, see `_MEASURED`.
+    """
     stage, process = trial.stage, self._setup.process
     batches = self._resources.logs.batches[stage.name]
     least, most, enough_s = budget
-    # After the critic's warm-up, where the policy is updated too.
+    # During the warm-up, only the critic is updated. The measured steps lie after the warm-up, as
+    # the policy is then updated too.
     warm_up = stage.algorithm.critic_warmup if stage.trains else 0
     compiling, served, done = 2 if warm_up else 1, 0, 0
     state = self._state
@@ -153,12 +173,13 @@ class StageTrials:
           state = dataclasses.replace(state, step=stage.start + warm_up)
         began = time.monotonic()
         if stage.explores and (done % stage.publish_every == 0):
-          # Always sent: an update without signal moves nothing here, and would in the run.
+          # The weights are always published in full, as they usually are in the run. Here, updates
+          # without signal may leave them unchanged, and unchanged weights would not be sent.
           await publish(self._publisher, dataclasses.replace(state, moved=state.step), 0)
           served = done
         batches.advance(state.step, served if stage.explores else done)
         plan = await self._planner.close(stage, state.step, batches)
-        # No evaluation is due here, whatever the number of the step.
+        # Neither an evaluation nor a commit is wanted here, even if the run has one at this step.
         plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
         if stage.trains:
           state, batch, updated = await take_step(process, trainer, state, plan)
@@ -190,9 +211,10 @@ class StageTrials:
     self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
 
   async def compilations(self) -> dict[str, Compilation]:
-    """Compiles the updates once more, which reads the cache, for their statistics.
+    """Compiles the update programs again and returns statistics of them, keyed by program.
 
-    Call it last: what it takes is no memory of the run.
+    The programs come from the compilation cache. Call this after `memory` has been read, because
+    the memory that it uses is not used in the run.
     """
     device, mesh = self._setup.process.device, self._setup.process.mesh
     return {
@@ -204,7 +226,7 @@ class StageTrials:
     }
 
   async def _evaluation(self, state: LoopState) -> list[Finding]:
-    """Evaluates a part of each suite, and estimates the time of the whole."""
+    """Evaluates a part of each suite and estimates how long the whole suite would take."""
     findings, logs = [], self._resources.logs
     if not logs.suites:
       return []
@@ -276,7 +298,10 @@ def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -
 
 
 def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
-  """Counts the groups whose rewards do not differ, so that they teach nothing."""
+  """Yields a finding on the share of groups whose rewards are all equal.
+
+  From such groups, the policy learns nothing.
+  """
   stage, source = trial.stage, config.source
   groups: dict[str, list[float]] = {}
   single = isinstance(source, Rollouts) and source.group_size == 1
@@ -316,7 +341,7 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
 
 
 def _samples(trial: StageTrial) -> Iterator[Finding]:
-  """Counts truncated and unscorable samples."""
+  """Yields findings on the shares of samples that are truncated or cannot be scored."""
   stage = trial.stage.name
   samples = [member.sample for member in trial.samples]
   truncated = sum(sample.finish_reason == Finish.LENGTH for sample in samples) / len(samples)
@@ -393,7 +418,11 @@ def _gradients(trial: StageTrial) -> Iterator[Finding]:
 def duration(
   setup: Setup, trials: Sequence[StageTrial], suites_s: dict[str, float]
 ) -> Iterator[Finding]:
-  """Estimates the hours of the whole run from the measured steps and suites."""
+  """Estimates the duration of the whole run from the measured steps and evaluations.
+
+  Args:
+    suites_s: estimated seconds for evaluating each suite in full, keyed by suite.
+  """
   total, unknown, evaluations = 0.0, [], 0
   for trial in trials:
     stage = trial.stage
@@ -424,10 +453,10 @@ def duration(
 
 
 def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Finding]:
-  """Compares the peak memory with what the devices and the machine have.
+  """Compares the peak memory with the memory of a device, or of the machine if that is unknown.
 
   Args:
-    compilations: statistics of the updates, keyed by name.
+    compilations: statistics of the compiled update programs, keyed by program.
   """
   programs = {name: compiled.needed for name, compiled in compilations.items()}
   largest = max(programs, key=programs.get, default=None)

@@ -21,10 +21,13 @@ from jaxrl_llm.runtime.machine import use_compilation_cache
 
 
 def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) -> int:
-  """Examines a run and prints the findings; returns the exit code: 0, or 1 if a check failed.
+  """Examines a run and prints the findings.
+
+  Returns the exit code: 0 if no check failed, otherwise 1.
 
   Args:
-    as_json: whether to print the findings as one JSON list; the lines then go to standard error.
+    as_json: whether to print the findings to standard output as one JSON list. The findings are
+      then also printed as lines of text, to standard error.
   """
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1 or jax.process_count() > 1:
     raise UserError('--doctor: takes one process, and this is a job of several; start it alone')
@@ -32,7 +35,8 @@ def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) ->
   findings = Findings(lambda finding: _tell(finding, file))
   with contextlib.ExitStack() as opened:
     if not config.compilation_cache:
-      # Programs are compiled twice, to run and to measure them; the second time reads this.
+      # Each program is compiled twice: once to run it, and once to measure its memory. The second
+      # compilation reads the result of the first one from this cache.
       programs = opened.enter_context(disk.scratch('jaxrl_llm-programs-'))
       use_compilation_cache(str(programs))
     stopped_by = script.run_async(_stoppable(config, workdir, findings))
@@ -41,7 +45,7 @@ def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) ->
     sys.stderr.write(f'stopped by {name}: the findings are incomplete\n')
     if as_json:
       script.print_json({'error': f'stopped by {name}'})
-    # A thread may be in the middle of compiling.
+    # A thread may still be compiling a program, and a normal exit would wait for it.
     script.leave_at_once(128 + stopped_by)
   if as_json:
     script.print_json([finding.to_json() for finding in findings])
@@ -56,7 +60,10 @@ def _tell(finding: Finding, file) -> None:
 
 
 async def _stoppable(config: Config, workdir: pathlib.Path, findings: Findings) -> int:
-  """Returns 0 once everything is examined, or the number of the signal that ended it."""
+  """Examines the run until it is done, or until SIGINT or SIGTERM arrives.
+
+  Returns 0, or the number of the signal that has ended the examination.
+  """
   loop = asyncio.get_running_loop()
   stop = loop.create_future()
 

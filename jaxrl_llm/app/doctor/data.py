@@ -1,4 +1,6 @@
-"""Checks of tokenizer, chat template, lengths, duplicates, and leakage into evaluation."""
+"""Checks of a run's data: tokenizer, chat template, lengths, duplicates, and leakage of evaluation
+tasks into training.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ from jaxrl_llm.tasks.taskset import Taskset, demonstrations
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _RENDERED = 64
-"""Tasks of each taskset whose rendering is checked."""
+"""Maximum number of tasks of each taskset whose rendering by the chat template is checked."""
 _MEASURED = 2000
-"""Tasks of each taskset whose lengths are measured."""
+"""Maximum number of tasks of each taskset whose lengths are measured."""
 _MUCH = 0.1
-"""Share of dropped prompts or answers from which a run is not what its configuration says."""
+"""Share of prompts or answers over a length limit above which the check fails. So many would be
+dropped that the run would train on other data than configured.
+"""
 _NEAR = 0.01
-"""Share of near duplicates above which they deserve a remedy."""
+"""Share of near duplicates above which the doctor warns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-  """Texts of a run before any of them is dropped for its length."""
+  """The texts of a run and its tokenizer. No text has been dropped for its length yet."""
 
   config: Config
   tasksets: Mapping[str, Taskset]
@@ -40,8 +44,9 @@ class Data:
 
   @property
   def shown(self) -> dict[str, list[tuple[Task, str]]]:
-    """(task, answer) pairs to be imitated or compared, keyed by stage name; the first few of each
-    stage.
+    """Pairs (task, answer) that a stage trains on as demonstrations or as preference pairs.
+
+    They are keyed by the stage's name. Only about the first `_MEASURED` of each taskset are given.
     """
     answers = {}
     for stage in self.config.stages:
@@ -71,19 +76,19 @@ class Data:
 
   @property
   def used(self) -> list[str]:
-    """Names of the tasksets that stages or evaluations use."""
+    """Names of the tasksets on which stages train or whose completions are scored."""
     names = {name for stage in self.config.stages for name in trained_tasksets(stage)}
     return sorted((names | scored_tasksets(self.config)) & self.tasksets.keys())
 
 
 def spread(items: Sequence, count: int) -> list:
-  """Returns at most `count` items, evenly spaced."""
+  """Returns at most `count` of the items, at even spacing."""
   step = max(1, len(items) // count)
   return list(items[::step][:count])
 
 
 def ends(data: Data) -> Iterator[Finding]:
-  """Checks that the chat template ends an answer with a token at which rollouts stop."""
+  """Checks that the chat template ends an answer with a token at which generation stops."""
   tokenizer = data.tokenizer
   stops = ', '.join(repr(tokenizer.token_text(token)) for token in tokenizer.stop_ids)
   try:
@@ -93,7 +98,7 @@ def ends(data: Data) -> Iterator[Finding]:
       return
     _, completion = tokenizer.render_answer(task.prompt, text)
   except UserError:
-    return  # `template` reports it.
+    return  # The check `template` reports this error.
   *before, _ = completion
   passed = []
   while before and (
@@ -117,7 +122,7 @@ def ends(data: Data) -> Iterator[Finding]:
 
 
 def template(data: Data) -> Iterator[Finding]:
-  """Checks that prompts and answers keep their text through template and tokenizer."""
+  """Checks that the chat template and the tokenizer preserve the texts of prompts and answers."""
   tokenizer, seen, count = data.tokenizer, {}, 0
   remedy = 'correct the chat template or the tokenizer (tokenizer_config.json), or the texts'
   try:
@@ -179,7 +184,7 @@ def template(data: Data) -> Iterator[Finding]:
 
 
 def lengths(data: Data) -> Iterator[Finding]:
-  """Compares prompts and answers with the limits of the run."""
+  """Compares the lengths of prompts, sequences and reference answers with the run's limits."""
   rollout, tokenizer = data.config.rollout, data.tokenizer
   limits = {'prompt': rollout.max_prompt_length, 'sequence': rollout.max_length}
   shares, longest = {}, {}
@@ -203,7 +208,7 @@ def lengths(data: Data) -> Iterator[Finding]:
       measure(f'sequences of {stage}', sequences, rollout.max_length)
     for name in sorted(scored_tasksets(data.config) & data.tasksets.keys()):
       tasks = [task for task in data.tasksets[name].tasks if task.truth]
-      # With the end token.
+      # The added 1 is for the token that ends a response.
       truths = [len(tokenizer.encode(task.truth)) + 1 for task in spread(tasks, _MEASURED)]
       measure(f'truths of {name}', truths, rollout.max_response_length)
   except UserError as error:
@@ -229,7 +234,11 @@ def lengths(data: Data) -> Iterator[Finding]:
 
 
 def duplicates(data: Data) -> Iterator[Finding]:
-  """Counts exact duplicates, which loading drops, and near ones, which it keeps."""
+  """Counts duplicates among the tasks of each taskset.
+
+  Exact duplicates have already been dropped when the taskset was loaded. Near duplicates, which
+  differ only in case, spacing or punctuation, are still in it.
+  """
   near, exact, read = {}, 0, 0
   for name in data.used:
     taskset = data.tasksets[name]
@@ -253,7 +262,7 @@ def duplicates(data: Data) -> Iterator[Finding]:
 
 
 def leakage(data: Data) -> Iterator[Finding]:
-  """Looks for tasks of evaluations, exact and normalised, among those that are trained on."""
+  """Checks whether tasks of evaluations are also trained on, exactly or as near duplicates."""
   suites = sorted({suite.taskset for suite in data.config.evaluation} & data.tasksets.keys())
   if not suites:
     return
@@ -315,6 +324,6 @@ def _words(text: str) -> str:
 
 
 def _parted(error: UserError) -> tuple[str, str]:
-  """Returns an error's message as (what was found, remedy)."""
+  """Splits an error's message into what was found and the remedy."""
   found, _, remedy = one_line(error, 2000).rpartition('; ')
   return (found, remedy) if found else (remedy, 'correct it')

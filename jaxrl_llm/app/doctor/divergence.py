@@ -1,10 +1,13 @@
-"""Check of the sign of the KL gradient, on a policy whose KL to its reference is known exactly.
+"""Checks the sign of the KL gradient, on a policy whose KL to its reference is known exactly.
 
-The policy is one distribution over a few symbols, and so is the reference. The algorithm's own loss
-sees the logprobs of sampled symbols, with advantages of zero, once with that reference and once
-with the policy as its own reference; the difference of the two gradients is what the reference
-contributes. A small step against it must lower the exact KL. A KL penalty in the reward is checked
-on the advantages that the algorithm's annotation makes of it. Both work for any algorithm.
+This policy is a single distribution over a few symbols, and so is the reference. Symbols are
+sampled from the policy, and the algorithm's own loss is computed on their logprobs, with advantages
+of zero. Its gradient is taken twice: with the reference, and with the policy itself in place of the
+reference. The difference of the two gradients is the contribution of the reference. A small step
+against this difference must lower the exact KL.
+
+An algorithm may instead subtract a KL penalty from the reward. That is checked on the advantages
+that the algorithm's annotation computes. Both checks work for any algorithm.
 """
 
 from __future__ import annotations
@@ -26,19 +29,19 @@ from jaxrl_llm.ops.logprobs import TokenLogprobs
 _SYMBOLS = 8
 _CHUNKS, _TIME = 16, 256
 _LENGTH = 4
-"""Tokens of a sequence, of which the first is the prompt."""
+"""Number of tokens of a sequence. The first one is the prompt."""
 _SIZE = 0.2
-"""Standard deviation of the difference of the two distributions' logits: near, so that all
-estimators of the KL agree in direction.
+"""Standard deviation of the difference between the logits of policy and reference. It is small, so
+that the gradients of all KL estimators point in similar directions.
 """
 _STEP = 1e-2
-"""Length of the step against the gradient, in logits."""
+"""Euclidean length of the step against the gradient, in logits."""
 _CLEAR = 0.2
-"""Absolute cosine between two directions from which their relation is no sampling noise."""
+"""Absolute cosine (or correlation) above which its sign is not due to sampling noise."""
 
 
 class _World(NamedTuple):
-  """Samples of a policy over symbols, as the arrays that a loss reads."""
+  """A policy over symbols, its reference, and samples of it in the arrays that a loss reads."""
 
   logits: Float[Array, 'symbols']
   reference: Float[Array, 'symbols']
@@ -49,7 +52,7 @@ class _World(NamedTuple):
     return jnp.where(self.chunks.loss_mask, jax.nn.log_softmax(logits)[self.symbols], 0.0)
 
   def kl(self, logits: Float[Array, 'symbols']) -> Float[Array, '']:
-    """Exact KL of a policy to the reference, in nats per symbol."""
+    """Returns the exact KL of a policy to the reference, in nats per symbol."""
     own, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(self.reference)
     return (jnp.exp(own) * (own - other)).sum()
 
@@ -81,10 +84,10 @@ def _world() -> _World:
 
 
 def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Iterator[Finding]:
-  """Checks that what the reference contributes to loss and advantages lowers the KL to it.
+  """Checks that the terms of an algorithm that use the reference lower the KL to the reference.
 
   Args:
-    stage: name of the stage whose algorithm it is.
+    stage: name of the stage that uses the algorithm.
     constants: constants of the loss, from the annotation of a batch.
   """
   if 'reference' not in algorithm.reads or algorithm.head != 'lm':
@@ -130,8 +133,11 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
 def _of_loss(
   world: _World, algorithm: Algorithm, constants: Constants
 ) -> tuple[float | None, float | None]:
-  """Returns the cosine of the reference's part of the gradient with that of the exact KL, and the
-  change of the KL by a step against it; None for a loss that does not read the reference.
+  """Measures the contribution of the reference to the gradient of the loss.
+
+  Returns the cosine between this contribution and the gradient of the exact KL, and the change of
+  the exact KL after a small step against the contribution. Both are None if the reference does not
+  contribute.
   """
   values = {name: jnp.float32(constants.get(name, 0.0)) for name in algorithm.constants}
 
@@ -155,8 +161,11 @@ def _of_loss(
 
 
 def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
-  """Returns minus the correlation of the advantages that the reference causes with the log ratio of
-  policy and reference; None if it causes none.
+  """Measures the contribution of the reference to the advantages.
+
+  Returns the negated correlation between this contribution and the log ratio of policy and
+  reference. It is positive if the advantages discourage deviation from the reference, and None if
+  the reference does not contribute.
   """
   mask = np.asarray(world.chunks.loss_mask).reshape(-1, _LENGTH)
   own = np.asarray(world.logprobs(world.logits)).reshape(-1, _LENGTH)

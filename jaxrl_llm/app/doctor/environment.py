@@ -1,5 +1,5 @@
-"""Checks of the machine: accelerators, vLLM's environment, shared memory, descriptors, cores and
-disk.
+"""Checks of the machine: accelerators, vLLM's environment, shared memory, open files, cores and
+disk space.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from jaxrl_llm.weights.tables import entries
 
 _GPUS = pathlib.Path('/proc/driver/nvidia/gpus')
 _SLOW_ON_CPUS = 300_000_000
-"""Parameters from which training on CPUs takes minutes a step."""
+"""Number of parameters above which a step on CPUs takes minutes."""
 _IMPORT_S = 300.0
-"""Seconds that vLLM may take to import."""
+"""Maximum time in seconds that importing vLLM may take."""
 _VERSIONS = 2
-"""Published versions that exist at a time: the newest, and the one before it."""
+"""Number of published versions that exist at the same time: the newest and the one before it."""
 _DESCRIPTORS = 256
-"""Descriptors that a run needs besides those of its workers, servers and requests."""
+"""Number of file descriptors that a run needs besides those for workers, servers and requests."""
 _EACH = 8
-"""Descriptors for each worker and server."""
+"""Number of file descriptors for each scorer worker and each server."""
 _VLLM_SHARE = 0.9
-"""vLLM's default of gpu_memory_utilization."""
+"""Default value of vLLM's option gpu_memory_utilization."""
 _SPARE = 1.1
-"""Memory or disk that must be free, relative to what is needed."""
+"""The doctor warns if less than this multiple of the needed memory or disk space is free."""
 
 
 def accelerators(config: Config, parameters: int) -> Iterator[Finding]:
-  """Compares the devices that JAX finds with those that the machine has, and with the model."""
+  """Checks that JAX uses the machine's GPUs, and that a large model is not trained on CPUs.
+
+  Args:
+    parameters: number of the model's parameters.
+  """
   devices = jax.devices()
   kind, platform = devices[0].device_kind, devices[0].platform
   found = f'{len(devices)} × {kind}'
@@ -66,7 +70,7 @@ def accelerators(config: Config, parameters: int) -> Iterator[Finding]:
 
 
 def servers(config: Config) -> Iterator[Finding]:
-  """Checks that vLLM can be imported where servers are to be started."""
+  """Checks that vLLM can be imported in its environment if the run starts servers."""
   if config.rollout.engine != 'vllm':
     return
   vllm = config.rollout.vllm
@@ -114,10 +118,10 @@ def publication_bytes(config: Config, spec: ModelSpec) -> int:
 
 
 def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> Iterator[Finding]:
-  """Compares the space for published weights with their size.
+  """Checks that the directory through which weights are published has enough free space.
 
   Args:
-    free: free bytes; None: those of the configured directory, or of shared memory.
+    free: free space in bytes. If None, it is measured.
   """
   if config.rollout.engine != 'vllm':
     return
@@ -147,7 +151,9 @@ def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> I
 
 
 def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
-  """Adds up the shares of a GPU's memory that the trainer and owned servers reserve on it.
+  """Checks that the trainer and its servers together do not reserve more memory than a GPU has.
+
+  Only servers that the run starts itself and that share GPUs with the trainer count.
 
   Args:
     devices: devices of the trainer.
@@ -178,10 +184,10 @@ def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
 
 
 def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
-  """Compares the limit of open files with those of the run's workers, servers and requests.
+  """Checks that the limit on open files suffices for the run's workers, servers and requests.
 
   Args:
-    limit: maximum number of open files; None: the soft limit of this process.
+    limit: maximum number of open files. If None, it is the soft limit of this process.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   limit = limit if limit is not None else soft if soft != resource.RLIM_INFINITY else 1 << 30
@@ -200,7 +206,7 @@ def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
 
 
 def cores(config: Config) -> Iterator[Finding]:
-  """Compares this process's cores with the processes that compute beside the trainer."""
+  """Checks that there are at least as many cores as scorer workers and explorers of the run."""
   count = len(os.sched_getaffinity(0))
   explorers = config.rollout.explorers.processes if config.rollout.explorers is not None else 0
   workers = config.rewards.workers if config.rewards.scorers else 0
@@ -222,18 +228,18 @@ def cores(config: Config) -> Iterator[Finding]:
 def disk(
   config: Config, workdir: pathlib.Path, roles: Sequence[Held], free: int | None = None
 ) -> Iterator[Finding]:
-  """Compares the disk space of the run directory with the commits and exports of the run.
+  """Checks that the run directory can be written and has space for the commits and the export.
 
   Args:
-    roles: memory of each role; gradients and base weights are not committed.
-    free: free bytes; None: those of the run directory's file system.
+    roles: memory of each role. Gradients and base weights do not count, as they are not committed.
+    free: free space in bytes. If None, it is measured.
   """
   place = workdir.absolute()
   while not place.exists():
     place = place.parent
   committed = sum(role.whole for role in roles if role.role not in ('gradients', 'base'))
   exported = sum(role.whole for role in roles if role.role in ('policy', 'base', 'critic'))
-  # The kept ones, the best one, and the one that is being written.
+  # At most these commits exist: the newest `keep`, the best, and the one that is being written.
   needed = committed * (config.checkpoint.keep + 2) + exported
   free = shutil.disk_usage(place).free if free is None else free
   found = (

@@ -1,6 +1,6 @@
-"""The doctor: examines environment, data, scorers and a few batches of a run before the run begins.
+"""The doctor: examines environment, data, scorers and a few batches of a run before it starts.
 
-Invariant: the run directory is only read; what the run's components write goes to a temporary
+Invariant: the doctor only reads the run directory. The run's components write to a temporary
 directory, which is removed at the end.
 """
 
@@ -37,19 +37,21 @@ from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.tasks.taskset import Taskset, taskset_loader
 
 _SPARE = 0.95
-"""Share of the memory that parameters, gradients and optimizers may take."""
+"""Share of the memory above which parameters, gradients and optimizers count as too large."""
 
 
 _EXPLAINS = ('preferences', 'tokenizer', 'template', 'lengths', 'leakage')
-"""Checks whose failure explains why a run cannot be opened."""
+"""Checks that may explain why a run cannot be opened. If one of them has failed, no further failure
+is reported when the run cannot be opened.
+"""
 _DECISIVE = ('template', 'vllm', 'shared_memory', 'sharing', 'memory', 'disk', 'servers', 'engine')
-"""Checks after whose failure no batch can be run, or none would mean anything."""
+"""Checks without which trying batches is impossible or pointless. No batch is run if one fails."""
 
 
 async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
-  """Examines the run of `config` in `workdir`; adds what it finds, check by check, to `findings`.
+  """Examines the run of `config` in `workdir` and adds the result of each check to `findings`.
 
-  Errors of the run's own code, which the run would raise too, become failures.
+  An error that the run itself would raise becomes a failure among the findings.
   """
   load = taskset_loader(config.tasksets)
   with disk.scratch('jaxrl_llm-doctor-') as scratch:
@@ -64,7 +66,7 @@ async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> 
       same = await asyncio.to_thread(check_configuration, workdir, config)
     await asyncio.to_thread(_services, config, workdir, findings)
     with findings.guarding('configuration'):
-      # The run's own tokenizer, if it is that of this configuration.
+      # If the run directory belongs to this configuration, its tokenizer is used.
       run = workdir if same else scratch / 'none'
       await _opened(with_local_explorers(config), run, load, data, workdir, findings)
 
@@ -75,7 +77,10 @@ def _settled(
   load: Callable[[str], Taskset],
   findings: Findings,
 ) -> Config | None:
-  """Loads the tasks and fills in open options; None if that fails."""
+  """Loads the tasks and returns the configuration with all undecided options settled.
+
+  If that fails, adds a failure to the findings and returns None.
+  """
   try:
     check_names(config, {taskset.name: load(taskset.name) for taskset in config.tasksets})
     config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
@@ -115,7 +120,13 @@ async def _opened(
   workdir: pathlib.Path,
   findings: Findings,
 ) -> None:
-  """Opens the run as a start would, then checks the machine for it and tries it."""
+  """Opens the run as `jaxrl train` would, checks the machine, and tries a few batches.
+
+  Args:
+    run: directory from which the run is opened: the run directory if it belongs to the same
+      configuration, otherwise one that does not exist.
+    workdir: run directory.
+  """
   async with contextlib.AsyncExitStack() as opened:
     try:
       past = await opened.enter_async_context(reopen(config, run, load))
@@ -142,7 +153,7 @@ async def _opened(
 
 
 def _services(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
-  """Checks what the run's other processes need."""
+  """Checks the environment of the run's other processes: servers, scorer workers and explorers."""
   findings.add(
     *environment.servers(config),
     *environment.sharing(config, jax.local_devices()),
@@ -184,7 +195,7 @@ def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   needed = sum(role.per_device for role in roles)
   where = 'a device'
   if limit is None:
-    # On CPUs all devices share the machine's memory.
+    # Devices that report no limit are CPU devices, all of which share the machine's memory.
     limit, where = psutil.virtual_memory().available, 'the machine'
     needed *= len(jax.local_devices())
   if needed > _SPARE * limit:
@@ -201,7 +212,10 @@ def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
 
 
 async def _weights(past: Reopened, findings: Findings) -> LoopState | None:
-  """Loads the initial weights; None, with a failure, if they cannot be used."""
+  """Loads the initial weights and checks that they are finite.
+
+  If they cannot be used, adds a failure to the findings and returns None.
+  """
   with findings.guarding('weights'):
     state, _ = await past.process.device.run(committed_state, past, 0)
     learned = state.learned
@@ -222,7 +236,7 @@ async def _weights(past: Reopened, findings: Findings) -> LoopState | None:
 
 
 def _not_finite(params: Params) -> Mapping[str, int]:
-  """Returns the number of values that are not finite, keyed by the parameter that has them."""
+  """Returns the number of non-finite values of each parameter that has any, keyed by parameter."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   counts = {
     jax.tree_util.keystr(path, simple=True, separator='/'): int((~jax.numpy.isfinite(leaf)).sum())
@@ -246,7 +260,7 @@ async def _tried(past: Reopened, data: Data, state: LoopState, findings: Finding
       async with contextlib.aclosing(trials.findings(state)) as shown:
         async for finding in shown:
           findings.add(finding)
-    except Exception as error:  # Whatever ends these batches would end the run.
+    except Exception as error:  # Any error that ends these batches would also end the run.
       cause = first_cause(error)
       if not isinstance(cause, UserError):
         logging.exception('doctor: a batch failed')

@@ -1,4 +1,4 @@
-"""Findings of the doctor: one line each, with its remedy."""
+"""Findings of the doctor. Each is printed as one line, with a remedy where one is needed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Finding:
   """Result of one check."""
 
   check: str
-  """Name of the check; of a part of the run as `<check> <part>`."""
+  """Name of the check. If it concerns one part of the run, such as a stage: `<check> <part>`."""
   status: FindingStatus
   found: str
-  """What was found, in words."""
+  """Description of the result in words."""
   remedy: str = ''
-  """What to do about it; empty if nothing is to be done."""
+  """What the user should do. It is empty if nothing needs to be done."""
   detail: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Numbers behind `found`; units are in the names."""
+  """Values from which `found` was made, keyed by name. Names of quantities end in their unit."""
 
   @property
   def line(self) -> str:
@@ -38,7 +38,7 @@ class Finding:
     return f'{self.status:8} {one_line(f"{self.check}: {self.found}{then}", 2000)}'
 
   def to_json(self) -> dict[str, Json]:
-    """`check`, `status`, `remedy`, `found`, then the details."""
+    """Returns the finding as a JSON mapping: its texts, followed by its details."""
     order = ('check', 'status', 'remedy', 'found')
     return {**{name: str(getattr(self, name)) for name in order}, **self.detail}
 
@@ -60,7 +60,7 @@ def failure(check: str, found: str, remedy: str, **detail: Any) -> Finding:
 
 
 class Findings:
-  """All findings of an examination, told one by one as they come."""
+  """All findings of an examination. `tell` is called with each finding as soon as it is added."""
 
   def __init__(self, tell: Callable[[Finding], None]):
     self._all: list[Finding] = []
@@ -75,7 +75,7 @@ class Findings:
       self._tell(finding)
 
   def failed(self, *checks: str) -> bool:
-    """Whether one of the named checks failed, or any check if none is named."""
+    """Whether one of the named checks has failed. If no name is given, all checks count."""
     return any(
       finding.status == FindingStatus.FAILURE
       and (not checks or finding.check.partition(' ')[0] in checks)
@@ -86,7 +86,11 @@ class Findings:
   def guarding(
     self, check: str, errors: Iterable[type[Exception]] = (UserError,)
   ) -> Iterator[None]:
-    """Turns an error of the run's own code, within the block, into a failure of `check`."""
+    """Turns an exception that is raised within the block into a failure of `check`.
+
+    Args:
+      errors: types of exceptions for which this is done. Others are raised again.
+    """
     try:
       yield
     except Exception as error:

@@ -1,7 +1,8 @@
-"""Checks of the scorers: the ground truth gets full marks, another task's truth does not.
+"""Checks that scorers give full marks to a task's reference answer, and not to another task's.
 
-A truth is seldom what a policy writes word for word, so that it is tried in the forms in which
-completions usually give their answer. Demonstrations are tried as they are.
+The reference answer of a task is called its truth. A policy seldom writes the bare truth. The check
+therefore tries the truth in several forms in which completions usually state their answers.
+Demonstrations are scored as they are.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from jaxrl_llm.rewards.api import Attempt, Reward, RewardsConfig, combine, in_fo
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 _TASKS = 16
-"""Tasks of each taskset whose truths are scored."""
+"""Maximum number of tasks of each taskset whose truths are scored."""
 _DEMONSTRATIONS = 32
-"""Demonstrations of each stage that are scored."""
+"""Maximum number of demonstrations of each stage that are scored."""
 _BY_TRUTH = frozenset({'answer', 'box_iou', 'k12', 'point', 'verifier'})
-"""Scorers of the catalogue whose full marks mean agreement with the truth."""
+"""Shipped scorers that give full marks only to completions that agree with the truth."""
 _FULL = 0.95
-"""Share of truths that must get full marks; a few truths of real data are unreadable."""
+"""Share of truths that must get full marks. It is below 1, because real data contain some truths
+that a scorer cannot parse.
+"""
 _CHANCE = 0.1
-"""Share of other tasks' truths that may get full marks."""
+"""Share of truths of other tasks that may get full marks by chance."""
 
 
 def _as_it_is(truth: str) -> str:
@@ -56,7 +59,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (_as_it_is, _boxed, _after_hashes, _t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Judge:
-  """Scores texts as if the policy had written them."""
+  """Scores pairs of a task and a text as if the policy had written the text for the task."""
 
   scorers: ScorerPool
   rewards: RewardsConfig
@@ -81,11 +84,11 @@ class _Judge:
 async def truths(
   data: Data, tasksets: Mapping[str, Sequence[Task]], scorers: ScorerPool
 ) -> AsyncIterator[Finding]:
-  """Scores the truths of each taskset, those of its tasks exchanged, and the demonstrations.
+  """Scores the truths of each taskset's tasks, truths of other tasks, and the demonstrations.
 
   Args:
-    tasksets: tasks by taskset, as the run has them.
-    scorers: the run's pool, started.
+    tasksets: tasks of the run, keyed by taskset.
+    scorers: scorer pool of the run, which must have been started.
   """
   rewards = data.config.rewards
   judge = _Judge(scorers=scorers, rewards=rewards)
@@ -148,8 +151,11 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
 async def _of_demonstrations(
   stage: str, pairs: Sequence[tuple[Task, str]], scored: set[str], judge: _Judge
 ) -> list[Finding]:
-  """Scores the demonstrations that give their task's truth; those of tasks that nothing scores are
-  left out.
+  """Scores the demonstrations that end with their task's truth.
+
+  Args:
+    pairs: tasks and the texts of their demonstrations.
+    scored: digests of the tasks that the run scores. Demonstrations of other tasks are skipped.
   """
   right = [
     (task, text)
@@ -177,7 +183,7 @@ async def _of_demonstrations(
 
 
 def _decisive(task: Task, rewards: RewardsConfig) -> str:
-  """Returns the implementation of the scorer that decides what is correct."""
+  """Returns the implementation name of the scorer that decides whether a completion is correct."""
   scorers = in_force(rewards.scorers, task.domain, task.taskset)
   chosen = next((s for s in scorers if s.name == rewards.correct_by), scorers[0])
   return chosen.implementation
@@ -193,7 +199,10 @@ def _bare(text: str) -> str:
 
 
 def _exchanged(tasks: Sequence[Task]) -> list[tuple[Task, str]]:
-  """Returns each task with a truth of another one that differs from its own."""
+  """Returns pairs of a task and another task's truth that differs from its own.
+
+  Tasks for which there is no such truth are left out.
+  """
   pairs = []
   for i, task in enumerate(tasks):
     others = [*tasks[i + 1 :], *tasks[:i]]
