@@ -1,8 +1,8 @@
-"""Commits: a checkpoint exists exactly when its COMMIT file does, and is then complete.
+"""Commits: checkpoints that are complete. A checkpoint counts if and only if it has a COMMIT file.
 
-All processes write `checkpoints/<step>/arrays` (orbax). Process 0 writes `host.json` and then, when
-all other files are on disk, `COMMIT` (name, size and digest of every file). Directories without
-COMMIT are removed at the next start.
+All processes write the arrays to `checkpoints/<step>/arrays` with orbax. Process 0 also writes
+`host.json`. When all these files are on disk, it writes `COMMIT`, which lists the name, size and
+digest of every file. The next start of the run removes directories without this file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
 _DEADLINE_S = 1200
-"""Maximum seconds to wait for all processes to write their arrays."""
+"""Maximum time in seconds to wait until all processes have written their arrays."""
 _QUIET_S = 0.5
-"""Seconds without new files after which a failed save counts as over."""
+"""Seconds without new files after which a failed save is assumed to have stopped writing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,11 @@ class CheckpointConfig:
 
   every_steps: int = 10
   every_minutes: float = 5.0
-  """Minutes between commits by the clock, which affect where a run can resume, not its results."""
+  """Minutes after which a commit is made even if `every_steps` is not reached. Such commits only
+  add steps at which the run can resume; they do not affect its results.
+  """
   keep: int = 3
-  """Number of newest commits to keep; the best one by evaluation is kept in addition."""
+  """Number of newest commits to keep. The commit with the best evaluation is kept in addition."""
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):
@@ -55,23 +57,25 @@ class CheckpointConfig:
 
 
 class CheckpointFailed(RunError):
-  """Raised when a commit cannot be written; earlier commits are untouched."""
+  """Raised when a commit cannot be written. Earlier commits are not affected."""
 
 
 class Checkpoints:
-  """Writes, reads and retires the commits of one run directory."""
+  """Writes, reads and deletes the commits of one run directory."""
 
   def __init__(self, directory: pathlib.Path, config: CheckpointConfig, *, leads: bool):
     """
     Args:
       directory: `<workdir>/checkpoints`.
-      leads: whether this is process 0, the only one to write or remove anything but arrays.
+      leads: whether this is process 0. All processes write arrays; everything else is written and
+        removed only by process 0.
     """
     self._directory, self._config, self._leads = directory.absolute(), config, leads
 
   def clean(self) -> None:
-    """Removes uncommitted leftovers of killed processes. Only process 0 calls it, before any
-    process saves.
+    """Removes directories without COMMIT, which killed processes have left.
+
+    Only process 0 calls this, before any process calls `save`.
     """
     if self._directory.exists():
       for path in self._directory.iterdir():
@@ -79,26 +83,27 @@ class Checkpoints:
           shutil.rmtree(path, ignore_errors=True)
 
   def steps(self) -> list[int]:
-    """Committed steps, oldest first."""
+    """Returns the steps of all commits, in ascending order."""
     if not self._directory.exists():
       return []
     names = (path.parent.name for path in self._directory.glob(f'*/{_COMMIT}'))
     return sorted(int(name) for name in names if name.isdecimal())
 
   def save(self, step: int, state: Any, host: Json, *, best: int | None) -> None:
-    """Commits `state` and `host` as `step`; every process calls it with the same step.
+    """Commits `state` and `host` as `step`. Every process must call it with the same step.
 
-    When it returns in any process, the commit is complete.
+    When the call returns in any process, the commit is complete. Old commits are then removed,
+    except for the newest `CheckpointConfig.keep` and `best`.
 
     Args:
-      step: number of completed batches; not committed before (commits are immutable).
+      step: number of completed batches. No commit of this step may exist yet.
       state: pytree of arrays.
-      host: JSON state from which process 0 resumes (ignored in other processes).
-      best: committed step to keep in addition to the newest.
+      host: JSON state from which process 0 resumes. Other processes ignore it.
+      best: step of a commit to keep in addition to the newest ones. If None, only those are kept.
 
     Raises:
-      CheckpointFailed: the files could not be written (disk full, for example); earlier commits are
-        intact.
+      CheckpointFailed: if the files cannot be written, for example because the disk is full.
+        Earlier commits are then intact.
     """
     target = self._directory / str(step)
     encoded = json.dumps(host).encode()
@@ -115,8 +120,8 @@ class Checkpoints:
           (target / _HOST).write_bytes(encoded)
           _commit(target)
       except (OSError, ValueError) as error:
-        # Both the storage library and a collective that lost a peer raise ValueError; only the
-        # former names the file.
+        # A ValueError comes either from the storage library or from a collective operation that
+        # lost a peer. Only the storage library names the file in its message.
         if isinstance(error, ValueError) and str(target) not in str(error):
           raise
         if self._leads:
@@ -135,8 +140,11 @@ class Checkpoints:
       multihost_utils.sync_global_devices(f'commit {step}')
 
   def restore(self, step: int, like: Any) -> Any:
-    """Restores the arrays of a committed step with the shardings of `like` (arrays or
-    ShapeDtypeStructs).
+    """Restores the arrays of a committed step.
+
+    Args:
+      like: pytree of arrays or ShapeDtypeStructs, with the shapes, dtypes and shardings of the
+        result.
     """
     self._verify(step, self._committed(step))
     abstract = jax.tree.map(
@@ -175,16 +183,16 @@ class Checkpoints:
   def _retire(self, best: int | None) -> None:
     for step in self.steps()[: -self._config.keep]:
       if step != best:
-        # COMMIT goes first: if the removal is interrupted, `clean` recognises the rest as
-        # uncommitted.
+        # COMMIT is removed first. If the removal is then interrupted, `clean` removes the rest.
         (self._directory / str(step) / _COMMIT).unlink()
         shutil.rmtree(self._directory / str(step), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Silences orbax's progress logs and the traceback that each failed write prints besides raising
-  the error.
+  """Suppresses orbax's progress logs, and the traceback that orbax prints for each failed write.
+
+  The error itself is still raised.
   """
   loggers, hook = (
     (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')),
@@ -192,7 +200,8 @@ def _quiet_orbax() -> Iterator[None]:
   )
   for logger in loggers:
     logger.addFilter(_not_of_orbax)
-  # Writes that finish after the first error find their event loop closed.
+  # After a first error, orbax closes its event loop. Each write that finishes later then raises
+  # 'Event loop is closed' where nothing can catch the exception.
   sys.unraisablehook = lambda ignored: (
     None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
   )
@@ -210,8 +219,10 @@ def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
 
 
 def _remove_failed(path: pathlib.Path, error: Exception) -> None:
-  """Removes the files of a failed save, repeatedly: its remaining writes go on briefly and recreate
-  directories.
+  """Removes the files of a failed save.
+
+  The removal is repeated until no files appear for `_QUIET_S` seconds, because pending writes
+  continue for a while and create directories again.
   """
   seen = started = time.monotonic()
   while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):
@@ -219,8 +230,8 @@ def _remove_failed(path: pathlib.Path, error: Exception) -> None:
       seen = now
       shutil.rmtree(path, ignore_errors=True)
     time.sleep(0.02)
-  # Collect futures and coroutines now, while their 'never retrieved' and 'never awaited' warnings
-  # are suppressed.
+  # Futures and coroutines of the failed save are collected here, while their warnings ('never
+  # retrieved', 'never awaited') are suppressed.
   with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
     traceback.clear_frames(error.__traceback__)
     gc.collect()
@@ -251,7 +262,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-  """Extracts the operating system's error text from a storage library's message, where possible."""
+  """Returns the cause of a failed write: the operating system's error text, if it can be found."""
   if isinstance(error, TimeoutError):
     return (
       f'not every process had written its part after {_DEADLINE_S} s; see the logs of the others'

@@ -1,7 +1,8 @@
-"""compare.html: curves of several runs, what differs, and the same tasks side by side.
+"""compare.html: a page that compares several runs.
 
-Like the report, the page is built from the runs' logs alone and needs no network; log contents are
-data (`runtime.report`).
+The page shows the runs' curves, the differences between their configurations, and their answers to
+the same tasks side by side. Like the report of one run (`runtime.report`), it is built only from
+the runs' logs, needs no network, and treats the contents of the logs purely as data.
 """
 
 from __future__ import annotations
@@ -25,19 +26,27 @@ from jaxrl_llm.runtime.transcripts import is_number, short
 PAGE = 'compare.html'
 SCRIPTS = ('dom.js', 'charts.js', 'side_by_side.js', 'compare.js')
 MAX_POINTS = 1000
-"""Maximum number of steps per curve; a longer run shows every k-th step, the same in all runs."""
+"""Maximum number of steps per curve. If a run is longer, long curves show only every k-th step,
+with the same k for all runs.
+"""
 MAX_BESIDE = 8
-"""Maximum number of runs whose answers and rollouts the page embeds: the best of each group."""
+"""Maximum number of runs whose answers and rollouts the page embeds. If there are more runs, the
+best run of each group is chosen.
+"""
 ANSWER_BYTES = 4_000_000
 """Maximum size of the embedded answers of a suite, in characters."""
 ROLLOUT_BYTES = 12_000_000
-"""Maximum size of the rollouts files read, in bytes, shared by the runs."""
+"""Maximum total size of the rollouts files that are read, in bytes. All runs get equal shares."""
 MAX_TASKS, MAX_ROLLOUTS = 60, 4
-"""Maximum number of tasks with rollouts, and of rollouts of a task for each run."""
+"""Maximum number of tasks whose rollouts are embedded, and maximum number of rollouts of a task
+that are embedded for each run.
+"""
 MAX_TEXT = 4000
-"""Maximum length of an embedded answer or rollout in characters; of a longer one, the ends."""
+"""Maximum length of an embedded text in characters. The middle of a longer text is left out."""
 _ALL_METRICS_RUNS = 8
-"""Number of runs up to which the page holds every metric, not only those of its charts."""
+"""Maximum number of runs for which the page contains all metrics. With more runs, it contains only
+the metrics of its charts.
+"""
 _CHARTED = (
   'critic/score/mean',
   'actor/pg_loss',
@@ -53,39 +62,39 @@ _CHARTED = (
 )
 _ABSENT = '(absent)'
 _MAX_VALUE, _MAX_LABEL = 160, 80
-"""Maximum lengths of a configuration's value in the table, and of a group's label, in
-characters.
+"""Maximum lengths, in characters, of a configuration's value in the table of differences, and of a
+group's label.
 """
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-  """A run on the page."""
+  """A run that the page compares with others."""
 
   name: str
   workdir: pathlib.Path
   group: str
-  """Label of its group: runs of one group differ by chance (their seeds) alone."""
+  """Label of the run's group. The runs of a group differ only in their seeds."""
   state: str = ''
-  """Such as 'finished'; empty: unknown."""
+  """State of the run, such as 'finished'. It is empty if unknown."""
   value: float | None = None
-  """Objective; None: not measured."""
+  """Value of the objective. None if the run has not measured it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-  """What the runs are compared by."""
+  """The metric by which runs are compared."""
 
   key: str
-  """Name of a metric."""
+  """Key of the metric."""
   direction: str = 'maximize'
   """'maximize' or 'minimize'."""
   at: str = 'last'
-  """'last' or 'best' measurement."""
+  """Whether the 'last' or the 'best' measurement counts as a run's value."""
 
   def value(self, rows: Sequence[Row]) -> float | None:
-    """Returns the value of a run's metrics; None: not measured."""
+    """Returns the value of a run, given the rows of its metrics; None if it was not measured."""
     measured = [row[self.key] for row in rows if is_number(row.get(self.key))]
     if not measured:
       return None
@@ -94,9 +103,9 @@ class Objective:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-  """Returns the mean and its standard error, the sample deviation / sqrt(n).
+  """Returns the mean of n values and its standard error, the sample standard deviation / sqrt(n).
 
-  Without values both are None; the error is None for fewer than two.
+  The mean is None if there are no values. The error is None if there are fewer than two.
   """
   if not values:
     return None, None
@@ -107,10 +116,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 def build(
   runs: Sequence[ComparedRun], target: pathlib.Path, *, title: str, objective: Objective
 ) -> pathlib.Path:
-  """Writes the page of `runs` to `target` and returns it.
+  """Writes the page that compares `runs` to the file `target` and returns `target`.
 
   Raises:
-    UserError: a run has no metrics, or `target` cannot be written.
+    UserError: if a run has no metrics file, or if `target` cannot be written.
   """
   text = report.render(payload(runs, target, title=title, objective=objective), SCRIPTS)
   try:
@@ -123,7 +132,7 @@ def build(
 def payload(
   runs: Sequence[ComparedRun], target: pathlib.Path, *, title: str, objective: Objective
 ) -> Row:
-  """Returns the page's data as JSON."""
+  """Returns the data of the page as a JSON mapping."""
   logs = [_log(run) for run in runs]
   stages = [report.stages_of(rows) for rows, _ in logs]
   groups = _groups(runs, objective)
@@ -182,21 +191,24 @@ def _config(workdir: pathlib.Path) -> Row:
 
 
 def _whole(steps: int) -> list[Row]:
-  """The only stage of a page whose runs have different ones."""
+  """Returns the list of stages for a page whose runs differ in theirs: one stage over all steps."""
   return [{'name': 'run', 'start': 0, 'offset': 0, 'steps': steps}]
 
 
 def _link(workdir: pathlib.Path, target: pathlib.Path) -> str | None:
-  """Returns the address of a run's own report, relative to the page; None: it has none."""
+  """Returns the address of a run's own report, relative to the page; None if there is no report."""
   file = workdir / 'report.html'
   if not file.is_file():
     return None
   path = os.path.relpath(file.absolute(), target.absolute().parent)
-  return './' + urllib.parse.quote(path)  # './': no part of it is a scheme.
+  return './' + urllib.parse.quote(path)  # Without './', text before a ':' would be a URL scheme.
 
 
 def _groups(runs: Sequence[ComparedRun], objective: Objective) -> list[Row]:
-  """Groups of runs, best mean first; those without a value come last."""
+  """Returns the groups of runs, ordered by mean, the best first.
+
+  Groups in which no run has a value come last.
+  """
   members: dict[str, list[int]] = {}
   for i, run in enumerate(runs):
     members.setdefault(run.group, []).append(i)
@@ -218,7 +230,10 @@ def _groups(runs: Sequence[ComparedRun], objective: Objective) -> list[Row]:
 
 
 def _beside(runs: Sequence[ComparedRun], groups: list[Row], objective: Objective) -> list[int]:
-  """Runs whose answers are embedded: all of a few, else the best of each group."""
+  """Returns the indices of the runs whose answers and rollouts the page embeds.
+
+  These are all runs if there are at most `MAX_BESIDE`, otherwise the best run of each group.
+  """
   if len(runs) <= MAX_BESIDE:
     return list(range(len(runs)))
   sign = -1 if objective.direction == 'maximize' else 1
@@ -238,7 +253,7 @@ def _subtitle(runs: Sequence[ComparedRun], groups: list[Row], objective: Objecti
 
 
 def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
-  """Metrics that the page holds."""
+  """Returns the keys of the metrics that the page contains, see `_ALL_METRICS_RUNS`."""
   found = {
     key
     for rows in logs
@@ -256,7 +271,11 @@ def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
 
 
 def _series(rows: list[Row], stages: list[Row], keys: set[str], stride: int) -> Row:
-  """Curves keyed by metric. Rows of every `stride`-th step, so that the runs of a group align."""
+  """Returns a run's curves, keyed by metric.
+
+  A curve of more than `MAX_POINTS` points keeps only the steps that are multiples of `stride`, and
+  the last step. The curves of the runs in a group then have points at the same steps.
+  """
   points: dict[str, dict[int, tuple[Any, int]]] = {}
   for row in rows:
     stage = report.stage_index(row, stages)
@@ -274,7 +293,7 @@ def _series(rows: list[Row], stages: list[Row], keys: set[str], stride: int) -> 
 
 
 def _last(rows: list[Row]) -> dict[str, Json]:
-  """The last evaluation's numbers, keyed by metric."""
+  """Returns the last value of each evaluation metric, keyed by metric."""
   found: dict[str, Json] = {}
   for row in rows:
     found |= {k: short(v) for k, v in row.items() if k.startswith('val-') and is_number(v)}
@@ -282,7 +301,7 @@ def _last(rows: list[Row]) -> dict[str, Json]:
 
 
 def _differences(configs: Sequence[Row]) -> list[Row]:
-  """Fields that are not equal in all configurations, each with the runs' values as text."""
+  """Returns the fields that differ between the configurations, with the value in each as text."""
   return [
     {'key': key, 'values': [_shown(value) for value in values]}
     for key, values in _differing('', list(configs))
@@ -290,9 +309,12 @@ def _differences(configs: Sequence[Row]) -> list[Row]:
 
 
 def _differing(key: str, values: list[Json]) -> Iterator[tuple[str, list[Json]]]:
-  """Yields the dotted keys below which values differ, with the values there or `_ABSENT`.
+  """Compares values, which may be nested, and yields the dotted key of each part that differs.
 
-  Elements with names go by name.
+  Each key comes with the part in each of the values, or `_ABSENT` if a value has no such part.
+
+  Args:
+    key: dotted key of the values themselves.
   """
   texts = {json.dumps(value, sort_keys=True) for value in values}
   if len(texts) == 1:
@@ -307,7 +329,10 @@ def _differing(key: str, values: list[Json]) -> Iterator[tuple[str, list[Json]]]
 
 
 def _parts(value: Json) -> dict[str, Json] | None:
-  """Returns the parts of a value by name; None if it has none."""
+  """Returns the parts of a mapping, or of a list of named mappings, keyed by name.
+
+  Returns None for any other value.
+  """
   if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
     names = [item.get('name') for item in value]
     if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
@@ -328,7 +353,10 @@ def _cut(text: str) -> str:
 
 
 def _answers(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[Row]:
-  """Last greedy answers of each run to the tasks of each suite."""
+  """Returns the last greedy answers of each run, for each suite.
+
+  Only tasks that at least two of the runs have answered are included, up to `ANSWER_BYTES`.
+  """
   found = [
     {suite['suite']: suite for suite in transcripts.answers(run.workdir, of)[0]}
     for run, of in zip(runs, stages, strict=True)
@@ -358,7 +386,7 @@ def _answers(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[R
 
 
 def _rollouts(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[Row]:
-  """Rollouts of tasks that several runs trained on, the latest of each run."""
+  """Returns the latest rollouts of each run for tasks on which several of the runs were trained."""
   tasks: dict[tuple[str, str], Row] = {}
   budget = ROLLOUT_BYTES // max(1, len(runs))
   for i, (run, of) in enumerate(zip(runs, stages, strict=True)):
@@ -412,7 +440,8 @@ def _warnings(
 def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
   """Returns the label of each run's group, keyed by the run's name.
 
-  Runs with equal configurations up to the seed form a group, named by what differs.
+  Runs whose configurations differ only in the seed form a group. Its label lists the fields in
+  which the groups differ; if these are too many, it is the name of the group's first run.
   """
   configs = {name: _config(path) for name, path in workdirs.items()}
   for config in configs.values():

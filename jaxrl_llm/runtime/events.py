@@ -1,11 +1,12 @@
-"""events.jsonl: every message through the master, a JSON line each, in chronological order.
+"""events.jsonl: a chronological log of the messages between the components of a run.
 
-A one-way message is one line; an exchange is two: a request and the reply that refers to it. A
-request without a reply was abandoned (by a stop, an error, or the end of its stage, which drops its
-groups) or was lost with its process. `EDGES` lists all edges and the diagram in which each appears.
+Each line is a JSON object. A one-way message is one line. An exchange is two lines: a request, and
+a reply that refers to the request. A request may have no reply because it was abandoned (by a stop,
+an error, or the end of its stage), or because the process died. `EDGES` describes all types of
+messages and the published diagrams in which they appear.
 
-The log is output only: a run never reads it back, commits do not include it, and a resumed run
-appends to it under its own attempt.
+A run never reads this log, and commits do not contain it. A resumed run appends to it, under a new
+attempt number.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Minimum seconds between writes of the buffered lines to the file. Each step also writes them."""
+"""Seconds after which buffered lines are written to the file together with the next event.
+
+They are also written whenever the step advances.
+"""
 
 
 class Edge(enum.StrEnum):
-  """Type of a message; `EDGES` gives its source and target."""
+  """Type of a message. `EDGES` gives the source and target of each type."""
 
   TASK = 'task'
   ROLLOUT = 'rollout'
@@ -49,16 +53,16 @@ class Edge(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ends:
-  """Description of an edge. Replies travel from target to source."""
+  """Description of a type of messages (an edge). Replies go from the target to the source."""
 
   source: str
   target: str
   lane: str
-  """Lane of the timeline that shows the edge."""
+  """Lane of the timeline in which these messages are shown."""
   answered: bool = True
-  """Whether the edge is an exchange (request and reply)."""
+  """Whether the messages are exchanges, that is, requests with replies."""
   diagram: str
-  """Diagram that contains the edge, and the edge's name in it."""
+  """Published diagram that contains the edge, and the edge's name in that diagram."""
   text: str
 
 
@@ -185,14 +189,14 @@ class Asked(NamedTuple):
 
 
 class Events:
-  """Interface of event logs, and the null object that records nothing.
+  """Interface of event logs. An instance of this class itself records nothing.
 
-  Fields are small JSON values, never lists with an entry per token: `group`, `count`, `version`,
-  `suite`, ….
+  The fields of an event, such as `group`, `count`, `version` or `suite`, are small JSON values.
+  They never contain lists with an entry per token.
   """
 
   def advance(self, step: int) -> None:
-    """Sets the step (number of completed batches) with which later events are stamped."""
+    """Sets the step (number of completed batches) that is recorded with later events."""
 
   def message(self, edge: Edge, **fields: Json) -> None:
     """Records a one-way message."""
@@ -202,17 +206,17 @@ class Events:
     return Asked(edge, 0, 0.0)
 
   def reply(self, asked: Asked, **fields: Json) -> None:
-    """Records the reply to a request and the seconds it took."""
+    """Records the reply to a request, and the seconds since the request."""
 
   def close(self) -> None:
-    """Flushes the remaining lines."""
+    """Writes the remaining lines and closes the log."""
 
 
 SILENT = Events()
 
 
 class EventLog(Events):
-  """Appends to `<workdir>/events.jsonl`. Used by one process of a run, from one thread."""
+  """Log that appends to `<workdir>/events.jsonl`. Only one thread of one process may use it."""
 
   def __init__(
     self,
@@ -222,17 +226,20 @@ class EventLog(Events):
     step: int = 0,
     clock: Callable[[], float] = time.perf_counter,
   ):
-    """Opens the log; a half-written last line of a killed process is terminated and stays as one
-    unreadable line.
+    """Opens the log.
+
+    If a killed process has left an incomplete last line, that line is terminated. It remains in the
+    log as an unreadable line.
 
     Args:
       workdir: run directory.
       attempt: number of this start of the run.
       step: number of completed batches.
-      clock: monotonic clock in seconds; its readings are shifted to the current time of day.
+      clock: monotonic clock in seconds. A constant is added to its readings, so that recorded times
+        are seconds since 1970.
 
     Raises:
-      RunError: the file cannot be opened.
+      RunError: if the file cannot be opened.
     """
     self._path = workdir / FILE
     self._attempt, self._step, self._clock = attempt, step, clock
@@ -291,8 +298,10 @@ class EventLog(Events):
     return Asked(edge, line['id'], now)
 
   def _write(self) -> None:
-    """Writes the buffered lines. Raises RunError if that fails; unwritten lines are lost, but no
-    run needs them.
+    """Writes the buffered lines to the file.
+
+    Raises:
+      RunError: if that fails. Lines that were not written are then lost. No run needs them.
     """
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
@@ -313,7 +322,7 @@ class Event(NamedTuple):
   """A line of the log."""
 
   t: float
-  """Seconds since 1970, non-decreasing within an attempt."""
+  """Time in seconds since 1970. It never decreases within an attempt."""
   attempt: int
   step: int
   edge: Edge
@@ -327,7 +336,7 @@ class Event(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Iterator[Event | None]:
-  """Yields, for each line of a log that is not blank, its event, or None if the line is invalid."""
+  """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines."""
   with path.open('rb') as file:
     for line in file:
       if line.strip():

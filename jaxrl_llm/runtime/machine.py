@@ -1,4 +1,6 @@
-"""Process measurements: compiled programs, event-loop latency, memory, files and disk space."""
+"""Measurements of this process and its machine: environment, compiled programs, memory, open files,
+disk space, and delays of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def fingerprint() -> dict[str, str | int]:
-  """Returns everything, except the configuration, on which bitwise reproducibility depends."""
+  """Returns the properties of software and machine on which bitwise reproducibility depends."""
   return {
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,
@@ -31,7 +33,13 @@ def fingerprint() -> dict[str, str | int]:
 
 
 def changes(before: Mapping[str, str | int]) -> str:
-  """Describes the differences between this environment and a saved `fingerprint`; empty if none."""
+  """Describes how the current environment differs from a saved `fingerprint`.
+
+  Returns an empty text if there is no difference.
+
+  Args:
+    before: the saved fingerprint.
+  """
   now = fingerprint()
   return ', '.join(
     f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key]
@@ -39,16 +47,19 @@ def changes(before: Mapping[str, str | int]) -> str:
 
 
 def use_compilation_cache(directory: str) -> None:
-  """Enables JAX's persistent compilation cache in `directory` for every program, even fast ones."""
+  """Enables JAX's persistent compilation cache in `directory`.
+
+  All programs are cached, including those that compile quickly.
+  """
   jax.config.update('jax_compilation_cache_dir', directory)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 def resources(directory: pathlib.Path) -> dict[str, float]:
-  """Returns metrics: memory and open descriptors of this process, free disk space at `directory`.
+  """Returns metrics of this process's memory and open files, and of the free space at `directory`.
 
-  Memory and disk space are in GB of 10⁹ bytes. Peak device memory is the maximum over this
-  process's devices; it is absent if a device does not report it (CPUs).
+  Memory and disk space are in GB of 10⁹ bytes. The peak device memory is the maximum over this
+  process's devices. It is absent if a device does not report it, as CPUs do not.
   """
   process = psutil.Process()
   metrics = {
@@ -63,7 +74,9 @@ def resources(directory: pathlib.Path) -> dict[str, float]:
 
 
 class CompilationCounter:
-  """Counts the programs this process compiled (or read from the cache) since the last `take`."""
+  """Counts the programs that this process has compiled, or read from the cache, since the last
+  `take`.
+  """
 
   def __init__(self):
     self._count = 0
@@ -78,7 +91,7 @@ class CompilationCounter:
 
 
 class Heartbeat:
-  """Measures the event loop's longest delay since the last `take`."""
+  """Measures the longest delay of the event loop since the last `take`."""
 
   def __init__(self, *, every_s: float = 0.05):
     self._every_s = every_s

@@ -1,8 +1,9 @@
-"""Export of a run's events as a trace for ui.perfetto.dev and chrome://tracing.
+"""Exports a run's events as a trace for ui.perfetto.dev and chrome://tracing.
 
-Each attempt is a process. Each timeline lane is one thread, or several if its spans overlap. Each
-requester has its own thread, with marks where a request leaves and where its reply arrives; an
-arrow leads from the first mark through the span to the second.
+In the trace, each attempt (start of the run) appears as a process. Each lane of the timeline is a
+thread, or several threads if its spans overlap. Each component that sends requests also has a
+thread, with a mark where a request is sent and a mark where its reply arrives. An arrow leads from
+the first mark through the span to the second mark.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from jaxrl_llm.runtime.timeline import Span, load, rows
 
 FILE = 'perfetto.json'
 MARK_US = 1.0
-"""Length in microseconds of the spans drawn as marks: arrows can only start and end in spans."""
+"""Duration in microseconds of a mark. Marks are short spans, because the viewers draw arrows only
+between spans.
+"""
 
 Row = dict[str, Any]
 
 
 def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.Path:
-  """Writes `<workdir>/perfetto.json` (or `target`) from the run's events and returns its path."""
+  """Writes the trace of the run's events and returns the path of the file.
+
+  Args:
+    target: file to write. If None, it is `<workdir>/perfetto.json`.
+  """
   source, path = workdir / events.FILE, target or workdir / FILE
   if not source.is_file():
     raise UserError(
@@ -43,7 +50,10 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Converts a timeline's spans to trace events, in microseconds since the first span's start."""
+  """Converts the spans of a timeline to trace events.
+
+  Times are in microseconds since the start of the earliest span.
+  """
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   output: list[Row] = []

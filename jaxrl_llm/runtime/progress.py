@@ -1,8 +1,8 @@
-"""Progress display of a run: one bar over all stages on a terminal, plain lines elsewhere.
+"""Progress display of a run: a bar over all stages on a terminal, and plain lines elsewhere.
 
-A line depends only on the rows reported so far. Plain lines are printed for the first reported step
-and the last step of each stage, and for a step that ends at least `interval_s` after the previous
-line; on a terminal every step is shown.
+On a terminal, every step is shown. Elsewhere, a line is printed for the first reported step and the
+last step of each stage, and for a step that ends at least `interval_s` seconds after the previous
+line. The content of a line depends only on the rows of metrics reported so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHASES = {
   'save_checkpoint': 'save',
   'testing': 'eval',
 }
-"""Display name of each timing_s/<key>, in the order of a step."""
+"""Displayed names of the phases of a step, keyed by <phase> of `timing_s/<phase>`, in order."""
 
 _QUANTITIES = [
   ('reward', ('critic/score/mean', 'critic/rewards/mean')),
@@ -41,16 +41,19 @@ _QUANTITIES = [
   ('len', ('response_length/mean',)),
   ('KL', ('actor/kl_loss', 'actor/ppo_kl')),
 ]
-"""Displayed quantities and their metric keys (the first one present counts). A row with a reward
-shows no loss.
+"""Displayed quantities, each with the metrics from which it is read. The first of these metrics
+that a row contains is shown. The loss is shown only if the row has no reward.
 """
 
 _WINDOW = 20
-"""Window, in steps, for the reward trend and the median step time."""
+"""Number of recent steps from which the reward trend and the median step time are computed."""
 
 
 class ProgressDisplay:
-  """Shows a run's steps. A context manager: `step` and `note` are called inside its block."""
+  """Shows the steps of a run.
+
+  It is a context manager, inside whose block `step` and `note` are called.
+  """
 
   def __init__(
     self,
@@ -60,12 +63,12 @@ class ProgressDisplay:
     interval_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Creates the display without showing anything yet.
+    """Creates the display. Nothing is shown before the block is entered.
 
     Args:
-      stages: Number of steps by stage name, in the order in which the stages run.
-      console: Output console; standard output if None.
-      interval_s: Minimum time between plain lines inside a stage.
+      stages: Number of steps of each stage, keyed by name, in the order in which the stages run.
+      console: Console to write to. If None, it is standard output.
+      interval_s: Minimum number of seconds between plain lines inside a stage.
       clock: Monotonic clock in seconds.
     """
     self._stages = dict(stages)
@@ -102,8 +105,11 @@ class ProgressDisplay:
       self._live.stop()
 
   def step(self, stage: str, step: int, row: Mapping[str, Any]) -> None:
-    """Shows that `step` steps of a stage are done (counted within the stage); `row` has the last
-    step's metrics.
+    """Shows the progress of a stage.
+
+    Args:
+      step: number of completed steps of the stage.
+      row: metrics of the last completed step.
     """
     took = row.get('timing_s/step')
     if took is not None:
@@ -121,13 +127,15 @@ class ProgressDisplay:
     self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
   def _done(self, stage: str) -> int:
-    """Returns the number of steps in all earlier stages."""
+    """Returns the total number of steps of all stages before the given one."""
     names = list(self._stages)
     return sum(self._stages[name] for name in names[: names.index(stage)])
 
   def _eta(self, stage: str, step: int) -> str:
-    """Formats the remaining steps times the median step time. A '~' marks that later stages may
-    have other step times.
+    """Returns the estimated remaining time of the run as text.
+
+    It is the number of remaining steps times the median duration of a step. The text begins with
+    '~' if further stages follow, since their steps may take longer or shorter.
     """
     if not self._times:
       return '?'
@@ -149,7 +157,10 @@ class ProgressDisplay:
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """Returns ▲ or ▼ if the reward is over 1 % above or below its recent mean, otherwise ''."""
+    """Returns an arrow if the reward differs by more than 1 % from its recent mean.
+
+    The arrow is ▲ if the reward is above the mean, and ▼ if it is below. Otherwise returns ''.
+    """
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))
@@ -168,12 +179,12 @@ class ProgressDisplay:
 
 
 def number(value: float | int | None) -> str:
-  """Formats with three significant digits; non-finite values (null in the log) are 'nan'."""
+  """Formats a number with three significant digits. None and non-finite values become 'nan'."""
   return 'nan' if value is None or not math.isfinite(value) else f'{value:.3g}'
 
 
 def duration(seconds: float | int) -> str:
-  """Formats like 41 s, 3 m 05 s, 2 h 07 m."""
+  """Formats a duration, such as 41 s, 3 m 05 s or 2 h 07 m."""
   whole = round(seconds)
   if whole < 60:
     return f'{whole} s'

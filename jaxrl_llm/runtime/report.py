@@ -1,9 +1,10 @@
-"""report.html: a run's curves, evaluations, rollouts and configuration in one file that needs no
-network.
+"""report.html: a page with a run's curves, evaluations, rollouts and configuration.
 
-The report is built from the run's logs alone, so rebuilding it at any time gives the same page. Log
-contents are data: they enter the page as JSON with `<` escaped and reach the document as text nodes
-only, and the page's content security policy allows only the report's own script, by its digest.
+The page is a single file that needs no network. It is built only from the run's logs, so that it
+can be rebuilt from them at any time. The contents of the logs are treated purely as data. They are
+embedded as JSON in which `<` is escaped, and the page's script inserts them into the document only
+as text nodes. The page's content security policy admits no other script than the report's own,
+which it identifies by its digest.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
-"""Maximum number of points per curve. A longer curve is cut into MAX_POINTS / 2 - 1 equal
-stretches; the extremes of each stretch and the curve's ends are kept.
+"""Maximum number of points of a curve.
+
+A longer curve is divided into MAX_POINTS / 2 - 1 equal sections. Of each section, the points with
+the smallest and the largest value are kept, and of the whole curve, its first and last points.
 """
 Row = dict[str, Any]
 
 
 def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None) -> pathlib.Path:
-  """Writes `<workdir>/report.html` (or `target`) from the run's logs and returns its path."""
+  """Writes the report of the run in `workdir` and returns the path of the file.
+
+  Args:
+    target: file to write. If None, it is `<workdir>/report.html`.
+  """
   workdir = pathlib.Path(workdir)
   path = pathlib.Path(target) if target else workdir / 'report.html'
   write(path, render(payload(workdir)))
@@ -41,14 +48,19 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
 
 
 def write(path: pathlib.Path, text: str) -> None:
-  """Writes a page, replacing any existing one atomically."""
+  """Writes a page to `path`. An existing file is replaced atomically."""
   temporary = path.with_name(path.name + '.tmp')
   temporary.write_text(text, encoding='utf-8')
   temporary.replace(path)
 
 
 def render(data: Mapping[str, Any], scripts: Sequence[str] = SCRIPTS) -> str:
-  """Returns the HTML page for a payload, drawn by `scripts`."""
+  """Returns an HTML page with the given data, which `scripts` draw in the browser.
+
+  Args:
+    data: the page's data, a JSON mapping.
+    scripts: names of JavaScript files in `ASSETS`.
+  """
   style = (ASSETS / 'style.css').read_text(encoding='utf-8')
   script = (
     "(() => {\n'use strict';\n"
@@ -74,7 +86,7 @@ def _digest(text: str) -> str:
 
 
 def payload(workdir: pathlib.Path) -> Row:
-  """Returns the page's data as JSON."""
+  """Returns the data of a run's report as a JSON mapping."""
   log = workdir / writers.METRICS_FILE
   if not workdir.is_dir():
     raise UserError(f'--workdir={workdir}: no such directory; give the directory of a run')
@@ -120,17 +132,18 @@ def _config(path: pathlib.Path) -> Any:
 
 
 def step_of(row: Row) -> int:
-  """Returns the step that a row names; 0 if it names none."""
+  """Returns the step of a row of metrics; 0 if the row contains no step."""
   step = row.get(writers.STEP)
   return step if isinstance(step, int) else 0
 
 
 def stages_of(rows: list[Row]) -> list[Row]:
-  """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to
-  their steps.
+  """Returns the stages of a run, given the rows of its metrics, in the order of their appearance.
 
-  The offset is 0 if steps count through the whole run; if they restart below the end of the
-  previous stage, the offset is that end.
+  Each stage has its name, its number of `steps`, its `start` on the x-axis, and the `offset` that
+  is added to the step of a row to get its place on the x-axis. The offset is 0 if steps are counted
+  through the whole run. If a stage's steps begin below the end of the previous stage, its offset is
+  that end.
   """
   stages: list[Row] = []
   names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']
@@ -145,7 +158,7 @@ def stages_of(rows: list[Row]) -> list[Row]:
 
 
 def stage_index(row: Row, stages: list[Row]) -> int:
-  """Returns the index of a row's stage."""
+  """Returns the index in `stages` of the stage of a row."""
   return [s['name'] for s in stages].index(str(row.get(writers.STAGE, 'run')))
 
 
@@ -166,7 +179,7 @@ def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
 
 
 def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
-  """Returns the idle share over steps, one curve per role."""
+  """Returns curves of the idle share of each step, keyed by role (trainer or rollout)."""
   points: dict[str, list[tuple[int, float | int | None, int]]] = {}
   for step in steps:
     stage = max((i for i, s in enumerate(stages) if s['start'] < step.number), default=0)
@@ -194,7 +207,11 @@ def _thinned(
 
 
 def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
-  """A row per evaluated stage and step (the last evaluation wins), a column per metric or count."""
+  """Returns the table of evaluations, which has a column for each metric.
+
+  It has a row for each stage and step with an evaluation. If the metrics contain several
+  evaluations of the same step, the values of the last one are shown.
+  """
   columns: dict[str, None] = {}
   table: dict[tuple[int, int], Row] = {}
   for row in rows:
@@ -215,7 +232,10 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
 
 
 def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
-  """Header tiles: first and last accuracy, first and last reward or loss, steps, time, tokens."""
+  """Returns the tiles at the top of the page: accuracies, rewards, losses, time, tokens and steps.
+
+  An accuracy, reward or loss is shown with its first and last values.
+  """
   tiles = []
   accuracies = [
     key

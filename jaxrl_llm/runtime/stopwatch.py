@@ -1,4 +1,4 @@
-"""Measures the seconds spent in each part of a step."""
+"""Measures how many seconds each part of a step takes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name, e.g. `annotate`, `train`, `gen` (until a batch's rows are final)."""
+  """Adds up the seconds of each named part of a step, such as `adv` or `update_actor`."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}
 
   @contextlib.contextmanager
   def timed(self, name: str) -> Iterator[None]:
-    """Adds the block's seconds to `timing_s/<name>` of the step."""
+    """Adds the duration of the block to the seconds of part `name`."""
     start = time.perf_counter()
     try:
       yield

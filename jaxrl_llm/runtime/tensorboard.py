@@ -1,13 +1,16 @@
-"""Writer of TensorBoard scalar event files, flushed after each event.
+"""Writes TensorBoard event files with scalars. A file is flushed after each event.
 
-The format is small and frozen: TFRecord framing (length, masked CRC-32C of the length, data, masked
-CRC-32C of the data) around the protocol buffer `tensorflow.Event`. This module writes it because
-tensorboardX imports torch wherever torch is installed (which takes seconds, and trainer processes
-must not import it) and names its files by the second, so that a quick restart overwrites one. The
-tests read these files with tensorboardX.
+The format is small and no longer changes. A file is a sequence of TFRecords, each of which consists
+of a length, the masked CRC-32C of the length, data, and the masked CRC-32C of the data. The data is
+a protocol buffer `tensorflow.Event`.
 
-Invariant: a file starts with two records that are not rows (the format's version; a session start,
-which makes a watching TensorBoard discard what it read before); each later record is one `write`.
+The library tensorboardX is not used for two reasons. It imports torch wherever torch is installed,
+which takes seconds and is not allowed in trainer processes. It also names its files by the second,
+so that a quick restart would overwrite a file. Only the tests use it, to read the written files.
+
+Invariant: a file starts with two records that are not rows. The first one has the version of the
+format. The second one marks the start of a session, upon which a running TensorBoard discards what
+it has read before. Each later record is the result of one call of `write`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _HEADER_RECORDS = 2
 
 
 class EventFile:
-  """New event file; TensorBoard finds only paths named `events.out.tfevents.<anything>`."""
+  """A new event file. TensorBoard finds only files named `events.out.tfevents.<anything>`."""
 
   def __init__(self, path: pathlib.Path, wall_time: float):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +35,11 @@ class EventFile:
     self._record(_wall_time(wall_time) + _message(7, start))
 
   def write(self, step: int, scalars: Mapping[str, float | int], wall_time: float) -> None:
-    """Appends one event with a step's scalars and flushes it."""
+    """Appends an event with the scalars of a step, and flushes the file.
+
+    Args:
+      wall_time: time of the event in seconds since 1970.
+    """
     with np.errstate(over='ignore'):
       values = [
         (tag.encode(), np.float32(value).astype('<f4').tobytes()) for tag, value in scalars.items()
@@ -50,13 +57,16 @@ class EventFile:
 
 
 def row_times(path: pathlib.Path) -> list[float]:
-  """Returns the wall time of each row of an event file, up to the first incomplete record."""
+  """Returns the wall time of each row of an event file.
+
+  Rows after an incomplete record are ignored.
+  """
   data, times, at = path.read_bytes(), [], 0
   while at + 12 <= len(data):
     (length,) = struct.unpack_from('<Q', data, at)
     if length < 9 or at + 16 + length > len(data):
       break
-    # every event begins with field 1, its wall time
+    # Every event begins with field 1, which contains its wall time.
     times.append(struct.unpack_from('<d', data, at + 13)[0])
     at += 16 + length
   return times[_HEADER_RECORDS:]
@@ -95,7 +105,10 @@ _CRC_TABLE = _crc_table()
 
 
 def _masked_crc(data: bytes) -> bytes:
-  """CRC-32C (Castagnoli, RFC 3720), rotated and offset as TFRecord stores it."""
+  """Returns the CRC-32C (Castagnoli, RFC 3720) of `data`, masked as TFRecord requires.
+
+  Masking means that the checksum is rotated and a constant is added.
+  """
   crc = 0xFFFFFFFF
   for byte in data:
     crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8

@@ -1,9 +1,9 @@
-"""Timeline of a run: the exchanges of events.jsonl as spans on lanes, and the idle time of trainer
-and rollout.
+"""Timeline of a run, made from events.jsonl, and the idle time of trainer and rollout.
 
-A step lasts from the end of one batch's training to the end of the next batch's: evaluation and
-commit of the previous batch, publishing, rollout, training. The first step of an attempt begins
-with the attempt's first event.
+Each exchange (a request and its reply) becomes a span on a lane. A step lasts from the end of one
+batch's training to the end of the next batch's training. It thus consists of the evaluation and
+commit of the previous batch, and then of publication, rollout and training. The first step of an
+attempt begins with the attempt's first event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.events import EDGES, Edge, read
 
 BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
-"""Edges that keep each role busy; a role is idle while none of them is in progress."""
+"""Types of exchanges during which a role is busy, keyed by role. Otherwise the role is idle."""
 LANES = (
   'trainer',
   'rollout',
@@ -31,26 +31,30 @@ LANES = (
   'taskset',
   'checkpoints',
 )
-"""Lanes in drawing order."""
+"""Lanes of the timeline, in the order in which they are drawn."""
 MAX_STEPS = 12
-"""Maximum number of steps that a report shows individually."""
+"""Maximum number of steps that the timeline of a report shows."""
 MAX_SPANS = 4000
-"""Maximum spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
+"""Maximum number of spans that a report draws. If there are more, it shows fewer steps. If a single
+step has more, the last spans are left out.
+"""
 
 
 class Span(NamedTuple):
-  """An exchange from request to reply, or a message."""
+  """An exchange, which lasts from its request to its reply, or a one-way message."""
 
   edge: Edge
   attempt: int
   step: int
-  """Completed batches at the time of the request."""
+  """Number of completed batches at the time of the request."""
   id: int
   reply: int | None
-  """Id of the reply; None for messages and unanswered requests."""
+  """Id of the reply. None for one-way messages and unanswered requests."""
   start: float
   end: float
-  """Seconds since 1970; for unanswered requests, the time of the attempt's last event."""
+  """Time of the reply, in seconds since 1970. For an unanswered request, it is the time of the last
+  event of the attempt.
+  """
   fields: Mapping[str, Json]
 
   @property
@@ -59,30 +63,30 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-  """One batch of the run, from the last attempt that produced it."""
+  """One step of the run. If several attempts completed the step, this is the last of them."""
 
   number: int
-  """Completed batches at the end of the step."""
+  """Number of completed batches at the end of the step."""
   attempt: int
   start: float
   end: float
   idle: Mapping[str, float]
-  """Idle share of the step, keyed by role (see `BUSY`); has `rollout` only if the batch consists of
-  rollouts.
+  """Share of the step in which a role was idle, keyed by role (see `BUSY`). The role `rollout` is
+  included only if the batch consists of rollouts.
   """
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
   spans: list[Span]
-  """Spans sorted by attempt, then by start."""
+  """Spans, sorted by attempt and then by start."""
   steps: list[Step]
   unreadable: int
-  """Number of lines that are not valid events."""
+  """Number of lines that are not valid events or are replies to unknown requests."""
 
 
 def load(path: pathlib.Path) -> Timeline:
-  """Loads the timeline of an events.jsonl; empty if the file does not exist."""
+  """Loads the timeline from an events.jsonl. It is empty if the file does not exist."""
   spans: list[Span] = []
   asked: dict[tuple[int, int], int] = {}
   begun: dict[int, float] = {}
@@ -133,7 +137,8 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
     number = span.step + 1
     same = bool(steps) and steps[-1].attempt == span.attempt
     start = steps[-1].end if same else begun[span.attempt]
-    while steps and steps[-1].number >= number:  # undone by a crash and repeated
+    # A crash undid steps that were not committed. The attempt that follows repeats them.
+    while steps and steps[-1].number >= number:
       steps.pop()
     roles = BUSY if (span.attempt, span.step) in explored else ['trainer']
     idle = {role: 1 - _share(busy[span.attempt, role], start, span.end) for role in roles}
@@ -142,7 +147,7 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Merges intervals, sorted by start, into disjoint ones in the same order."""
+  """Returns the union of intervals as disjoint intervals. Both are sorted by start."""
   merged: list[tuple[float, float]] = []
   for start, end in intervals:
     if merged and start <= merged[-1][1]:
@@ -153,7 +158,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:
-  """Share of [start, end] that the disjoint intervals cover."""
+  """Returns the share of [start, end] that is covered by `busy`, which are disjoint intervals."""
   covered = 0.0
   for i in range(bisect.bisect_right(busy, start, key=lambda interval: interval[1]), len(busy)):
     if busy[i][0] >= end:
@@ -163,10 +168,13 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """Assigns each span the first free row of its attempt's lane, so spans in a row never overlap.
+  """Returns, for each span, the number of the row in its lane in which it is drawn.
+
+  Each attempt has rows of its own. A span gets the first row of its lane that is free at its start,
+  so that the spans of a row never overlap.
 
   Args:
-    spans: sorted like `Timeline.spans`.
+    spans: spans, sorted like `Timeline.spans`.
   """
   free: dict[tuple[int, str], list[int]] = {}
   taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
@@ -183,9 +191,10 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:
-  """Returns report data for the last steps and any spans after them; None for a run without steps.
+  """Returns the timeline's data in a report: the last steps of the last attempt that completed one.
 
-  Times are seconds from the start of the first step shown.
+  Spans after the last of these steps are included, too. Times are in seconds since the start of the
+  first step shown. Returns None if the run has no steps.
   """
   if not timeline.steps:
     return None

@@ -1,8 +1,8 @@
-"""Rollouts and evaluation answers of a run in the compact form embedded in its report.
+"""Rollouts and evaluation answers of a run, in the compact form that a report embeds.
 
-A report stays a few megabytes whatever the run's size: the selection follows fixed rules
-(`ROLLOUT_BYTES`, `MAX_ANSWERS`) that depend on the files alone, and the page states what it omits.
-Unusable rows are counted, never fatal.
+Even for a large run, the report stays within a few megabytes, because only some of the rollouts and
+answers are embedded. They are selected by fixed rules (`ROLLOUT_BYTES`, `MAX_ANSWERS`) that depend
+only on the files. The page states what was left out. Invalid rows are counted and skipped.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from typing import Any
 from jaxrl_llm.runtime import writers
 
 ROLLOUT_BYTES = 12_000_000
-"""Budget for embedded rollouts files, in bytes. Above it, steps are selected at even spacing,
-including the first and last of each stage; if those are still too large, only the first whole
-groups of each step are embedded.
+"""Approximate maximum size of the rollouts files to embed, in bytes.
+
+If a run's files are larger, only some steps are embedded. They are evenly spaced and include the
+first and the last step of each stage. If these files are still too large, only the first groups of
+each are embedded.
 """
 MAX_ANSWERS = 300
-"""Maximum number of evaluation answers embedded per suite, taken from the start of the file."""
+"""Maximum number of tasks of each suite whose answers are embedded. The first ones of the file are
+chosen.
+"""
 
 Row = dict[str, Any]
 File = tuple[int, int, pathlib.Path]
-"""Stage index, step, path."""
+"""The index of a stage, a step, and the path of the step's file."""
 
 
 def is_number(value: Any) -> bool:
@@ -35,14 +39,21 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: Any, digits: int = 6) -> Any:
-  """Rounds floats to `digits` significant digits for a small page; returns others unchanged."""
+  """Rounds a float to `digits` significant digits, to keep pages small.
+
+  Other values are returned unchanged.
+  """
   return (
     float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
   )
 
 
 def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
-  """Lists a run's rollouts or evals files in run order, omitting those of unknown stages."""
+  """Returns the rollouts or evals files of a run's stages, ordered by stage, step and path.
+
+  Args:
+    directory: the run's directory of rollouts or of evals.
+  """
   files = []
   for index, stage in enumerate(stages):
     for path in directory.glob(f'{stage["name"]}/*.jsonl'):
@@ -56,10 +67,10 @@ def _text(value: Any) -> str:
 
 
 def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
-  """Returns, per suite and prompt, the greedy answers at the first evaluation and at the last of
-  each stage.
+  """Returns the greedy answers of a run to the tasks of each suite, and the number of invalid rows.
 
-  The second value is the number of unreadable rows.
+  For each prompt, these are the answers at the first evaluation of the suite and at the last
+  evaluation of each stage.
   """
   suites: dict[str, list[File]] = {}
   for file in _files(workdir / writers.EVALS_DIR, stages):
@@ -91,14 +102,23 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """Selects `count` items at even spacing, including the first and last; all items if fewer."""
+  """Selects `count` items at even spacing, including the first and the last item.
+
+  If there are at most `count` items, all are selected.
+  """
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _chosen(files: list[File], budget: int) -> tuple[list[File], float]:
-  """Selects the rollouts files to embed and the byte limit for each, see `ROLLOUT_BYTES`."""
+  """Selects the rollouts files to embed, as described at `ROLLOUT_BYTES`.
+
+  Returns the files, and the number of bytes after which the rest of each file is left out.
+
+  Args:
+    budget: approximate maximum of the total size in bytes.
+  """
   total = sum(path.stat().st_size for _, _, path in files)
   if total <= budget:
     return files, math.inf
@@ -111,8 +131,9 @@ def _chosen(files: list[File], budget: int) -> tuple[list[File], float]:
 
 
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
-  """Yields rows of a rollouts file, None for unreadable lines; past `limit` bytes it stops at the
-  end of a group.
+  """Yields the rows of a rollouts file, with None for each invalid line.
+
+  When more than `limit` bytes have been read, it stops at the end of the current group.
   """
   size, last = 0, None
   with path.open('rb') as file:
@@ -129,7 +150,7 @@ def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
 
 
 class _Indices(dict):
-  """Indices of distinct values, in insertion order."""
+  """Assigns an index to each distinct value, in the order in which the values first occur."""
 
   def place(self, value: Any) -> int:
     return self.setdefault(value, len(self))
@@ -138,11 +159,13 @@ class _Indices(dict):
 def rollouts(
   workdir: pathlib.Path, stages: list[Row], budget: int | None = None
 ) -> tuple[Row, int]:
-  """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of
-  unreadable rows.
+  """Returns the rollouts to embed and the number of invalid rows.
+
+  Tokens, tasks and scores are stored once, in tables, and the rollouts refer to them by index.
 
   Args:
-    budget: bytes of files to embed; None: `ROLLOUT_BYTES`.
+    budget: approximate maximum size in bytes of the files to embed. If None, `ROLLOUT_BYTES`
+      applies.
   """
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files, ROLLOUT_BYTES if budget is None else budget)
@@ -182,7 +205,10 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
-  """Converts a rollout to the page's compact form; None if its lists are invalid or unequal."""
+  """Returns a rollout in the page's compact form.
+
+  Returns None if one of its per-token lists is invalid or does not have an entry for each token.
+  """
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {
     name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')

@@ -1,13 +1,14 @@
 """The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
 
-Invariant: after a resume each log equals that of an uninterrupted run. metrics.jsonl is the source
-of truth and is truncated to the byte offset that the checkpoint committed. TensorBoard files are
-rewritten from metrics.jsonl. Each rollouts and evals file holds one step and is replaced
-atomically; files of later steps are removed.
+Invariant: the logs of a resumed run equal those of an uninterrupted run. At a resume, metrics.jsonl
+is truncated to the length in bytes that the commit recorded, and the TensorBoard files are written
+again from it. Each rollouts or evals file belongs to one step and is replaced atomically. Files of
+steps after the commit are removed.
 
-The logs are always valid JSON. In metrics.jsonl, a NaN or infinite value is null, with
-`<key>/nonfinite` = 'nan', 'inf' or '-inf' beside it; in rollouts and evals it is only null. Arrays
-in rollouts and evals are rounded to 8 decimals, finer than float32 near 1.
+The logs are always valid JSON. In metrics.jsonl, a value that is NaN or infinite is written as
+null, and the additional key `<key>/nonfinite` contains 'nan', 'inf' or '-inf'. In rollouts and
+evals, such a value is just null. Arrays in rollouts and evals are rounded to 8 decimals, which is
+finer than the precision of float32 near 1.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ STAGE, STEP = 'stage', 'training/global_step'
 
 
 def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
-  """Returns the rows of a log, and the number of lines that are not JSON objects (such as a
-  half-written last line).
+  """Returns the rows of a log and the number of invalid lines.
+
+  A line is invalid if it is not a JSON object, such as an incomplete last line. Blank lines do not
+  count.
   """
   rows, corrupt = [], 0
   with path.open('rb') as file:
@@ -52,7 +55,10 @@ def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-  """Converts metrics to JSON numbers, sorted by key; the module docstring covers NaN, infinity."""
+  """Converts metrics to JSON values, sorted by key.
+
+  NaN and infinity are converted as described in the module's docstring.
+  """
   row: dict[str, float | int | str | None] = {}
   for key in sorted(values):
     value = np.asarray(values[key]).item()
@@ -65,8 +71,9 @@ def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]
 
 
 class MetricsWriter:
-  """Appends rows to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<stage>/`. Used by one
-  process of a run.
+  """Appends rows to `<workdir>/metrics.jsonl` and to files in `<workdir>/tensorboard/<stage>/`.
+
+  Only one process of a run may use it.
   """
 
   def __init__(
@@ -75,10 +82,10 @@ class MetricsWriter:
     """Opens the log.
 
     Args:
-      workdir: Run directory; created if missing.
-      committed: Committed length of metrics.jsonl in bytes; the rest is truncated. 0 starts the log
-        afresh. None keeps every whole line and truncates only a half-written last one.
-      tensorboard: Whether to write event files too.
+      workdir: Run directory. It is created if it does not exist.
+      committed: Length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
+        If None, all complete lines are kept, and only an incomplete last line is removed.
+      tensorboard: Whether to write TensorBoard files, too.
     """
     self._path = pathlib.Path(workdir) / METRICS_FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,11 +101,11 @@ class MetricsWriter:
 
   @property
   def offset(self) -> int:
-    """Number of bytes written so far; checkpoints commit it after `sync`."""
+    """Length of metrics.jsonl in bytes, including everything written so far."""
     return self._file.tell()
 
   def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Appends one row, flushes it and returns it as written."""
+    """Appends a row to the logs, flushes them, and returns the row as it was written."""
     row = {
       STAGE: stage,
       STEP: int(step),
@@ -111,7 +118,10 @@ class MetricsWriter:
     return row
 
   def sync(self) -> int:
-    """Makes everything written so far durable and returns its length in bytes."""
+    """Forces everything written so far to disk and returns the length of metrics.jsonl in bytes.
+
+    A commit records this length.
+    """
     self._file.flush()
     os.fsync(self._file.fileno())
     return self.offset
@@ -140,7 +150,7 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
 
 
 class _Boards:
-  """One TensorBoard event file per stage, with exactly one event per row of metrics.jsonl."""
+  """TensorBoard event files, one for each stage, with one event for each row of metrics.jsonl."""
 
   def __init__(self, directory: pathlib.Path, rows: list[dict[str, Any]]):
     self._directory = directory
@@ -173,7 +183,10 @@ class _Boards:
 
 
 class RolloutsWriter:
-  """`rollouts/<stage>/<step:06d>.jsonl`: one file per step, one row per trained sample."""
+  """Writes `rollouts/<stage>/<step:06d>.jsonl`.
+
+  There is one file for each step, with one row for each sample that the step trained on.
+  """
 
   def __init__(self, workdir: pathlib.Path | str):
     self.directory = pathlib.Path(workdir) / ROLLOUTS_DIR
@@ -182,13 +195,19 @@ class RolloutsWriter:
     return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files after each stage's last committed step, and all files of unlisted stages."""
+    """Removes the files of steps that are not committed, and returns the number of removed files.
+
+    Args:
+      last_steps: last committed step of each stage, keyed by stage. All files of other stages are
+        removed.
+    """
     return _discard_later(self.directory, last_steps)
 
 
 class EvalsWriter:
-  """`evals/<stage>/<step:06d>-<suite>.jsonl`: one file per evaluation of a suite, one row per
-  response.
+  """Writes `evals/<stage>/<step:06d>-<suite>.jsonl`.
+
+  There is one file for each evaluation of a suite, with one row for each response.
   """
 
   def __init__(self, workdir: pathlib.Path | str):
@@ -202,7 +221,12 @@ class EvalsWriter:
     )
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes files after each stage's last committed step, and all files of unlisted stages."""
+    """Removes the files of steps that are not committed, and returns the number of removed files.
+
+    Args:
+      last_steps: last committed step of each stage, keyed by stage. All files of other stages are
+        removed.
+    """
     return _discard_later(self.directory, last_steps)
 
 
@@ -216,7 +240,7 @@ def _file_name(name: str) -> str:
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-  """Writes a JSONL file, replacing any existing one atomically."""
+  """Writes rows to a JSONL file. An existing file is replaced atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix('.jsonl.tmp')
   with temporary.open('w', encoding='utf-8') as file:
@@ -229,7 +253,7 @@ def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib
 
 
 def _plain(value: Any) -> Any:
-  """Converts a row's values to JSON: arrays become lists, non-finite numbers null."""
+  """Converts a value to JSON: arrays become lists, and non-finite numbers become null."""
   if isinstance(value, Mapping):
     return {str(k): _plain(v) for k, v in value.items()}
   if isinstance(value, np.ndarray):

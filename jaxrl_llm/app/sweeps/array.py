@@ -61,8 +61,12 @@ def task_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def array_text(array: JobArray, count: int) -> str:
-  """Returns the batch script of `count` trials. Raises UserError for invalid options."""
-  # Imported here: only a job array needs the launcher.
+  """Returns the batch script of a job array that runs `count` trials.
+
+  Raises:
+    UserError: if the options are invalid.
+  """
+  # Imported here, because only job arrays need the Slurm launcher.
   from jaxrl_llm.app.cluster import slurm
 
   return slurm.array_text(_job(array), count, _options(array), at_once=array.at_once)
@@ -89,7 +93,7 @@ def _options(array: JobArray) -> Any:
       f'--launcher_options={array.options}: not JSON ({error}); wanted such as '
       '{"partition": "gpu"}'
     ) from None
-  # Trials share nodes unless the options say otherwise.
+  # Unless the options say otherwise, several trials may run on the same node.
   shared = {'exclusive': False}
   value = {**shared, **value} if isinstance(value, dict) else value
   return from_json(value, slurm.SlurmOptions, '--launcher_options')

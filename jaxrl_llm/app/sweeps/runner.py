@@ -143,7 +143,7 @@ class Runner:
     failed = [entry for entry in self._entries() if entry.state == TrialState.FAILED]
     return 1 if failed else 0
 
-  # The parts of a step.
+  # One round of checks (`_step`) and its parts.
 
   def _step(self) -> bool:
     """Checks the running trials and starts further ones.
