@@ -79,7 +79,7 @@ class StageTrial:
   budget.
   """
   samples: list[Experience] = dataclasses.field(default_factory=list)
-  """Scored rollouts that were trained on, of all steps."""
+  """Scored rollouts in the batches of all steps."""
   dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   programs: tuple[tuple[str, Callable[[], jax.stages.Lowered]], ...] = ()
   """Pairs of the name of an update program and the function that lowers it for compilation."""

@@ -88,7 +88,7 @@ class LedgerEntry:
   the sweep stopped it.
   """
   error: str | None
-  """Line of the failed process's output that states why it ended. None if it has not failed."""
+  """Reason why the trial failed, as one line. None if it has not failed since its last start."""
   started: float | None
   ended: float | None
   """Times of the last start and of the last end of the trial's process, in seconds since the epoch.

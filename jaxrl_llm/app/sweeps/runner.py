@@ -304,8 +304,8 @@ class Runner:
   def _ended(self, live: _Live, code: int) -> None:
     """Records in the ledger how a trial's process ended."""
     ledger, entry = self._ledger, live.entry
-    # All rows are read again, because a resumed run may have truncated its metrics and grown them
-    # to more than the former length between two checks. The new rows would then be incomplete.
+    # All rows are read again. Between two checks, a resumed run may have truncated its metrics and
+    # then written past their former length, so that rows before that length have been missed.
     live.measurements = Measurements(ledger.workdir(entry), self._sweep.objective)
     self._report(entry, live.measurements)
     now = next(other for other in ledger.entries() if other.number == entry.number)
