@@ -1,4 +1,4 @@
-"""Sources of each stage's batches, and the planner that turns a closed batch into a step plan."""
+"""Sources of each stage's batches, and the planner that turns a complete batch into a step plan."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ SEALED = 'replay/segments'
 
 @runtime_checkable
 class Batches(Protocol):
-  """Source of a stage's batches; process 0 only."""
+  """Source of a stage's batches. It exists in process 0 only."""
 
   explores: bool
-  """Whether the policy must be published before each batch."""
+  """Whether the batches consist of the policy's own rollouts, so that engines must serve it."""
   held_out: tuple[Row, ...]
-  """Static rows on which evaluations measure the policy, besides the suites."""
+  """Static rows on which evaluations measure the policy, in addition to the evaluation suites."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
   def advance(self, step: int, served: int) -> None:
-    """Begins the batch after `step` completed ones; the engines' weights include `served` batches
-    of this stage.
+    """Prepares for the next batch.
+
+    Args:
+      step: number of batches that the run has completed.
+      served: number of batches of this stage on which the weights served by the engines were
+        trained.
     """
     ...
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
-    """Returns the batch's rows and the counters of its collection."""
+    """Returns the rows of the next batch, and counters from its collection, keyed by name."""
     ...
 
   def taken(self) -> dict[str, Experience]:
@@ -53,7 +57,9 @@ class Batches(Protocol):
     ...
 
   def state(self) -> Any:
-    """Returns the JSON state as of the last completed batch, regardless of later draws."""
+    """Returns the state after the last completed batch, as JSON. Rows drawn since then do not
+    affect it.
+    """
     ...
 
   def restore(self, state: Any) -> None: ...
@@ -95,7 +101,9 @@ class StreamBatches:
 
 
 class RolloutBatches:
-  """Batches of the policy's own rollouts, new and earlier ones, as the explorer hands them out."""
+  """Batches of the policy's own rollouts, which the explorer collects. Rollouts of earlier batches
+  may be among them.
+  """
 
   explores = True
   held_out: tuple[Row, ...] = ()
@@ -103,7 +111,7 @@ class RolloutBatches:
   def __init__(self, explorer: Explorer, *, trains: bool = True):
     """
     Args:
-      trains: whether the batches are trained on; otherwise they are only stored.
+      trains: whether the stage trains on its batches. If False, they are only stored.
     """
     self.explorer, self._trains = explorer, trains
     self._taken: dict[str, Experience] = {}
@@ -133,8 +141,10 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with fixed numbers of rollouts and expert rows. If earlier groups join the batches
-  (`Past`), the first batches may have fewer rollouts, since few such groups exist yet.
+  """Batches that mix rollouts and expert rows (demonstrations) in fixed numbers.
+
+  If groups of earlier batches join each new batch (`Past`), the first batches may have fewer
+  rollouts, since there are few earlier groups at first.
   """
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
@@ -165,8 +175,8 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns an expert row's record for the store. Its uid starts with the stage, since stages may
-  share rows.
+  """Returns the record under which the store lists an expert row. The record's uid starts with the
+  name of the stage, because several stages may train on the same row.
   """
   uid = f'{stage}/{row.uid}'
   return Issue(
@@ -198,27 +208,34 @@ def rollout_row(chosen: Experience, place: Ref) -> Row:
 
 
 class Planner:
-  """Closes batches into plans and makes all decisions of a step; process 0 only."""
+  """Turns each complete batch into a step plan, and decides whether the step evaluates and commits.
+
+  The planner exists in process 0 only.
+  """
 
   def __init__(self, *, seed: int, every_steps: int, every_minutes: float, stop: asyncio.Future):
     """
     Args:
-      every_steps, every_minutes: interval between commits.
-      stop: future of a signal number; once set, the next plan ends the run.
+      every_steps: each step whose number is a multiple of this is committed.
+      every_minutes: a step is also committed if the last commit is more minutes ago than this.
+      stop: future whose result is the number of the signal that stops the run. Once it is set, the
+        next plan ends the run.
     """
     self._seed, self._every_steps, self._every_s = seed, every_steps, every_minutes * 60
     self._stop = stop
     self._committed = time.monotonic()
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
-    """Returns the plan of `step` once its batch is complete, or a stop plan after a signal."""
+    """Waits for the next batch and returns its plan. After a signal, the plan has no rows and ends
+    the run.
+    """
     batch = await unless(self._stop, batches.next())
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
     return self._plan(stage, step, *batch, batches.held_out)
 
   async def stop_signal(self) -> int:
-    """Returns the signal that ends the run, or 0."""
+    """Returns the number of the signal that ends the run, or 0 if there was none."""
     return self._stop.result() if self._stop.done() else 0
 
   def _plan(
@@ -231,7 +248,7 @@ class Planner:
   ) -> StepPlan:
     done = step + 1
     evaluate = stage.evaluation_due(done)
-    # Every evaluated step is committed; otherwise the best one would often not be kept.
+    # Every evaluated step is committed, so that the step with the best evaluation has a checkpoint.
     by_steps = done % self._every_steps == 0 or evaluate
     by_clock = time.monotonic() - self._committed > self._every_s
     if by_steps or by_clock:
@@ -256,7 +273,9 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Returns why a pass must compute the policy's logprobs before the update; empty if none must."""
+  """Returns why a forward pass must compute the policy's logprobs before the update. The result is
+  empty if no such pass is needed.
+  """
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
   if 'proximal_logprobs' in algorithm.on_host or (

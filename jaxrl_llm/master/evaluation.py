@@ -27,17 +27,19 @@ class SuiteConfig:
 
   name: str
   taskset: str
-  """Name of a configured taskset; its tasks must not be trained on (checked by digest)."""
+  """Name of a configured taskset. No stage may train on its tasks, which is checked by digest."""
   tasks: int | None = None
-  """Number of tasks, taken from the start of the taskset; None: all."""
+  """Number of tasks, taken from the start of the taskset. If None, all tasks are used."""
   samples: int = 0
-  """Sampled completions per task for mean@k and pass@k, besides the greedy one; 0: greedy only."""
+  """Number of completions sampled per task for mean@k and pass@k, in addition to the greedy
+  completion. If 0, only the greedy completion is generated.
+  """
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = -1
-  """-1: off."""
+  """Number of most probable tokens among which to sample; -1 for no such limit."""
   correct_at: float = 1.0
-  """Minimum score of a correct completion; all accuracies are fractions of correct completions."""
+  """Minimum score at which a completion counts as correct in all accuracies."""
 
   def __post_init__(self):
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
@@ -69,7 +71,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-  """Arithmetic mean; NaN for no values, since unmeasured is not 0."""
+  """Arithmetic mean. Without values it is NaN, because 0 would look like a measurement."""
   return float(np.mean(values)) if values else math.nan
 
 
@@ -77,20 +79,24 @@ Row = dict[str, Json]
 
 
 def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
-  """Returns 1 (correct) or 0 (wrong) for each scorable completion."""
+  """Returns 1 (correct) or 0 (wrong) for each scorable completion; skips the others."""
   return [float(row['score'] >= suite.correct_at) for row in rows if row['score'] is not None]
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """Fraction of tasks solved greedily, with its standard error; omits unscorable completions."""
+  """Returns the fraction of tasks whose greedy completion is correct, and its standard error.
+
+  Unscorable completions do not count.
+  """
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
   return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}
 
 
 def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """mean@n with its standard error over tasks, and pass@k (k = 1, 2, 4, …) over tasks with k
-  scorable samples.
+  """Returns mean@n with its standard error over tasks, and pass@k for k = 1, 2, 4, … up to n.
+
+  n is `suite.samples`. pass@k is the mean over the tasks with at least k scorable samples.
   """
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
@@ -103,7 +109,11 @@ def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -
 
 
 def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float]:
-  """Length, truncated fraction and unscorable count over all completions, greedy and sampled."""
+  """Returns statistics of all completions, greedy and sampled.
+
+  These are the number of tasks, the mean score and length, the fraction of truncated completions
+  and the number of unscorable ones.
+  """
   prefix = f'val-aux/{suite.taskset}'
   scores = [row['score'] for row in rows if row['score'] is not None]
   return {
@@ -116,7 +126,7 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
 
 
 class Evaluator:
-  """Runs suites on the version that the engine serves."""
+  """Runs evaluation suites on the policy version that the engine serves."""
 
   def __init__(
     self,
@@ -129,7 +139,7 @@ class Evaluator:
   ):
     """
     Args:
-      deadline_s: maximum seconds to wait for the suite's next task to end.
+      deadline_s: maximum wait, in seconds, until another task of the suite has ended.
     """
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
     self._deadline_s = deadline_s
@@ -137,7 +147,7 @@ class Evaluator:
   async def run(
     self, suite: SuiteConfig, tasks: Sequence[Task]
   ) -> tuple[dict[str, float], list[Row]]:
-    """Returns (metrics by key, rows as written to `evals/`)."""
+    """Runs one suite. Returns its metrics, keyed by name, and a row per completion for `evals/`."""
     asked = self._events.request(Edge.SUITE, suite=suite.name, count=len(tasks))
     greedy = await self._attempts(
       suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy'

@@ -1,6 +1,7 @@
-"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all.
+"""Keeper of a run: writes metrics and rollouts after each step, then evaluates and commits if due.
 
-Every process calls it; only process 0 writes anything besides arrays.
+The keeper runs in every process. Each process writes its part of a checkpoint's arrays, and process
+0 writes everything else.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
 _WARN_EVERY = 20
-"""Minimum steps between warnings about the same budget."""
+"""Minimum number of steps between two warnings about the same budget (see `MismatchConfig`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
-  """Outputs of process 0, except checkpoints, and the objects that supply their content."""
+  """Writers of all that process 0 outputs, except checkpoints, and the sources of its content."""
 
   metrics: MetricsWriter
   rollouts: RolloutsWriter
@@ -48,10 +49,12 @@ class Logs:
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   token_text: Callable[[int], str]
   machine_metrics: Callable[[], dict[str, float]]
-  """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
+  """Returns metrics of the process itself, such as its heartbeat and its number of compilations."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Size in bytes of files that the run created and keeps reading, keyed by relative path."""
+  """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
+  run directory.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,14 +64,14 @@ class Start:
   attempt: int
   """Number of this start."""
   stop: asyncio.Future
-  """Number of the signal that stops the run, once there is one. A running evaluation is then
-  abandoned.
+  """Future whose result is the number of the signal that stops the run. Once it is set, a running
+  evaluation is abandoned.
   """
   best: tuple[float, int] | None = None
-  """Accuracy and step of the best evaluation of earlier starts."""
+  """Accuracy and step of the best evaluation of earlier starts; None if there was none."""
   base: str | None = None
-  """Digest of the frozen base weights under the policy's adapters, which commits do not contain.
-  None: no adapters.
+  """Digest of the frozen base weights, which commits do not contain, if the policy consists of LoRA
+  adapters on these weights. None if it has no adapters.
   """
 
 
@@ -87,8 +90,9 @@ class RunKeeper:
   ):
     """
     Args:
-      logs: set in process 0; None in the others.
-      generates: whether there are suites, for which the engine must serve the policy.
+      logs: outputs of process 0; None in the other processes.
+      generates: whether the run has evaluation suites. If so, the policy is published to the engine
+        before each evaluation.
     """
     self._process, self._stopwatch, self._start = process, process.stopwatch, start
     self._publisher, self._checkpoints, self._logs = publisher, checkpoints, logs
@@ -97,14 +101,16 @@ class RunKeeper:
     """Step of the last warning, keyed by budget."""
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState:
-    """Runs the evaluation due before the first step, or the one that a signal interrupted."""
+    """Evaluates before the first step of the run, or repeats an evaluation that a signal
+    interrupted.
+    """
     due = state.step == 0 or (state.step > stage.start and stage.evaluation_due(state.step))
     return await self._evaluate(state, stage) if due and not state.evaluated else state
 
   async def after_step(
     self, state: LoopState, stage: Stage, batch: Batch, updated: Updated
   ) -> LoopState:
-    """Records the step; evaluates and commits if its plan says so."""
+    """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so."""
     seconds = self._stopwatch.take()
     if self._logs is not None:
       self._write(state, stage, batch, updated, seconds)
@@ -115,7 +121,7 @@ class RunKeeper:
     return state
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Commits completed batches before the process ends on a signal."""
+    """Commits the completed batches before a signal ends the process, unless a commit has them."""
     if state.step not in self._checkpoints.steps() and state.step > 0:
       await self._commit(state, stage)
 
@@ -134,7 +140,8 @@ class RunKeeper:
       generated = sum(member.sample.response_len for member in taken.values())
       waited = seconds['gen'] - seconds.get('update_weights', 0.0)
       row['perf/trainer_idle_s'] = waited
-      if row.get('staleness/max') == 0:  # Otherwise the trainer did not wait for all rollouts.
+      # Older rollouts were generated before this wait began, at least in part.
+      if row.get('staleness/max') == 0:
         row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
@@ -154,14 +161,15 @@ class RunKeeper:
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the
-    state.
+    """Publishes the policy and runs the suites on it. If a signal interrupts this, the returned
+    state has the signal in `stop` and `evaluated` False.
     """
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
     with self._stopwatch.timed('testing'):
-      # Not before a stop: publishing may take a large part of the grace period.
+      # After a signal, the policy is not published: that may take a large part of the time that is
+      # left before the process is killed.
       coordinator = self._process.coordinator
       if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
         return dataclasses.replace(state, stop=stop)
@@ -172,12 +180,16 @@ class RunKeeper:
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _stop_signal(self) -> int:
-    """Returns the signal that ends the run, or 0."""
+    """Returns the number of the signal that ends the run, or 0 if there was none."""
     stop = self._start.stop
     return stop.result() if stop.done() else 0
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Returns 0, or the signal that interrupted the suites: then nothing is written, all repeat."""
+    """Runs all suites, writes their results and returns 0.
+
+    If a signal interrupts a suite, returns the signal's number and writes nothing. The next start
+    of the run then repeats all suites.
+    """
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]
@@ -193,7 +205,7 @@ class RunKeeper:
         f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy '
         f'{accuracy:.3f}'
       )
-      # False for NaN, the accuracy if nothing is scorable.
+      # The comparison is False if no completion is scorable, since the accuracy is then NaN.
       if suite is logs.suites[0][0] and accuracy > (self._best[0] if self._best else -math.inf):
         self._best = (accuracy, state.step)
     return 0

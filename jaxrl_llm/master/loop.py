@@ -1,4 +1,8 @@
-"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and mode."""
+"""Main loop, the same in every process.
+
+Each step publishes the policy if due, closes a batch (collects it and fixes its plan), annotates
+it, updates the models, and calls the keeper, which writes metrics, evaluates and commits.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +30,23 @@ class LoopState:
 
   learned: Learned
   step: int
-  """Completed batches."""
+  """Number of batches that the run has completed."""
   moved: int = 0
-  """Index, counted from 1, of the last batch that changed the policy; 0: none in this attempt."""
+  """Number, counted from 1, of the last batch that changed the policy. 0 if none has in this start
+  of the run.
+  """
   evaluated: bool = False
-  """Whether the evaluation due at `step` (if any) has been made."""
+  """Whether the evaluation at `step` has been run, or none was due."""
   stop: int = 0
-  """Signal that ends the run, else 0."""
+  """Number of the signal that ends the run; 0 if there was none."""
 
 
 @runtime_checkable
 class Keeper(Protocol):
-  """Writes metrics, evaluates and commits; knows which of these only process 0 does.
+  """Writes metrics, evaluates and commits. Every process has a keeper.
 
-  An evaluation interrupted by a signal leaves `evaluated` False and the signal in `stop`.
+  If a signal interrupts an evaluation, the returned state has `evaluated` False and the signal in
+  `stop`.
   """
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
@@ -52,7 +59,9 @@ class Keeper(Protocol):
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""Returns the stage's programs and the loop state, prepared for the stage if it has not begun."""
+"""Returns the trainer of a stage, and the loop state. If the stage has not begun, the returned
+state is prepared for it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,7 @@ class Outcome:
 
 
 async def run(parts: Parts, state: LoopState) -> Outcome:
-  """Runs the remaining stages, including a final evaluation that was interrupted."""
+  """Runs the remaining stages. Repeats a stage's final evaluation if it was interrupted."""
   for stage in parts.stages:
     left = state.step < stage.end or (state.step == stage.end and not state.evaluated)
     if left and not state.stop:
@@ -94,7 +103,8 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
       with process.stopwatch.timed('step'):
         with process.stopwatch.timed('gen'):
           if stage.explores and _publication_due(parts, stage, state.step):
-            # Not before a stop: publishing may take a large part of the grace period.
+            # After a signal, the policy is not published: that may take a large part of the time
+            # that is left before the process is killed.
             if stop := await _stop_of(parts):
               state = dataclasses.replace(state, stop=stop)
               break
@@ -118,7 +128,10 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
 async def take_step(
   process: Process, trainer: StageTrainer, state: LoopState, plan: StepPlan
 ) -> tuple[LoopState, Batch, Updated]:
-  """Runs annotation and update; both depend on the plan alone. Donates the arrays of `state`."""
+  """Annotates the plan's batch and trains on it. Donates the arrays of `state`.
+
+  The result depends on nothing but `state` and `plan`, so recorded plans can be replayed.
+  """
   stopwatch, events = process.stopwatch, process.events
   data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
   with stopwatch.timed('annotate'):
@@ -140,7 +153,9 @@ async def take_step(
 
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
-  """Completes a batch without training: no advantages, and no logprobs but the sampler's."""
+  """Completes a batch without training on it. All its advantages are 0, and the trainer computes no
+  logprobs.
+  """
   count = len(plan.rows)
   batch = Batch(plan, Annotation(np.zeros(count), np.zeros(count, bool), {}), [])
   updated = Updated({}, None, moved=False)
@@ -148,7 +163,7 @@ def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updat
 
 
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
-  """Publishes the policy of `state` to the engine as that step's version."""
+  """Publishes the policy of `state` to the engine, as the version of `state.step`."""
   learned = state.learned
   await publisher.publish(
     learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved
@@ -156,13 +171,19 @@ async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
 
 
 async def _stop_of(parts: Parts) -> int:
-  """Returns the signal that ends the run, the same in every process, or 0."""
+  """Returns the number of the signal that ends the run, or 0 if there was none. The result is the
+  same in every process.
+  """
   coordinator = parts.process.coordinator
   return await coordinator.broadcast(parts.planner.stop_signal() if coordinator.leads else None)
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """Whether to publish now: always first in a resumed run, whose engine serves nothing yet."""
+  """Whether the policy must be published before the next batch.
+
+  A publication is due after every `publish_every` batches of the stage, and whenever the engine
+  serves no version yet, as in a run that was just resumed.
+  """
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 

@@ -1,9 +1,11 @@
-"""Mismatch of trainer and sampler logprobs: metrics, on the host in float64, and warning budgets.
+"""Mismatch between trainer and sampler logprobs: metrics (in float64, on the host) and budgets.
 
-Both logprobs are of the same tokens at the same temperature. With equal weights they differ only
-numerically, and the budgets apply to that difference alone; older rollouts also differ by what the
-policy has learned since. Metric keys are verl's (`rollout_corr/`) and TRL's (`sampling/`); r is
-trainer − sampler, w = exp(r) with r clipped to ±20.
+The trainer and the sampler compute logprobs of the same tokens at the same temperature. Under equal
+weights, the two differ only numerically, and a step in which this numerical difference exceeds a
+budget causes a warning. Rollouts of older weights are not compared with the budgets, because their
+logprobs also differ by what the policy has learned since. Metric names are those of verl
+(`rollout_corr/`) and TRL (`sampling/`). Below, r is the trainer's logprob minus the sampler's, and
+w is exp(r) with r clipped to ±20.
 """
 
 from __future__ import annotations
@@ -19,26 +21,30 @@ from jaxrl_llm.runtime.metrics import Max, Mean, Metric, Min
 
 OVER_BUDGET = 'run/mismatch_over_budget'
 _BOUND = 20.0
-"""Clip of a log ratio before exponentiation, as in verl."""
+"""Maximum absolute value to which log ratios are clipped before exponentiation, as in verl."""
 
 _BUDGETS = {
   'warn_k3_kl': ('rollout_corr/k3_kl', 'nats per token'),
   'warn_max_difference': ('sampling/sampling_logp_difference/max', 'nats at one token'),
 }
-"""Metric that each field of MismatchConfig bounds, and the metric's unit."""
+"""For each field of MismatchConfig, the metric that the field limits and the metric's unit."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
-"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens."""
+"""Logprobs of one sample's tokens, as far as they were sampled and are trained on: those of the
+trainer before the update, then those of the sampler.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MismatchConfig:
-  """Mismatch budgets; a step that exceeds one is counted and causes a warning."""
+  """Mismatch budgets. A step that exceeds a budget is counted in a metric and causes a warning."""
 
   warn_k3_kl: float = 1e-2
   """Maximum `rollout_corr/k3_kl`, in nats per token."""
   warn_max_difference: float | None = None
-  """Maximum |trainer − sampler| of one token's logprobs, in nats; None: no such budget."""
+  """Maximum absolute difference between the two logprobs of one token, in nats. If None, there is
+  no such budget.
+  """
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -48,15 +54,16 @@ class MismatchConfig:
 
 
 def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
-  """Mismatch over the tokens and over the sequences of a batch; empty if no token was sampled.
+  """Returns mismatch metrics over the tokens and over the sequences of a batch. The result is empty
+  if no token was sampled.
 
-  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it describes the whole batch and does
-  not merge.
+  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²) over the N tokens of the batch, a number in
+  (0, 1]. The values of two batches cannot be merged into that of their union.
   """
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:
     return {}
-  # A broken trainer (NaN, infinity) shows in the metrics; NumPy need not warn as well.
+  # NaN and infinite logprobs show in the metrics, so NumPy's warnings about them are suppressed.
   with np.errstate(invalid='ignore', over='ignore'):
     return _of_tokens(np.concatenate([t - b for t, b in pairs])) | _of_sequences(pairs)
 
@@ -72,7 +79,7 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
       float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1
     ),
     'rollout_corr/kl': _mean(-r),
-    # Differences are often below 1e-6, where exp(r) - r - 1 is only rounding error.
+    # r is often below 1e-6, where exp(r) - 1 - r without expm1 would be only rounding error.
     'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
     'rollout_corr/chi2_token': _mean(np.expm1(2.0 * bounded)),
     'sampling/sampling_logp_difference/mean': _mean(size),
@@ -97,10 +104,10 @@ def _mean(values: Float[np.ndarray, '...']) -> Mean:
 
 
 def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
-  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any.
+  """Returns one line of text for each budget that a step exceeds, keyed by budget name.
 
   Args:
-    values: resolved metrics of the step; a missing metric exceeds nothing.
+    values: metrics of the step. A metric that is NaN exceeds its budget; a missing metric does not.
   """
   lines = {}
   for name, (key, unit) in _BUDGETS.items():

@@ -21,4 +21,4 @@ class Process:
   mesh: Mesh
   stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   events: Events = SILENT
-  """Process 0's log; the others write none."""
+  """Event log of process 0. In the other processes, events are discarded."""

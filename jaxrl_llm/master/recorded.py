@@ -28,7 +28,9 @@ from jaxrl_llm.tasks.selectors import Passes
 def write_recorded(
   workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
 ) -> None:
-  """Writes groups to `file`, relative to the run directory; the file is complete or absent."""
+  """Writes groups to `file`, a path relative to the run directory. If the process dies, the file is
+  either complete or absent.
+  """
   path = workdir / file
   rows, samples = [], []
   for group in groups:
@@ -106,7 +108,9 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
-    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task is gone."""
+    """Returns the rollouts of these rows, keyed by uid. Raises UserError if no taskset of the stage
+    has a rollout's task any more.
+    """
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:
@@ -129,7 +133,9 @@ class RecordedGroups:
 
 
 class RecordedBatches:
-  """Implements `Batches`: whole groups, each once per pass, reshuffled in every pass."""
+  """Batches of whole imported groups. Each pass over the groups draws every group once, in a new
+  random order.
+  """
 
   explores = False
   held_out: tuple[Row, ...] = ()
@@ -155,7 +161,9 @@ class RecordedBatches:
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='recorded')
     numbers: dict[int, None] = {}
-    while len(numbers) < self._count:  # A group that ends a pass and begins the next is drawn once.
+    # A batch may contain the end of one pass and the beginning of the next. A group drawn in both
+    # is in the batch only once.
+    while len(numbers) < self._count:
       numbers[self._order.next()[0]] = None
     rows = [row for number in numbers for row in self._groups.rows(number)]
     self._taken = await asyncio.to_thread(self._groups.recall, rows)

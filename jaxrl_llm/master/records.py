@@ -26,11 +26,10 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 def step_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
-  """Returns the step's plan, sample and policy metrics (no timings or host metrics), and its
-  mismatch warnings.
+  """Returns a step's metrics, except timings and metrics of the process, and mismatch warnings.
 
-  There is one warning for each budget that the mismatch of fresh rollouts exceeds, keyed by budget
-  name.
+  The warnings are keyed by budget name. There is one for each budget that is exceeded by the
+  rollouts of the newest policy; rollouts of older versions are not compared with the budgets.
   """
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
@@ -42,7 +41,7 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Metric]:
-  """Length, reward and packing metrics of a closed batch; a function of plan and samples."""
+  """Returns the length, reward, advantage and packing metrics of a batch."""
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
   lengths = [row.length - row.prompt_len for row in rows]
@@ -67,8 +66,8 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     versions = [row.version_step for row in rows if row.version_step is not None]
     metrics |= spread('staleness', [plan.step - version for version in versions])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
-    # Most unscorable samples were dropped before the batch was closed, so the algorithm never sees
-    # them.
+    # Most unscorable samples are not in the batch, because they were dropped while it was
+    # collected.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics |= {
       'num_unscorable': Sum(unscorable),
@@ -83,7 +82,9 @@ def _turns(sample: Sample) -> int:
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
-  """Advantage metrics: mean per trained token, as is customary; extremes over all tokens."""
+  """Returns the mean of the advantages, weighted by completion tokens, and their extremes. Expert
+  rows and rows left out of the loss do not count.
+  """
   values, weights = [], []
   for row, advantage, in_loss in zip(
     batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss
@@ -117,14 +118,15 @@ def _scorer_metrics(taken: Mapping[str, Experience]) -> dict[str, Metric]:
 def logprob_pairs(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], *, fresh: bool = False
 ) -> list[Pair]:
-  """Returns the logprobs of each rollout's trained, sampled tokens: (trainer's, sampler's).
+  """Returns the trainer's and the sampler's logprobs of each rollout.
 
-  The trainer's logprobs are those before the batch. Omits rows whose logprobs were computed after
-  an update of the batch.
+  They cover the tokens that were sampled and are trained on. The trainer's logprobs are those
+  before the update; rows whose logprobs were computed after an optimizer step of the batch are left
+  out.
 
   Args:
-    fresh: whether to keep only rollouts of the policy that the batch updates, whose logprobs differ
-      only numerically.
+    fresh: whether to return only rollouts sampled by the policy as it is before this update. Their
+      two logprobs differ only numerically.
   """
   pairs = []
   for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
@@ -149,7 +151,9 @@ def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-  """Returns a row per trained sample for `rollouts/`; arrays have an entry per completion token."""
+  """Returns one row for `rollouts/` per sample of the batch. The arrays in a row have one entry per
+  completion token.
+  """
   return [
     _rollout_row(
       batch.plan.rows[i],
@@ -182,9 +186,9 @@ def _rollout_row(
     'truth': scored.task.truth,
     'tokens': [token_text(int(t)) for t in token_ids],
     'token_ids': token_ids,
-    # Null where no sampler drew the token: 0 would read as probability 1.
+    # NaN marks tokens that no sampler drew; 0 would mean a probability of 1.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
-    # Null where none was computed.
+    # NaN marks tokens whose logprob the trainer did not compute.
     'trainer_logprobs': np.where(
       sample.loss_mask, np.nan if logprobs is None else logprobs, np.nan
     )[after],

@@ -1,4 +1,7 @@
-"""Trained reward model that scores answers as they arrive: packed, on a mesh, compiled once."""
+"""Scores answers with a trained reward model on a mesh, as requests arrive.
+
+Sequences are packed into arrays of one fixed shape, so that the model's program compiles once.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,14 @@ from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 _CHUNKS_PER_RANK = 8
-"""Maximum chunks per rank and micro-batch; a chunk holds several sequences if they are short."""
+"""Maximum number of chunks per rank and micro-batch. A chunk is a line of tokens of fixed length
+into which one or several sequences are packed.
+"""
 
 
 class RewardModel:
-  """Maps sequences to scores: hidden · kernel at the last token, as in
-  `…ForSequenceClassification`.
+  """Maps token sequences to scores. A score is the output of the head at the last token, as in
+  transformers' `…ForSequenceClassification`.
   """
 
   def __init__(
@@ -34,7 +39,7 @@ class RewardModel:
     Args:
       model: model with a 'scalar' head.
       params: parameters of `model`, on the mesh.
-      max_length: tokens of the longest sequence.
+      max_length: maximum number of tokens per sequence.
       sequences: maximum number of sequences per pass.
     """
     if model.spec.head != 'scalar':
@@ -54,7 +59,9 @@ class RewardModel:
     self._score = build_score(model, mesh, token_chunk=chunk_len)
 
   def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens."""
+    """Returns the score of each sequence, in order. Both the number of sequences and their lengths
+    must be within the limits given to the constructor.
+    """
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
     packing = self._shape.pack([len(sequence) for sequence in sequences])
@@ -74,7 +81,10 @@ class RewardModel:
 
 
 class Batcher:
-  """Scores sequences of many callers together: all that wait when the model is free form a pass.
+  """Scores the sequences of concurrent callers together.
+
+  Whenever the model is free, it scores the waiting sequences in one pass, up to its maximum number
+  of sequences.
 
   Attributes:
     passes: number of passes so far.
@@ -108,7 +118,7 @@ class Batcher:
       )
       if not self._waiting:
         self._work.clear()
-      # Skips callers that gave up.
+      # Requests of callers that no longer wait are skipped.
       batch = [(sequence, future) for sequence, future in batch if not future.done()]
       if not batch:
         continue

@@ -1,4 +1,7 @@
-"""Device work of a stage on a closed plan: annotate, then update; the same in every process."""
+"""Work of a stage on the devices: annotates the batch of a plan, then updates the models.
+
+Every process does the same work, each on its own devices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
 
 
 class Optimization(NamedTuple):
-  """Optimizer with which a stage trains one role."""
+  """Optimizer with which a stage trains one role, the policy or the critic."""
 
   optimizer: optax.GradientTransformation
   config: OptimizerConfig
@@ -41,12 +44,12 @@ class Stage:
 
   name: str
   start: int
-  """Completed batches of the run when the stage begins."""
+  """Number of batches that the run has completed when the stage begins."""
   end: int
   algorithm: Algorithm
   policy: Optimization
   critic: Optimization | None = None
-  """Set if the algorithm has a critic."""
+  """None if the algorithm has no critic."""
   keep_optimizer: bool
   """Whether to continue with the optimizer state of the previous stage."""
   shape: Shape
@@ -54,21 +57,23 @@ class Stage:
   minibatches: int
   epochs: int
   evaluate_every: int | None
-  """Steps between evaluations in the stage; None: none. The end of a stage is always evaluated."""
+  """Number of steps between evaluations. The end of the stage is always evaluated; if this is None,
+  no other step of the stage is.
+  """
   explores: bool
-  """Whether its batches are the policy's own rollouts."""
+  """Whether the stage's batches are the policy's own rollouts."""
   recorded: bool = False
-  """Whether its batches are rollouts of another run."""
+  """Whether the stage's batches are rollouts of another run."""
   trains: bool = True
-  """Whether its batches update anything; otherwise they are only stored."""
+  """Whether the stage trains on its batches. If False, they are only stored."""
   publish_every: int = 1
-  """Batches between publications of the policy to the engine."""
+  """Number of batches between publications of the policy to the engine."""
   held_out: str | None = None
-  """Name of the preference set on which evaluations measure the policy."""
+  """Name of the preference set on which evaluations measure the policy; None if there is none."""
 
   @property
   def updates(self) -> int:
-    """Number of optimizer steps of the policy."""
+    """Number of optimizer steps that the stage applies to the policy."""
     return self.critic_updates - self.algorithm.critic_warmup * self.minibatches * self.epochs
 
   @property
@@ -82,7 +87,7 @@ class Stage:
 
 
 class Batch(NamedTuple):
-  """A plan's rows on the devices, annotated."""
+  """The annotated rows of a plan, on the devices."""
 
   plan: StepPlan
   annotation: Annotation
@@ -92,23 +97,23 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any] | None
-  """Logprobs of each row's trained tokens under the policy before the batch, 0 elsewhere, keyed by
-  plan row number.
+  """Logprobs under the policy before the update, one array per row, keyed by plan row number.
 
-  Includes rows left out of the loss. The logprobs of `late` rows are under the policy before the
-  first optimizer step on them. None: the batch was not trained on, so none were computed.
+  They are 0 for tokens that are not trained on. Rows left out of the loss are included. For a row
+  in `late`, the policy is the one just before the first optimizer step on that row. The mapping is
+  empty if the batch does not consist of rollouts, and None if the batch was not trained on.
   """
   moved: bool
   """Whether the policy changed."""
   late: frozenset[int] = frozenset()
-  """Rows whose logprobs were computed after an update of the batch."""
+  """Rows whose logprobs were computed after an optimizer step of this batch on other rows."""
 
 
 class Roles(NamedTuple):
   """Models of a stage, without their parameters."""
 
   model: Model
-  """Model of the policy, or the reward model trained in its place."""
+  """Model of the policy or, in a stage that trains a reward model, the reward model."""
   critic: Model | None
 
 
@@ -116,14 +121,14 @@ class _Trained(NamedTuple):
   """A role that the stage trains: the policy or its critic."""
 
   name: Literal['actor', 'critic']
-  """Prefix of its metrics."""
+  """Prefix of the role's metrics."""
   update: Update
   config: OptimizerConfig
 
 
 def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
-  """Builds the critic's forward pass, which also returns the values after each token if the
-  algorithm reads them.
+  """Builds the critic's forward pass. If the algorithm reads `next_values`, the pass also returns
+  the value after each token.
   """
   if 'next_values' in stage.algorithm.on_host:
     return build_value(critic, mesh)
@@ -138,12 +143,12 @@ class StageTrainer:
   ):
     """
     Args:
-      learned: state that `update` will be called with; determines the shardings.
+      learned: state with which `update` will be called. It determines the programs' shardings.
     """
     self._stage, self._loader = stage, loader
     self._device, self._stopwatch, mesh = process.device, process.stopwatch, process.mesh
-    # Results are sharded over the devices; each process needs a full copy of what it reads on the
-    # host.
+    # Replicates an array. Results are sharded over the devices of all processes, and a process can
+    # read an array on the host only if its own devices have a full copy.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
     algorithm = stage.algorithm
@@ -185,7 +190,11 @@ class StageTrainer:
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Returns the logprob fields that need no pass, as the batch's only update computes them."""
+    """Returns the logprob fields that need no separate forward pass.
+
+    If a batch has only one optimizer step, the logprobs that this step computes are also those
+    before the update.
+    """
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
@@ -196,9 +205,10 @@ class StageTrainer:
     return tuple(name for name, is_computed in computed.items() if is_computed)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
-    """Loads rows, runs the forward passes that plan and algorithm require, and computes advantages.
+    """Loads the plan's rows, runs the required forward passes and computes the advantages.
 
-    The passes run once over the rows, in the first epoch's packing; their results serve all epochs.
+    The plan and the algorithm determine which passes run. They run once over the rows, packed as in
+    the first epoch, and all epochs use their results.
     """
     stage, algorithm = self._stage, self._stage.algorithm
     steps = [
@@ -233,7 +243,7 @@ class StageTrainer:
     return Batch(plan, annotation, steps)
 
   def _passed(self, plan: StepPlan) -> set[str]:
-    """Fields of Chunks filled by passes before the update."""
+    """Returns the fields of Chunks that forward passes fill before the update."""
     reads = self._stage.algorithm.reads
     fields = {
       'proximal_logprobs': plan.proximal,
@@ -245,7 +255,9 @@ class StageTrainer:
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
-    """Returns the step with the passes' results, and critic values after each token or None."""
+    """Runs the forward passes on one optimizer step's rows. Returns the step with their results,
+    and the critic's values after each token, or None if the algorithm does not read these.
+    """
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._stopwatch.timed('old_log_prob'):
@@ -274,17 +286,20 @@ class StageTrainer:
     plan: StepPlan,
     steps: Sequence[PackedStep],
   ) -> list[Shaped[np.ndarray, '_']]:
-    """Splits one packed array per step into one array per row of the plan, in every process."""
+    """Splits packed arrays, one per optimizer step, into one array per row of the plan. Every
+    process gets the arrays of all rows.
+    """
     by_row: dict[int, Shaped[np.ndarray, '_']] = {}
     for array, packed in zip(arrays, steps, strict=True):
       by_row |= unpack(self._gather(array), packed)
     return [by_row[i] for i in range(len(plan.rows))]
 
   async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
-    """Runs all optimizer steps of the batch; donates the states in `learned`.
+    """Runs all optimizer steps of the batch. Donates the train states in `learned`.
 
     Raises:
-      RunError: after `max_skipped_updates` unusable gradients in a row.
+      RunError: `max_skipped_updates` updates in a row were skipped, because their gradients were
+        not finite or too large.
     """
     algorithm, constants = self._stage.algorithm, _scalars(batch.annotation.constants)
     metrics: dict[str, Metric] = {
@@ -328,7 +343,9 @@ class StageTrainer:
     constants: Constants,
     base: Params | None = None,
   ) -> tuple[TrainState, Report]:
-    """Runs and checks one optimizer step of a role; the outputs of its report stay on devices."""
+    """Runs one optimizer step of a role and checks its report. The report's `outputs` stay on the
+    devices.
+    """
     with self._stopwatch.timed(f'update_{role.name}'):
       state, report = await self._device.run(
         role.update, state, packed.chunks, packed.used, constants, base
@@ -340,9 +357,10 @@ class StageTrainer:
   def programs(
     self, learned: Learned, batch: Batch
   ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """Yields the name of each role's update, and a function that lowers it for arrays like these.
+    """Yields (name, function) for the update of each role.
 
-    The arrays may have been donated; the functions do not keep them.
+    The function lowers the update for arrays with the shapes and shardings of the given ones. The
+    given arrays may have been donated before, and the functions do not keep them in memory.
     """
 
     def like(tree: Any) -> Any:
@@ -363,11 +381,11 @@ class StageTrainer:
   async def _measured(
     self, learned: Learned, plan: StepPlan, constants: Constants
   ) -> dict[str, Metric]:
-    """Loss and its statistics on the plan's held-out rows."""
+    """Returns the policy's loss, and statistics of the loss, on the plan's held-out rows."""
     units, shape = units_of(plan.held_out), self._stage.shape
     unit = max(map(len, units))
-    # As many pairs (or single rows) as fit into the arrays of a training step, whatever their
-    # lengths.
+    # Number of pairs (or single rows) that fit into the arrays of a training step even if all rows
+    # have the maximum length.
     at_once = shape.ranks * max(
       1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit)
     )
@@ -396,7 +414,9 @@ class StageTrainer:
     }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """Returns the state with the reference, which is updated if due after `done` batches."""
+    """Returns the state after `done` completed batches. Its reference model is updated if the
+    algorithm's rule requires this at that point.
+    """
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:
       return learned
@@ -440,5 +460,5 @@ def _scalars(constants: Constants) -> dict[str, np.float32]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _averaged(old: Params, new: Params, weight: float | Float[Array, '']) -> Params:
-  """weight · old + (1 - weight) · new"""
+  """Returns weight · old + (1 - weight) · new for each parameter."""
   return jax.tree.map(lambda a, b: (weight * a + (1.0 - weight) * b).astype(a.dtype), old, new)

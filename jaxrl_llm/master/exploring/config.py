@@ -16,25 +16,27 @@ class ExplorerConfig:
 
   stage: str
   earlier: tuple[str, ...] = ()
-  """Previous stages of the run; visit numbers of a task continue from theirs."""
+  """Previous stages of the run. A task's visits are counted onwards from those in these stages."""
   groups_per_batch: int
   """Number of new groups per batch, one per task."""
   group_size: int = 8
   """Number of samples per task."""
   bound: int = 0
-  """Maximum lag of a group's weights, in batches; see `Gate`."""
+  """Maximum number of batches by which the weights that generate a group may lag behind those that
+  the group's batch updates; see `Gate`.
+  """
   batches: int | None = None
-  """Number of batches in the stage; None: unlimited."""
+  """Number of batches in the stage. If None, the number is unlimited."""
   temperature: float = 1.0
   processors: tuple[tuple[str, Processor], ...] = ()
-  """(name, processor) pairs that run, in order, on a finished group."""
+  """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
   """Selects the samples of a group to train on."""
   past: Past | None = None
-  """Earlier groups that join each batch."""
+  """Rule by which groups of earlier batches join each batch; None if none do."""
   max_dropped_groups: int = 100
-  """Maximum number of groups dropped while collecting one batch (nothing scorable or nothing
-  selected); one more ends the run.
+  """Maximum number of groups that may be dropped while one batch is collected, whatever the reason.
+  The run fails when one more is dropped.
   """
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0

@@ -1,16 +1,15 @@
-"""Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the
-gate admits them.
+"""Explorer: draws tasks, lets the group of each task be rolled out and scored, and closes batches.
 
-Only the explorer draws a stage's tasks, admits its groups and changes its samples in the store, so
-it holds their common state: the number of completed batches, and everything that a commit needs to
-continue.
+The gate decides when a group may start. Only the explorer draws a stage's tasks, admits its groups
+and changes its samples in the store. It therefore keeps the state that these actions share: the
+number of completed batches, and everything that a commit needs for a resumed run.
 
-Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason),
-and a closed batch is a function of which groups started and what they scored, never of which ended
-first.
+Invariant: every issued sample is finally either admitted, or dropped with a reason. The content of
+a batch depends on which groups started and how they were scored, but not on which ended first.
 
-With a bound above 0, groups are in flight at a commit, and the committed state lists them. A
-resumed explorer reads those that had ended by then from the store and runs the others again.
+If the gate's bound is above 0, groups are in progress at a commit, and the committed state lists
+them. A resumed explorer reads the groups that had ended by then from the store and runs the others
+again.
 """
 
 from __future__ import annotations
@@ -45,33 +44,35 @@ class NothingToLearn(RunError):
 
 
 class Drawn(NamedTuple):
-  """A closed batch."""
+  """A closed (complete) batch."""
 
   chosen: list[Experience]
-  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs occurs
-  once per pair.
+  """Samples of new groups, then samples of groups from earlier batches, each in order of issue. A
+  sample in several preference pairs occurs once per pair.
   """
   places: dict[str, Ref]
   """Places of the samples in the store's sealed segments, keyed by uid."""
   counts: dict[str, int]
-  """Counters from collecting the batch."""
+  """Counters of what happened while the batch was collected, such as dropped samples."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Group:
-  """Started group that no batch has taken yet."""
+  """A started group that is not part of a batch yet."""
 
   task: Task
   visit: int
   chosen: list[Experience] | None = None
-  """Members that may enter a batch; None until the group has ended."""
+  """Samples that enter a batch; None until the group has ended."""
   rolled_out: float = 0.0
-  """Monotonic time at which its last sample ended; 0 if that was before this start of the run."""
+  """Monotonic time at which the group's last sample ended; 0 if that was in an earlier start of the
+  run.
+  """
   scored: float = 0.0
 
 
 class Explorer:
-  """Keeps as many groups in flight as the gate admits, and returns closed batches."""
+  """Starts as many groups as the gate admits, and returns batches of the groups that have ended."""
 
   def __init__(
     self,
@@ -88,16 +89,16 @@ class Explorer:
     )
     self._events = events
     self._writer = store.at(0)
-    """Writer that stamps changes of the store with the number of completed batches of the run."""
+    """Writer that stamps changes to the store with the number of batches that the run completed."""
     self._started = 0
     self._groups: dict[int, _Group] = {}
-    """Groups that no batch has taken yet, keyed by group number, in order of start."""
+    """Started groups that are not part of a batch yet, keyed by group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """Number of visits in earlier stages, keyed by prompt. Visit numbers continue from it, because
-    a repeated number would repeat random draws.
+    """Number of visits in earlier stages, keyed by prompt. This stage counts visits onwards from
+    there, because random keys depend on the visit and a repeated one would repeat random draws.
     """
     self._handed_out: set[str] = set()
-    """Names of the groups in a batch that is not completed yet."""
+    """Names of the groups in the batch that was returned last, until that batch is completed."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """(task uid, correct samples, scorable samples) of ended groups, keyed by group number."""
     self._scoring_s = 0.0
@@ -110,14 +111,16 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of tries of a group that a time limit cut short."""
+    """Number of times that a time limit ended a try to run a group."""
     return self._runner.clock_decisions
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Explores while the block runs; drops samples in flight at its end with reason 'given up'.
+    """Explores while the block runs. At its end, drops the unfinished samples with the reason
+    'given up'.
 
-    On a signal, the commit precedes the drop, so a restarted run still has these samples.
+    After a signal, the run commits before the block ends. A resumed run undoes changes made after
+    the commit, so it still has these samples.
     """
     self._clock = IdleClock()
     if self._config.earlier:
@@ -140,17 +143,21 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
-    """Records that `step` batches of the run are complete; the engines' weights include `served` of
-    this stage's.
+    """Records the progress of the run.
+
+    Args:
+      step: number of batches that the run has completed.
+      served: number of batches of this stage on which the weights served by the engines were
+        trained.
     """
     self._writer, self._handed_out = self._store.at(step), set()
     self._sampler.advance(served)
     self._gate.advance(served)
 
   async def next(self) -> Drawn:
-    """Returns the next batch, its samples sealed: new groups, then earlier ones that `past` draws.
+    """Returns the next batch: new groups, then groups of earlier batches if `past` is configured.
 
-    Raises the exceptions of `collect`.
+    The samples are sealed in the store. Raises the exceptions of `collect`.
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:
@@ -166,13 +173,13 @@ class Explorer:
     return Drawn(chosen, places, counts)
 
   async def collect(self) -> tuple[list[Experience], dict[str, int]]:
-    """Returns the new groups of the next batch: their chosen samples in order of issue, and the
-    collection's counters.
+    """Waits for the new groups of the next batch. Returns their chosen samples, in order of issue,
+    and counters of what happened meanwhile.
 
     Raises:
-      WaitExpired: after `collect_deadline_s`.
+      WaitExpired: the groups did not end within `collect_deadline_s`.
       NothingToLearn: more than `max_dropped_groups` groups were dropped.
-      Exception: the error of the engine or a scorer that ended exploration.
+      Exception: an error of the engine or a scorer ended the exploration; it is raised here.
     """
     ready = asyncio.ensure_future(
       bounded(
@@ -204,32 +211,37 @@ class Explorer:
     return batch, counts
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
-    """Records that the batch is complete and was trained on these samples and static rows."""
+    """Records that the batch is complete.
+
+    Args:
+      uids: samples that the batch trained on.
+      experts: static rows that the batch trained on.
+    """
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
-    # A commit of this batch excludes store changes from here on, so the committed state is captured
-    # at the same point.
+    # Changes to the store from here on belong to the next batch, and a commit of this batch does
+    # not contain them. The explorer's state for that commit must therefore be captured here.
     self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
     self._completed = self._now()
 
   def _tell(self, last: int) -> None:
-    """Reports the outcomes of the groups up to number `last`, all of which have ended, to the task
-    sampler in order.
+    """Reports to the task sampler, in order, the outcomes of the groups with numbers up to `last`.
 
-    With a bound of 0 no task is drawn meanwhile. With a larger bound, timing decides whether
-    replacements for a later batch's dropped groups are drawn before or after this report.
+    All of these groups have ended. If the gate's bound is 0, no task was drawn since they started.
+    If it is larger, groups of later batches may have been dropped, and timing decides whether their
+    replacements are drawn before or after this report.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
   def _first(self) -> list[int]:
-    """Returns the numbers of those groups of the next batch that have started."""
+    """Returns the numbers of the groups in the next batch, as far as they have started."""
     return list(itertools.islice(self._groups, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # Takes the groups that started first, not those that ended first, which would bias the batch
-    # towards short answers.
+    # A batch consists of the groups that started first. To take those that ended first would bias
+    # it towards short answers.
     def ended(number):
       return self._groups[number].chosen is not None
 
@@ -278,7 +290,9 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Returns the seconds since the last call that batches waited for scores after rollout."""
+    """Returns for how many seconds, in the batches since the previous call, scoring continued after
+    the last rollout had ended.
+    """
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
@@ -287,11 +301,15 @@ class Explorer:
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
-    """Returns the JSON state as of the last completed batch, regardless of later draws."""
+    """Returns the state after the last completed batch, as JSON. Tasks drawn since then do not
+    affect it.
+    """
     return self._completed
 
   def _now(self) -> Any:
-    """Returns the current state; with a bound of 0 it lists no groups between batches."""
+    """Returns the current state, as JSON. If the gate's bound is 0, it lists no groups between two
+    batches, since none is in progress then.
+    """
     groups = [
       {
         'number': number,
@@ -311,7 +329,9 @@ class Explorer:
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
-    """Continues from the commit that the store was recovered to; call before `running`."""
+    """Restores the state from a commit. The store must have been recovered to the same commit. Call
+    this before `running`.
+    """
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
     flight = state['explorer']
@@ -328,12 +348,12 @@ class Explorer:
     return self._recall([row.uid for row in self._issued(task, visit)])
 
   def _recall(self, uids: Sequence[str]) -> list[Experience]:
-    """Reads the chosen ones among these samples from the store."""
+    """Reads those of the samples from the store that were chosen for training."""
     text, rewards = self._runner.workflow.text, self._runner.scorers.config
     return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
-    """Takes one group from rollout to admission, or gives it up."""
+    """Runs one group from rollout to admission, or drops it if it exceeds its time limits."""
     with self._clock.busy():
       try:
         judged = await self._runner.run(self._name(task, visit), task, visit)
@@ -354,7 +374,9 @@ class Explorer:
     self._progress.set()
 
   def _admit(self, number: int, members: list[Experience]) -> None:
-    """Stores a finished group. Drops unscorable and unselected samples, and a group left empty."""
+    """Stores a finished group. Drops samples that are unscorable, removed by a processor or not
+    selected, and drops the group if no sample is left.
+    """
     scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]

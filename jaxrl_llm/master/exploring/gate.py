@@ -1,4 +1,4 @@
-"""Admits rollout groups at most `bound` updates ahead of the version that the engines serve."""
+"""Admits groups only as long as their weights can stay within a bound on their lag."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 
 class Gate:
-  """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL).
+  """Limits how many groups may start to `(served + bound + 1) * groups_per_batch`, as in AReaL.
 
-  A dropped group gives its capacity back. `served` counts batches of the running stage whose
-  weights the engines have acknowledged. No group starts beyond the needs of the stage's last batch.
+  `served` is the number of batches of the stage on which the weights that the engines have
+  acknowledged were trained. Dropped groups do not count, so a replacement may start for each. No
+  more groups start than all batches of the stage need.
   """
 
   def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
     """
     Args:
-      bound: maximum lag, in batches, of a group's weights behind those that its batch updates.
-      batches: number of batches in the stage; None: unlimited.
+      bound: maximum number of batches by which the weights that generate a group may lag behind
+        those that the group's batch updates.
+      groups_per_batch: number of groups in each batch.
+      batches: number of batches in the stage. If None, the number is unlimited.
     """
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
     self._started = self._dropped = 0
@@ -26,7 +29,7 @@ class Gate:
 
   @property
   def capacity(self) -> int:
-    """Groups that may start now; 0 before the first version is served."""
+    """Number of groups that may start now; 0 until the engines serve a first version."""
     if self._served < 0:
       return 0
     batches = self._served + self._bound + 1
@@ -35,18 +38,22 @@ class Gate:
     return batches * self._groups_per_batch - (self._started - self._dropped)
 
   def advance(self, served: int) -> None:
-    """Records that the engines acknowledged the weights after `served` batches of this stage."""
+    """Records that the engines acknowledged weights that were trained on `served` batches of this
+    stage.
+    """
     self._served = served
     self._changed.set()
 
   async def opened(self) -> None:
-    """Waits for the first version to be served."""
+    """Waits until the engines serve a first version."""
     while self._served < 0:
       self._changed.clear()
       await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
 
   async def admit(self) -> int:
-    """Waits until groups may start, takes all of the capacity and returns the number of groups."""
+    """Waits until at least one group may start. Returns the number of groups that may start, and
+    counts them as started.
+    """
     while self.capacity <= 0:
       self._changed.clear()
       await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
@@ -55,7 +62,7 @@ class Gate:
     return groups
 
   def drop(self) -> None:
-    """Gives back the capacity of a started group that will not enter a batch."""
+    """Records that a started group was dropped, so that another may start in its place."""
     self._dropped += 1
     self._changed.set()
 

@@ -1,4 +1,4 @@
-"""Serves workflows' requests to the master in an episode: generation, scores, auxiliary models."""
+"""Serves the requests that workflows send to the master: generation, scores, auxiliary models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MasterHub:
   ):
     """
     Args:
-      engine: None if nothing is sampled.
+      engine: engine that generates completions; None if the run generates nothing.
       auxiliary: auxiliary models, keyed by the names that workflows use.
     """
     self._engine, self._scorers, self._rewards = engine, scorers, rewards
@@ -62,8 +62,8 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event and its reply; the block adds the reply's fields to the yielded
-    dict.
+    """Emits a request event and, when the block ends, a reply event. The block adds the fields of
+    the reply to the dict that it is given. If the block raises, the reply says `given_up`.
     """
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:

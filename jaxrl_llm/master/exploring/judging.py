@@ -1,4 +1,4 @@
-"""Scores the attempts at a task: each one as soon as it ends, then all of them as a group."""
+"""Scores the attempts (completions) at a task: each as soon as it ends, then all as a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 async def judge(
   sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> Experience:
-  """Scores one attempt with all configured scorers of single attempts."""
+  """Scores one attempt with all configured scorers that judge attempts one by one."""
   scores = await scorers.score(_attempt(sample, completion, task))
   return Experience(
     sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
@@ -26,9 +26,10 @@ async def judge(
 async def judge_group(
   members: Sequence[Experience], scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Experience]:
-  """Returns a task's attempts in order of issue, after also applying the scorers of whole groups.
+  """Scores the attempts at a task with the scorers that judge whole groups. Returns the attempts in
+  order of issue, with all their scores and their final rewards.
 
-  If a scorer's failure drops the group, no member has a reward.
+  If a scorer failed and is configured to drop the group, the reward of every member is None.
   """
   members = sorted(members, key=lambda member: member.sample.sample_index)
   attempts = [_attempt(member.sample, member.completion, member.task) for member in members]

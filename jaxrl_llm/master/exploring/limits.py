@@ -10,22 +10,23 @@ from jaxrl_llm.core.errors import UserError
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLimits:
   """Time limits of a group, from its request to its last score. A group that exceeds them is
-  dropped and replaced.
+  dropped, and another group replaces it.
 
-  They depend on the clock: a run in which a limit takes effect is not reproducible bit for bit.
-  `run/clock_decisions` counts these cases.
+  Since the limits depend on the clock, a run in which a limit ends a try is not reproducible bit
+  for bit. The metric `run/clock_decisions` counts these tries.
   """
 
   timeout_s: float | None = 900.0
-  """Seconds per try, including the wait for a free engine slot; None: no limit."""
+  """Maximum seconds per try, including the wait for a free engine slot; None for no limit."""
   retries: int = 2
-  """Further tries of a group that timed out."""
+  """Maximum number of further tries of a group whose first try timed out."""
   straggler_factor: float | None = None
-  """Give a group up, without another try, after this multiple of the mean group time; None: never.
+  """A try that lasts longer than this multiple of the mean duration is ended, and the group is
+  dropped without another try. If None, no group is dropped for this reason.
 
-  The mean covers the final tries of the last `4 * groups_per_batch` groups that were not given up.
-  The limit applies once `groups_per_batch` groups have ended. Slow groups often have long answers,
-  so this biases a policy against long answers.
+  The mean is over the successful tries of the last `4 * groups_per_batch` groups. The limit applies
+  once `groups_per_batch` groups have succeeded. It biases the policy against long answers, because
+  slow groups are often those with long answers.
   """
 
   def __post_init__(self):
@@ -40,7 +41,13 @@ class TaskLimits:
       )
 
   def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError if changed limits allow a group's tries to outlast the wait for a batch."""
+    """Raises UserError if the tries of one group may take longer than the wait for a batch. Does
+    not check the default limits.
+
+    Args:
+      collect_deadline_s: maximum wait for a batch, in seconds.
+      where: prefix of the error message.
+    """
     if self == TaskLimits() or self.timeout_s is None:
       return
     longest = self.timeout_s * (self.retries + 1)

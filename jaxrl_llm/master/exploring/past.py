@@ -1,4 +1,4 @@
-"""Adds groups of earlier batches to a batch of new ones."""
+"""Draws groups of earlier batches that are added to a batch of new groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxrl_llm.replay.index import ReplayStore
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Past:
-  """Rule by which earlier groups of a stage join a batch of new ones."""
+  """Rule by which groups of a stage's earlier batches join a batch of new groups."""
 
   stage: str
   groups: int
@@ -20,7 +20,9 @@ class Past:
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws groups by `config` from those trained on at least once but under `max_uses` times."""
+    """Draws groups of the stage that were trained on in at least one and in fewer than `max_uses`
+    batches. `config` determines the order and further conditions.
+    """
 
     def reusable(group):
       return group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses

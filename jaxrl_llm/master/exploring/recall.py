@@ -1,4 +1,4 @@
-"""Rebuilds chosen rollouts from the store: tokens, scores, and rewards derived by processors."""
+"""Rebuilds rollouts that were chosen for training from the store, with their scores and rewards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Returns those of the samples that were chosen, in the order of their selection.
+  """Returns those of the samples that were chosen for training, in the order in which they were
+  chosen.
 
   Args:
-    uids: samples of one or several groups.
-    tasks: returns the task of a uid, None if it no longer exists.
+    store: store of the samples.
+    uids: uids of the samples, which may belong to several groups.
+    tasks: returns the task with the given uid, or None if it no longer exists.
     text: returns a sample's completion.
+    rewards: how scores are combined into a reward.
 
   Raises:
     UserError: a task no longer exists.

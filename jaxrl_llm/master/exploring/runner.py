@@ -1,5 +1,5 @@
-"""Runs a group within its time limits: rolls out its samples, scores each as it ends, then scores
-the whole group.
+"""Runs a group within time limits: generates its samples, scores each sample when it ends, and then
+scores the group as a whole.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 
 
 class Judged(NamedTuple):
-  """A group that has ended."""
+  """A group whose samples are all generated and scored."""
 
   members: list[Experience]
   """Samples in order of issue."""
   rolled_out: float
-  """Monotonic time at which its last sample ended."""
+  """Monotonic time, in seconds, at which the group's last sample ended."""
   scored: float
-  """Monotonic time at which its last score arrived."""
+  """Monotonic time, in seconds, at which the group's last score arrived."""
 
 
 class GroupExpired(Exception):
-  """A group exceeded its limits; the argument is the reason for dropping it."""
+  """A group exceeded its time limits. The argument is the reason under which it is dropped."""
 
 
 class GroupRunner:
@@ -43,7 +43,7 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of tries of a group that a time limit cut short.
+    clock_decisions: number of times that a time limit ended a try to run a group.
   """
 
   def __init__(
@@ -60,11 +60,13 @@ class GroupRunner:
     self._durations: collections.deque[float] = collections.deque(
       maxlen=4 * config.groups_per_batch
     )
-    """Durations, in seconds, of the groups that ended last."""
+    """Durations, in seconds, of the last successful tries."""
 
   async def run(self, name: str, task: Task, visit: int) -> Judged:
-    """Rolls out and scores group `name`; retries if it times out. Raises GroupExpired when its
-    tries are used up.
+    """Generates and scores the group `name`, and tries again if that times out.
+
+    Raises:
+      GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit.
     """
     limits = self._config.limits
     for tried in itertools.count():
@@ -83,7 +85,9 @@ class GroupRunner:
         return judged
 
   def _limit(self) -> tuple[str, float | None]:
-    """Returns (reason, seconds): why and when to give up a group that starts now."""
+    """Returns (reason, seconds) for a try that starts now: after this many seconds it is ended for
+    this reason. Seconds are None if there is no limit.
+    """
     limits = self._config.limits
     if (
       limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch

@@ -1,6 +1,6 @@
-"""Selection of the members of a finished group to train on: all, preference pairs, or the best one.
+"""Selects the samples of a finished group to train on: all, preference pairs, or the best one.
 
-A group from which nothing is chosen is dropped and replaced.
+A group from which no sample is selected is dropped, and another group replaces it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,42 @@ from jaxrl_llm.rewards.api import Reward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experience:
-  """A sample with its completion, scores and reward and, once selected, its use in training."""
+  """A sample with its completion, scores and reward. Once the sample is selected, the fields from
+  `masked` on describe how it is trained on.
+  """
 
   sample: Sample
   task: Task
   completion: str
   scores: tuple[Score, ...]
   reward: Reward
-  """Reward combined from the scores, as changed by processors."""
+  """Reward that was combined from the scores and may then have been changed by processors."""
   masked: bool = False
   """Whether the sample is not trained on, although it counts in its group's baseline."""
   pair: str | None = None
-  """Id of its preference pair."""
+  """Id of the sample's preference pair; None if it is in no pair."""
   label: Literal[1, -1] | None = None
-  """Role in the pair: 1 chosen, -1 rejected."""
+  """Role in the pair: 1 for chosen, -1 for rejected. None if the sample is in no pair."""
   imitated: bool = False
   """Whether the sample is trained on as a demonstration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-  """Selects the samples of a group to train on."""
+  """Configures which samples of a group are trained on."""
 
   kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
-  """all: every scorable sample. mixed: the same, if the group has two different rewards, turn
-  rewards included (DAPO's dynamic sampling).
+  """all: every scorable sample.
 
-  pairs: the shortest correct sample against wrong ones, and against correct ones that are
-  `longer_by` times as long (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses.
-  shortest_correct: the shortest correct sample alone, as a demonstration (shortest rejection
-  sampling, ibid.).
+  mixed: every scorable sample, or none if all have the same reward, turn rewards included (DAPO's
+  dynamic sampling).
+
+  pairs: for preference losses, pairs of the shortest correct sample (chosen) and another sample
+  (rejected). The other sample is wrong, or correct and at least `longer_by` times as long (Kimi
+  k1.5, arXiv:2501.12599, section 2.4).
+
+  shortest_correct: only the shortest correct sample, as a demonstration (shortest rejection
+  sampling in the same section).
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -62,7 +68,7 @@ class SelectionConfig:
 
   @property
   def unit(self) -> int:
-    """Number of sequences that stay together: 2 for pairs, else 1."""
+    """Number of sequences that must stay together in a micro-batch: 2 for pairs, otherwise 1."""
     return 2 if self.kind == 'pairs' else 1
 
   def most(self, group_size: int) -> int:
@@ -73,9 +79,11 @@ class SelectionConfig:
 
 
 def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
-  """Selects from a group's scorable members, in order of issue; an empty result drops the group.
+  """Selects from a group's scorable members, which are given in order of issue. If none is
+  selected, the caller drops the group.
 
-  Masked members count in the baseline of the others, but are never in a pair or imitated.
+  Masked members count in the baseline of the others, but are never part of a pair and never serve
+  as a demonstration.
   """
   unmasked = [m for m in members if not m.masked]
   if not unmasked:
@@ -102,11 +110,15 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
 
 
 EXPERIENCE = 'experience'
-"""Operator name of the store's records of how a sample is trained on; others are its lineage."""
+"""Operator name under which the store records how a sample is trained on. Under the other operator
+names, which are those of processors, it records the changes that they made to the sample.
+"""
 
 
 def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
-  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) per chosen sample of a group."""
+  """Returns one row for the store, (uid, EXPERIENCE, value), per chosen sample of a group. From the
+  values, `read_experiences` rebuilds the chosen samples.
+  """
   uses: dict[str, list[tuple[int, Experience]]] = {}
   for place, choice in enumerate(chosen):
     uses.setdefault(choice.sample.uid, []).append((place, choice))
@@ -128,7 +140,7 @@ def read_experiences(
   """Rebuilds the chosen samples of one or more groups, in their original order.
 
   Args:
-    rows: values from `experience_rows`, keyed by uid.
+    rows: the values that `experience_rows` returned, keyed by uid.
     members: samples with their current scores, keyed by uid.
   """
   groups: dict[str, dict[int, Experience]] = {}
