@@ -1,7 +1,8 @@
-"""Store audit: verifies from files alone that every issued sample is accounted for exactly once.
+"""Store audit: checks from the store's files that every issued sample is accounted for exactly
+once.
 
-Invariant: the audit trusts no summary that the writer recorded. It replays states from the
-transitions, recomputes counts, and reads and decodes every referenced byte.
+Invariant: the audit trusts no summary that the writer recorded. It derives each sample's state from
+the recorded transitions, recomputes all counts, and reads and decodes the bytes of every sample.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class AuditReport:
   uses: dict[int, int]
   """Number of policy samples (partition 'usual'), keyed by how many batches trained on them."""
   duplicates: int
-  """Number of results that arrived after another had been accepted, or the sample had ended."""
+  """Number of results that were not accepted, because an earlier result of the same sample had been
+  accepted or the sample had ended.
+  """
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
@@ -51,15 +54,15 @@ class AuditReport:
   lost: tuple[str, ...]
   """uids of samples whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """One line each for `segments/` and `quarantine/` if they have files that the index does not
-  name. Such files do not count as problems.
+  """One line for `segments/` if it has files that the index does not name, and one for
+  `quarantine/` if it has any files. Neither counts as a problem.
   """
   problems: tuple[str, ...]
-  """One line per problem; empty if ok."""
+  """One line per problem; empty if `ok`."""
 
   @property
   def lines(self) -> list[str]:
-    """Report as lines of text."""
+    """The report as lines of text."""
     terminal = {state: count for state, count in self.states.items() if state not in LIVE}
     return [
       f'issued {self.issued} = '
@@ -89,14 +92,18 @@ def _listed(uids: tuple[str, ...]) -> str:
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
-  """Audits a store or its directory; works while a run writes to it, as it reads one snapshot."""
+  """Audits a store, given as an object or by its directory. A run may write to the store meanwhile,
+  because the audit reads one snapshot of the index.
+  """
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
     return _Audit(db, reader).report(unclaimed(directory))
 
 
 class _Audit:
-  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all."""
+  """One audit of a snapshot. Its memory grows with the number of live, lost and faulty samples, but
+  not with the number of all samples.
+  """
 
   def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
     self._db, self._reader = db, reader
@@ -110,7 +117,8 @@ class _Audit:
     self._lost: list[str] = []
 
   def report(self, left_over: list[str]) -> AuditReport:
-    """
+    """Runs all checks.
+
     Args:
       left_over: lines for `AuditReport.unclaimed`.
     """
@@ -157,7 +165,7 @@ class _Audit:
     )
 
   def _transitions(self) -> Iterator[str]:
-    """Replays each sample's transitions and checks its row against them."""
+    """Derives each sample's state from its transitions, and compares it with the sample's row."""
     log = self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, '
       's.uses, s.version, t.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t '
@@ -199,7 +207,8 @@ class _Audit:
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
-      if step < before_step and after != State.VOID:  # void is stamped with the recovered commit
+      # A void transition is stamped with the commit that was recovered, which may be earlier.
+      if step < before_step and after != State.VOID:
         yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
     steps = collections.defaultdict(list)
     for _, step, after, _ in changes:
@@ -225,7 +234,7 @@ class _Audit:
       self._reasons[f'{last}({reason})'] += 1
 
   def _used(self, uid: str, partition: str, trained: collections.Counter[int]) -> Iterator[str]:
-    """Checks how often a uid was trained on, over all attempts together."""
+    """Checks how often a sample was trained on, over all starts of the run together."""
     uses = trained.total()
     if partition == 'usual':
       if uses > self._max_uses:
@@ -247,10 +256,11 @@ class _Audit:
         )
 
   def _locations(self) -> Iterator[str]:
-    """Checks where each sample's bytes are.
+    """Checks where each sample's bytes are: in the open segment, in a sealed segment, or nowhere.
 
-    Issued and void samples have none; stored and admitted ones have bytes in exactly one place,
-    trained ones in a sealed segment, others in at most one place. Expert samples have none.
+    Samples that are issued or void have no bytes, and neither have expert samples. Samples that are
+    stored or admitted have bytes in exactly one place. Trained samples have bytes only in a sealed
+    segment. Dropped and expired samples have bytes in at most one place.
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
@@ -285,7 +295,7 @@ class _Audit:
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 
   def _sealed(self) -> Iterator[str]:
-    """Checks that every indexed row is in its file and holds the expected sample."""
+    """Checks that every row that the index names is in its file and is the expected sample."""
     for name, rows in self._db.execute(
       'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r '
       'WHERE r.name = g.name)'
@@ -309,7 +319,7 @@ class _Audit:
       if len(rows) == 1:
         self._lost.append(rows[0][2])
         yield f'{rows[0][2]}: lost: {error}'
-      else:  # one bad row fails the whole read: bisect to isolate it
+      else:  # One unreadable row makes the whole read fail, so bisection finds the row.
         yield from self._rows(rows[: len(rows) // 2])
         yield from self._rows(rows[len(rows) // 2 :])
       return
@@ -317,7 +327,7 @@ class _Audit:
       yield from _identity(f'segment {name}: row {row}', uid, version, sample)
 
   def _tasks(self) -> Iterator[str]:
-    """Checks that a store that lists tasks lists the task of every sample."""
+    """Checks that the task of every sample is listed in the store, if it lists tasks at all."""
     (strangers,) = self._db.execute(
       "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
@@ -326,7 +336,12 @@ class _Audit:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _left_behind(self) -> Iterator[str]:
-    """Checks that groups end as a whole, and that no score in force may belong to a duplicate."""
+    """Checks for two kinds of samples that a fault may leave behind.
+
+    The first is a sample that is still issued although other samples of its group have been
+    admitted or have ended. The second is a sample that had a second result, not accepted, and was
+    scored twice by the same scorer at that step: its newest score may be that of the second result.
+    """
     for uid, attempt, group in self._db.execute(
       "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 "
       'FROM samples m WHERE '

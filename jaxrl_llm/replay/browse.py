@@ -1,4 +1,7 @@
-"""Read-only views of a store, even in use: summary, sample search, task and sample history."""
+"""Read-only views of a store: summary, sample search, and histories of a task and of a sample.
+
+They also work while a run writes to the store.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,21 @@ from jaxrl_llm.replay.tables import (
 )
 
 _AT_MOST = 8
-"""Number of versions listed individually."""
+"""Maximum number of versions that are listed individually."""
 
 
 @contextlib.contextmanager
 def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
-  """Opens a store's index, in one read transaction, and its sealed segments."""
+  """Opens a store for reading. Returns a connection to its index, in one read transaction, and a
+  reader of its sealed segments.
+  """
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
     raise UserError(
       f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)'
     )
-  # Without a write-ahead log (WAL), no process has the index open; opening it as immutable leaves
-  # no files behind.
+  # If there is no write-ahead log (WAL), no process has the index open. It can then be opened as
+  # immutable, so that reading creates no files.
   log = path.with_name(f'{INDEX}-wal')
 
   def opened(options):
@@ -73,10 +78,10 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
 
 
 def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
-  """Opens a snapshot of the store with its full read API: a copied index over the same segments.
+  """Opens a copy of a store, so that all read methods of ReplayStore can be used.
 
-  Writes nothing to `directory`; creates `into`. Raises UserError if the index is damaged or
-  missing.
+  The copy in `into`, which must not exist, has its own index and links to the segments of the
+  original. Nothing is written to `directory`. Raises UserError if the index is damaged or missing.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
   if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
@@ -92,16 +97,20 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holdings:
-  """Counts of what a store holds; sizes in bytes."""
+  """Summary of a store's content. Sizes are in bytes."""
 
   samples: Mapping[str, Mapping[str, int]]
   """Number of samples, keyed by partition and state."""
   tasks: Mapping[str, int]
   """Number of tasks attempted, keyed by taskset."""
   waiting: tuple[tuple[int, int], ...]
-  """(version, number of samples) of those admitted but never trained on, newest first."""
+  """(version, number of samples) for samples that are admitted but were never trained on, newest
+  version first.
+  """
   uses: tuple[tuple[str, int, int], ...]
-  """(partition, number of uses, number of samples) of those trained."""
+  """(partition, number of uses, number of samples) for samples that were trained on. A use is a
+  batch that trained on the sample.
+  """
   max_uses: int
   attempts: int
   """Number of starts of the run."""
@@ -111,16 +120,18 @@ class Holdings:
   open_samples: int
   open_bytes: int
   scores: tuple[tuple[str, str, int, float | None, int], ...]
-  """(scorer, status, number, mean value, number given again)."""
+  """(scorer, status, number of samples, mean value, number of repeated scores) for each scorer and
+  status. A repeated score replaced an earlier one of the same sample.
+  """
   plans: int
   first_plan: int | None
   last_plan: int | None
   unclaimed: tuple[str, ...]
-  """One line each for `segments/` and `quarantine/` if they have files that no sample needs."""
+  """One line for each of `segments/` and `quarantine/` that has files that no sample needs."""
 
   @property
   def lines(self) -> list[str]:
-    """The counts as lines of text."""
+    """The summary as lines of text."""
 
     def mean(value):
       return 'no value' if value is None else f'mean {value:.4g}'
@@ -147,9 +158,7 @@ class Holdings:
 
 
 def summary(directory: str | os.PathLike) -> Holdings:
-  """Counts samples (by state, partition, version, uses), attempts, segments, scores, plans and
-  unclaimed files.
-  """
+  """Returns a summary of a store's content."""
   with snapshot(directory) as (db, _):
     counted: dict[str, dict[str, int]] = {}
     for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
@@ -172,7 +181,8 @@ def summary(directory: str | os.PathLike) -> Holdings:
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
     ).fetchone()
     scores = db.execute(
-      # with max(), SQLite takes the other columns from the row of the maximum
+      # Next to max(seq), SQLite takes the other columns from the row with the maximum, which is the
+      # newest score.
       'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM (SELECT scorer, status, value, '
       'count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
     ).fetchall()
@@ -203,11 +213,12 @@ def summary(directory: str | os.PathLike) -> Holdings:
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
   """Returns a line for each subdirectory of a store that has files that no sample needs."""
-  # Listed before the index is read, so that the index names all segments sealed in between.
+  # The files are listed before the index is read: a segment that a run seals in between is then in
+  # the index but not in the list, and is not reported.
   here = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
-  # A .tmp file may be a seal in progress.
+  # A .tmp file may be a segment that is just being written.
   here = {
     name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')
   }
@@ -236,7 +247,7 @@ def _by_state(partition: str, counts: dict[str, int]) -> str:
 
 
 def _versions(waiting: Sequence[tuple[int, int]]) -> list[str]:
-  """Versions of samples admitted but never trained on, newest first."""
+  """Returns a line on the versions of samples that are admitted but were never trained on."""
   parts = [f'{version}: {count:,}' for version, count in waiting[:_AT_MOST]]
   if older := waiting[_AT_MOST:]:
     parts.append(f'{older[-1][0]} to {older[0][0]}: {sum(count for _, count in older):,}')
@@ -264,18 +275,19 @@ def find(
   """Returns the most recently changed samples, newest first.
 
   Args:
-    state: only samples in this state; None: in any state.
-    task: only samples of this task id; None: of any task.
+    directory: directory of the store.
+    state: state of the samples; None for samples in any state.
+    task: id of the samples' task; None for samples of any task.
     limit: maximum number of samples.
   """
   if state is not None and state not in list(State):
     raise UserError(f'state {state!r}: unknown; wanted one of {", ".join(State)}')
   values = [] if task is None else [task]
-  # the unary + makes SQLite use the task index
+  # The unary + keeps SQLite from using the index on states, so that it uses the one on tasks.
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):
-    # samples are indexed by (state, last)
+    # One query per state, because the index is on (state, last).
     for queried in State if state is None else (State(state),):
       rows = db.execute(
         f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit)
@@ -285,7 +297,10 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Returns lines on a task: prompt, truth and samples' states by visit; empty if unattempted."""
+  """Returns lines of text on a task: its visits, the states of its samples, its prompt and truth.
+
+  The result is empty if the run never attempted the task.
+  """
   with snapshot(directory) as (db, _):
     row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
     of = 'FROM samples WHERE task_id = ?'
@@ -305,8 +320,8 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
-  """Returns lines on one sample: its transitions, scores and derived values in every attempt, and
-  its stored bytes.
+  """Returns lines of text on one sample: its transitions, scores and derived values in every start
+  of the run, and a description of its stored content.
   """
   with snapshot(directory) as (db, reader):
     changes = db.execute(

@@ -1,4 +1,4 @@
-"""Checks that the store that a commit needs still exists, before a start writes anything."""
+"""Checks, before a resumed run writes anything, that the store that its commit needs exists."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase for each missing store part that the commit at `step` needs. Writes nothing.
+  """Returns a phrase for each part of the store that a commit needs and that is missing.
+
+  Writes nothing.
 
   Args:
     directory: directory of the store.
-    step: name of the commit: the number of batches completed before it, above 0.
-    store: name of the store recorded in the commit; None: the commit is from a version that did not
-      record it.
+    step: step that names the commit, which is the number of batches completed by then; above 0.
+    store: name of the store that is recorded in the commit. None if the commit was written by an
+      older program, which did not record the name.
 
   Raises:
-    UserError: the index is damaged, or not from this program.
+    UserError: the index is damaged, or was not written by this program.
   """
   if not (directory / INDEX).is_file():
     return [str(directory / INDEX) + (f' (store {store})' if store else '')]

@@ -1,4 +1,4 @@
-"""Connection to the SQLite index: transactions, lock, and queries that reads and writes share."""
+"""Connection to the SQLite index: transactions, a lock, and queries used to read and to write."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import ENTRY, INDEX, Entry, entry_of
 
 NAMED = 'SELECT value FROM json_each(?)'
-"""Subquery for the values of a JSON array."""
+"""SQL subquery that yields the values of a JSON array, which is its parameter."""
 
 
 class Connection:
   """One process's connection to a store's index; thread-safe.
 
   Attributes:
-    directory: holds the index and the segments.
+    directory: directory with the index and the segments.
     attempt: number of this start of the run.
     max_uses: maximum number of batches that train on one sample of partition `usual`.
     db: SQLite connection, for use under `lock` or in a `transaction`.
@@ -37,9 +37,10 @@ class Connection:
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
-    """Makes the calls in the block one atomic transaction, with one fsync.
+    """Makes all calls in the block one atomic transaction, with one fsync.
 
-    The block holds the store's lock: it must not await, and exceptions must leave the block.
+    The block holds the store's lock, so it must not await. It must not catch exceptions of the
+    calls either, because only an exception that leaves the block rolls the transaction back.
     """
     with self.lock:
       if self._depth:
@@ -50,7 +51,7 @@ class Connection:
         self.db.execute('BEGIN IMMEDIATE')
         yield
         self.db.execute('COMMIT')
-      except sqlite3.IntegrityError:  # a bug in this program
+      except sqlite3.IntegrityError:  # This error means a bug in this program.
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(
@@ -66,9 +67,10 @@ class Connection:
   def entries(
     self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'
   ) -> dict[str, Entry]:
-    """Returns the row of each uid's newest attempt, keyed by uid.
+    """Returns the index row of each sample, keyed by uid. If a sample was issued in several starts
+    of the run (attempts), the newest row is returned.
 
-    Raises ValueError for a repeated uid and, if `missing` is 'raise', for an unknown one.
+    Raises ValueError for a repeated uid and, if `missing` is 'raise', for an unknown uid.
     """
     uids = list(uids)
     if len(set(uids)) != len(uids):
@@ -76,7 +78,8 @@ class Connection:
         f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
       )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
-    entries = {row[0]: entry_of(row) for row in rows}  # the newest attempt's row comes last
+    # If a uid has several rows, the newest comes last and replaces the others.
+    entries = {row[0]: entry_of(row) for row in rows}
     if missing == 'raise' and len(entries) < len(uids):
       raise ValueError(
         f'unknown uid {next(u for u in uids if u not in entries)}: it was never issued'
@@ -84,7 +87,7 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Returns file and row of those of the samples that are sealed, keyed by uid."""
+    """Returns the file and row of each sample that is sealed, keyed by uid; skips the others."""
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),
@@ -92,7 +95,9 @@ class Connection:
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns the attempt and bytes of these samples that are in the open segment, keyed by uid."""
+    """Returns (attempt, bytes) of each sample that is in the open segment, keyed by uid; skips the
+    others.
+    """
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

@@ -1,7 +1,7 @@
-"""Draws a batch from the available groups with a pure function, so a resumed run repeats its draws.
+"""Draws groups for a batch from the groups available in the store.
 
-Invariant: the draw depends only on the set of groups, the configuration, the count, the step and
-the seed.
+Invariant: a draw is a pure function of the set of groups, the configuration, the number of groups
+wanted, the step and the seed. A resumed run therefore repeats its draws.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from jaxrl_llm.core.errors import UserError
 
 
 class Group(NamedTuple):
-  """A group available to draw: samples that share a baseline."""
+  """A group that can be drawn: the samples of one visit of a task, which share a baseline."""
 
   group_id: str
   uids: tuple[str, ...]
-  """uids of its samples, in order of issue."""
+  """uids of the group's samples, in order of issue."""
   version: int
-  """Step of the oldest weights that generated any of its samples."""
+  """Step of the oldest weights that generated any of the group's samples."""
   uses: int
-  """Number of batches that trained on it: the maximum over its samples."""
+  """Number of batches that trained on the group: the maximum over its samples."""
   last_used: int | None
-  """Step of the last batch that trained on it; None: never trained on."""
+  """Step of the last batch that trained on the group; None if none did."""
   admitted: int
-  """Number of completed batches when its last sample was admitted."""
+  """Number of batches that were completed when the group's last sample was admitted."""
   issued: int
-  """Position in the order of issue; larger is later."""
+  """Position of the group in the order of issue; later groups have larger numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class DrawConfig:
   """Rules for drawing a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
-  """newest: the newest version first. shuffled: uniform, without replacement. priority: the largest
-  version - decay · uses first.
+  """newest: groups of the newest version first. shuffled: a uniformly random order. priority:
+  groups with the largest version - decay · uses first.
   """
   decay: float = 2.0
-  """For priority: cost of one use, in versions."""
+  """Number of versions by which each use lowers a group's priority in the order 'priority'."""
   cooldown: int = 1
-  """Number of batches that a group rests after each batch that trained on it."""
+  """Number of batches for which a group cannot be drawn after a batch has trained on it."""
   max_age: int | None = None
-  """Maximum age of a group's version, in batches; None: no limit."""
+  """Maximum number of batches completed since a group's version. If None, there is no limit."""
 
   def __post_init__(self):
     if not 0 <= self.decay < math.inf:
@@ -65,19 +65,21 @@ def draw(
 ) -> list[str]:
   """Returns the ids of the groups of batch `step`, in drawing order.
 
+  The orders are:
+
   newest:    the largest (version, admitted, issued) first
-  priority:  the largest version - decay · uses first; ties: the least used, then the newest
-  shuffled:  the smallest h first, where h is one 64-bit draw per group from Philox with key
-             (seed, step)
+  priority:  the largest version - decay · uses first; among equals the least used, then the newest
+  shuffled:  the smallest h first, where h is a 64-bit random number per group, drawn from Philox
+             with key (seed, step)
 
   The priority is that of Trinity-RFT's queue (`linear_decay`, arXiv:2505.17826).
 
   Args:
     groups: available groups, in any order.
-    config: order and exclusions.
-    count: number of groups wanted; fewer are returned if fewer are ready.
+    config: the order, and the conditions under which a group cannot be drawn.
+    count: number of groups wanted. Fewer are returned if fewer can be drawn.
     step: number of batches completed before this one.
-    seed: shuffle seed, at least 0.
+    seed: seed of the order 'shuffled', at least 0.
   """
   ready = sorted(
     (group for group in groups if _ready(group, config, step)), key=lambda group: group.group_id

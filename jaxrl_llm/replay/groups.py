@@ -1,6 +1,7 @@
-"""Index queries that return whole groups: drawable, waiting and sealed ones.
+"""Index queries that return whole groups: groups that can be drawn, evicted, or read again.
 
-Invariant: a group is listed with all its admitted and trained samples, or not at all.
+Invariant: the queries for drawing and evicting list a group with all its admitted and trained
+samples, or not at all.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ max(admitted)
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""
 _WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
-# SQLite has no statistics here. INDEXED BY and CROSS JOIN, which fixes the join order, keep it from
-# scanning whole tables.
+# The database has no statistics from which SQLite could choose good query plans. INDEXED BY selects
+# an index, so that SQLite does not scan the whole table.
 _DRAWABLE_GROUPS = _GROUPS.format(
   ready=f'{_WAITING} AND version >= :oldest UNION ALL '
   f'{_READY}, changed FROM samples INDEXED BY samples_used '
@@ -44,7 +45,7 @@ WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
 def drawable(
   db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None
 ) -> list[Group]:
-  """Returns the groups that a batch can draw; see `ReplayStore.candidates`."""
+  """Returns the groups that can be drawn for a batch; see `ReplayStore.candidates`."""
   oldest = 0 if oldest_version is None else oldest_version
   return _groups(
     db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest})
@@ -54,7 +55,7 @@ def drawable(
 def to_evict(
   db: sqlite3.Connection, *, before_version: int | None, capacity: int | None, step: int
 ) -> dict[str, list[str]]:
-  """Returns the samples to expire, keyed by reason; see `StepWriter.evict`."""
+  """Returns the uids of the samples that should expire, keyed by reason; see `StepWriter.evict`."""
   waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
   waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
   old = [
@@ -78,7 +79,7 @@ def sealed(db: sqlite3.Connection) -> list[list[str]]:
 
 
 def _groups(rows: Iterable[tuple]) -> list[Group]:
-  """Builds groups from query rows, in order of issue."""
+  """Builds groups from query rows, and sorts them by order of issue."""
   groups = []
   for group_id, uids, seqs, *rest in rows:
     members = sorted(zip(json.loads(seqs), json.loads(uids)))

@@ -1,23 +1,26 @@
 """The durable store of samples: an SQLite index, and sealed ArrayRecord segments.
 
 Invariants:
-- every issued sample keeps one row forever, keyed (uid, attempt); its state changes are appended to
-  `transitions`, each stamped with the number of completed batches at that moment; `samples.state`
-  repeats its last transition;
-- an accepted sample has its bytes in the open segment or in one sealed, verified segment; rows of
-  static data (`join`) have no bytes here, since those are in a file outside the store;
-- each public call is one transaction (or part of an enclosing `transaction()`): a killed process
-  loses nothing of a call that returned, and keeps nothing of one that did not.
+- Every issued sample has one row, with the key (uid, attempt), which is never deleted. An attempt
+  is a start of the run. Each change of the sample's state is appended to `transitions`, stamped
+  with the number of batches completed at that moment. `samples.state` is the state after the last
+  transition.
+- The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
+  verified segment file. Rows of static data (`join`) have no bytes here, since their bytes are in a
+  file outside the store.
+- Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
+  killed, the store has all changes of the calls that returned, and none of a call that did not.
 
-A commit named c holds the changes stamped < c. `recover(c)` undoes later changes and so restores
-the store as of the commit, with one exception: samples of earlier attempts that were not accepted
-by then become `void`, with reason `crash`.
+The commit at step c contains the changes stamped with less than c. `recover(c)` undoes all later
+changes, which restores the store as it was at the commit, with one exception: samples of earlier
+attempts that were not accepted by then become `void`, with the reason `crash`.
 
-Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With
-'normal' a killed process loses nothing either, but a power loss may lose transactions since the
-last `flush()`. Flush before a checkpoint's COMMIT: a power loss can then take only transactions
-after the COMMIT, which would be undone anyway (only the record of which samples were void is lost).
-In both modes, segments are on disk before SQLite deletes their bytes.
+Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
+on disk when the call returns. With 'normal', a killed process loses nothing either, but a power
+loss may lose the transactions since the last `flush()`. If `flush()` is called before the COMMIT
+file of a checkpoint is written, a power loss can only affect transactions after the commit, which
+would be undone anyway (only the record of which samples became void is then lost). In both modes, a
+segment file is on disk before its bytes are deleted from the index.
 """
 
 from __future__ import annotations
@@ -55,10 +58,11 @@ from jaxrl_llm.replay.writer import StepWriter
 class ReplayStore:
   """Durable store of samples, opened by `open_store`.
 
-  Thread-safe. One process writes; any number may read (`open_segment_reader`, the audit).
+  The store is thread-safe. Only one process may write to it, but any number of processes may read
+  it (`open_segment_reader`, `audit`).
 
   Attributes:
-    directory: holds index.sqlite and segments/.
+    directory: directory with index.sqlite and segments/.
     attempt: number of this start of the run.
   """
 
@@ -74,11 +78,11 @@ class ReplayStore:
 
   @property
   def name(self) -> str:
-    """Permanent name of the store, assigned at its creation; commits refer to the store by it."""
+    """Name of the store, by which commits refer to it. It is assigned once and never changes."""
     return self.meta('store')
 
   def transaction(self) -> contextlib.AbstractContextManager[None]:
-    """Makes the calls in the block one transaction; see `Connection.transaction`."""
+    """Makes all calls in the block one transaction; see `Connection.transaction`."""
     return self._connection.transaction()
 
   def at(self, step: int) -> StepWriter:
@@ -88,14 +92,16 @@ class ReplayStore:
     return StepWriter(self._connection, step)
 
   def recover(self, commit_step: int) -> dict[str, int]:
-    """Undoes, at start-up and in one transaction, all changes after the commit. See the module.
+    """Undoes all changes after a commit, in one transaction; see the module docstring. It is called
+    once, when a run starts.
 
     Args:
-      commit_step: step that names the newest commit; 0 if there is none.
+      commit_step: step of the newest commit; 0 if there is none.
 
     Returns:
-      Counts: rows deleted, by table; samples made `void`; samples `restored` to the open segment;
-      `files` moved to quarantine.
+      The number of rows deleted from each table, keyed by table, and the numbers of samples that
+      became `void`, of samples that were moved back (`restored`) to the open segment, and of
+      `files` that were moved to quarantine.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -114,11 +120,13 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Deletes the bytes of samples dropped or expired before the commit; returns the number of
-    samples.
+    """Deletes, from the open segment, the bytes of samples that were dropped or expired before a
+    commit. Returns the number of these samples.
 
-    Dropping a sample keeps its bytes, because a crash may undo the drop. Pass the oldest commit
-    from which a later start may resume.
+    When a sample is dropped, its bytes are kept at first, because recovery may undo the drop.
+
+    Args:
+      commit_step: step of the oldest commit from which the run may still be resumed.
     """
     with self.transaction():
       return self._db.execute(
@@ -129,12 +137,14 @@ class ReplayStore:
       ).rowcount
 
   def flush(self) -> None:
-    """Syncs all acknowledged changes to disk; call it before a checkpoint's COMMIT."""
+    """Writes the changes of all calls that returned to disk. Call this before the COMMIT file of a
+    checkpoint is written.
+    """
     if self._full:
       return
     with self._lock:
       self._db.execute('PRAGMA synchronous=FULL')
-      # the fsync of this write covers the whole log before it
+      # The fsync of this write also covers all earlier writes in the log.
       self.set_meta('flushed', {'attempt': self.attempt})
       self._db.execute('PRAGMA synchronous=NORMAL')
 
@@ -148,8 +158,8 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Returns the samples of a partition that are issued, stored or admitted, from all attempts, in
-    uid order.
+    """Returns the samples of a partition that are issued, stored or admitted, from all starts of
+    the run, sorted by uid.
     """
     with self._lock:
       rows = self._db.execute(
@@ -159,15 +169,15 @@ class ReplayStore:
     return [entry_of(row) for row in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
-    """Returns the groups that batch `step` can draw, in order of issue, as input for `draw`.
+    """Returns the groups that `draw` can draw for the batch of this step, in order of issue.
 
-    Each sample of such a group is dropped, expired, void or admitted, or was trained on fewer than
-    `max_uses` times and not in batch `step`. The group's `uids` are those of the admitted and
-    trained samples, which have bytes. Expert rows are not drawn.
+    Each sample of such a group is dropped, expired, void or admitted, or was trained on in fewer
+    than `max_uses` batches, this batch not among them. `Group.uids` lists only the admitted and the
+    trained samples of the group. Expert rows cannot be drawn.
 
     Args:
       step: number of batches completed before this one.
-      oldest_version: groups of older versions are left out; None: no limit.
+      oldest_version: step of the oldest permitted version. If None, there is no limit.
     """
     with self._lock:
       return groups.drawable(
@@ -175,19 +185,20 @@ class ReplayStore:
       )
 
   def sealed(self) -> list[list[str]]:
-    """Returns the uids of sealed samples of partition `usual`, by group, in order of issue."""
+    """Returns the uids of the admitted or trained samples of partition `usual` that are sealed, one
+    list per group, in order of issue.
+    """
     with self._lock:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str]) -> dict[str, int]:
-    """Returns each task's next visit number, keyed by task uid: how often these stages drew it.
-
-    Void samples do not count.
+    """Returns how often these stages have drawn each task, keyed by task uid. This number is also
+    the task's next visit number. Void samples do not count.
     """
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({NAMED}) stage '
-        # '0' follows '/' in ASCII.
+        # The condition selects group ids with the prefix 'STAGE/', since '0' follows '/' in ASCII.
         "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "
         "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
         (json.dumps(list(stages)),),
@@ -195,7 +206,9 @@ class ReplayStore:
     return dict(rows)
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
-    """Returns each sample's newest score from each scorer, keyed by uid, in order of scoring."""
+    """Returns the scores of each sample, keyed by uid: the newest score of each scorer, in the
+    order in which they were recorded.
+    """
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN ({NAMED}) AND attempt '
@@ -213,7 +226,9 @@ class ReplayStore:
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
 
   def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
-    """`operator`'s latest value of each sample, in order of `uids`; omits samples without one."""
+    """Returns the latest value that `operator` recorded for each sample, keyed by uid in the order
+    of `uids`. Samples without a value are left out.
+    """
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, json FROM derived WHERE uid IN ({NAMED}) AND operator = ? ORDER BY seq',
@@ -240,7 +255,9 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
-    """Returns the value stored under `key`, else None. `recover` does not undo such values."""
+    """Returns the value that was stored under `key`, or None if there is none. `recover` does not
+    undo changes of these values.
+    """
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     return None if row is None else json.loads(row[0])
@@ -250,7 +267,9 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Number of samples per state, and of `duplicates`: results that came after an accepted one."""
+    """Returns the number of samples in each state, and of `duplicates`, which are results that were
+    not accepted because their sample was no longer `issued`.
+    """
     with self._lock:
       by_state = dict(
         self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall()
@@ -266,14 +285,15 @@ def open_store(
   max_uses: int = 1,
   synchronous: Literal['full', 'normal'] = 'full',
 ) -> ReplayStore:
-  """Opens or creates the store in `<workdir>/replay` for writing; call `recover` next.
+  """Opens a store for writing, and creates it if it does not exist. Call `recover` next.
 
   Args:
-    directory: holds index.sqlite and segments/.
-    attempt: number of this start of the run, larger than all before; None: the last one plus 1.
-    max_uses: maximum number of batches that train on one sample of partition `usual`; fixed for a
-      store.
-    synchronous: durability under power loss, see the module docstring.
+    directory: directory of the store, `<workdir>/replay`, with index.sqlite and segments/.
+    attempt: number of this start of the run, which must be larger than all earlier ones. If None,
+      the last number plus 1 is used.
+    max_uses: maximum number of batches that train on one sample of partition `usual`. It cannot be
+      changed once the store exists.
+    synchronous: durability under power loss; see the module docstring.
   """
   directory = pathlib.Path(directory)
   path = directory / INDEX
@@ -282,7 +302,8 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    # in pages, together 32 MB: large, because index pages are rewritten many times
+    # The unit is pages, which makes 32 MB. A checkpoint writes each changed page once, and since
+    # the same pages change many times, rare checkpoints save many writes.
     db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)

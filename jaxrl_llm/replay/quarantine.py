@@ -1,7 +1,9 @@
-"""Quarantine: a start moves files in `segments/` that the index does not name, but deletes none.
+"""Quarantine: files in `segments/` that the index does not name are moved aside, but not deleted.
 
-Such files are seals undone by a crash, unfinished seals, and foreign files. They stay in
-`quarantine/` until `clear`, which only `jaxrl buffer --clear_quarantine` calls.
+Each start of a run moves such files to `quarantine/`. They are segments that were sealed after the
+commit from which the run resumes, segments that were not completely written, and foreign files.
+They stay in `quarantine/` until `clear` is called, which only `jaxrl buffer --clear_quarantine`
+does.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    # A run that writes to the store may just have renamed the file.
+    # A run that writes to the store may have renamed the file since it was listed.
     with contextlib.suppress(FileNotFoundError):
       sizes[path.name] = _size(path)
   return sizes
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves `segments/` entries not in `named` to `quarantine/` and returns their number.
+  """Moves the entries of `segments/` whose names are not in `named` to `quarantine/`. Returns their
+  number.
 
-  An entry whose name is already taken there gets a numeric suffix.
+  If `quarantine/` already has an entry of the same name, the moved one gets a numeric suffix.
   """
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
@@ -58,7 +61,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
 
 
 def clear(directory: str | os.PathLike) -> dict[str, int]:
-  """Deletes `quarantine/`; returns the size in bytes of each removed entry, keyed by name."""
+  """Deletes `quarantine/`. Returns the size in bytes of each deleted entry, keyed by name."""
   sizes = files(directory, QUARANTINE)
   if sizes:
     shutil.rmtree(pathlib.Path(directory) / QUARANTINE)
@@ -66,7 +69,7 @@ def clear(directory: str | os.PathLike) -> dict[str, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-  """Returns text with the number of files and the first few names."""
+  """Returns a text with the number of files and the first few names."""
   more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
   count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
   return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'

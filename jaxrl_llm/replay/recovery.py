@@ -1,8 +1,8 @@
-"""Crash recovery: rolls the index back to the newest commit and accounts for the samples lost.
+"""Crash recovery: restores the index as of the newest commit, and records which samples were lost.
 
-Invariant: afterwards the index holds what it held at the commit, with one exception: samples that
-were not accepted by then are `void`, with reason `crash`, under the attempt that issued them. No
-sample's row is ever deleted.
+Invariant: after recovery, the index is as it was at the commit, with one exception: samples that
+were not accepted by then are `void`, with the reason `crash`, under the attempt (start of the run)
+that issued them. Rows of `samples` are never deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _UNDONE = {
   'duplicates': '',
   'open_segment': '',
 }
-"""Tables whose rows since the commit are deleted, each with a further condition on these rows."""
+"""Tables from which rows stamped since the commit are deleted. The value is a further SQL condition
+on the deleted rows.
+"""
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
 _REPEAT = f"""
@@ -31,22 +33,24 @@ UPDATE samples SET
   admitted = (SELECT t.step {_OF_SAMPLE} AND t.state = 'admitted'),
   uses = (SELECT count(*) {_OF_SAMPLE} AND t.state = 'trained')
 WHERE uid = ? AND attempt = ?"""
-"""Recomputes the columns of `samples` that repeat transitions, after transitions were deleted."""
+"""SQL statement that recomputes, after transitions were deleted, the columns of `samples` that
+follow from the transitions.
+"""
 
 
 def undo(
   db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int
 ) -> dict[str, int]:
-  """Undoes the changes stamped at or after `commit_step`, inside the caller's transaction.
+  """Undoes the changes stamped with `commit_step` or more, inside the caller's transaction.
 
-  Returns the number of rows deleted from each table, of samples moved back to the open segment
-  (`restored`), and of samples that became void (`void`).
+  Returns the number of rows deleted from each table, and the numbers of samples that were moved
+  back to the open segment (`restored`) and of samples that became void (`void`).
 
   Args:
     db: the index.
-    reader: reader of the segments whose seals are undone.
+    reader: reader of the sealed segments.
     commit_step: step of the newest commit.
-    attempt: the attempt that is starting; the processes of earlier ones have ended.
+    attempt: number of this start of the run. The processes of earlier starts have ended.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
@@ -59,8 +63,8 @@ def undo(
       f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)
     ).rowcount
   db.executemany(_REPEAT, moved)
-  # Samples issued after the commit, or before it but not accepted by then, are all at `issued`
-  # again; no live process works on them.
+  # Samples that were issued after the commit, or before it without being accepted by then, are now
+  # all in state `issued`. The processes that worked on them have ended.
   lost = db.execute(
     "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
   ).fetchall()
@@ -78,17 +82,20 @@ def undo(
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes seals: moves the bytes of samples accepted before the commit to the open segment."""
+  """Undoes the sealing of segments since the commit. The bytes of samples that were accepted before
+  the commit move back to the open segment. Returns the number of these samples.
+  """
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '
     'USING (name) '
-    # CROSS JOIN fixes the join order, so that the indexes are used
+    # CROSS JOIN fixes the order of the joins, so that SQLite uses the indexes.
     'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
     "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
     {'commit': commit_step},
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
-  for (name, row, *_), payload in zip(rows, payloads):  # verified, since the file is discarded
+  # The bytes are verified, because the file from which they are copied will no longer be used.
+  for (name, row, *_), payload in zip(rows, payloads):
     decode_row(payload, f'segment {name}, row {row}')
   db.executemany(
     'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',

@@ -1,8 +1,10 @@
-"""Sealed segments: immutable ArrayRecord files of one record per encoded sample, by (file, row).
+"""Sealed segments: immutable ArrayRecord files with one record per encoded sample.
 
-Invariant: a file under its final name is complete, was re-read byte for byte after it was closed,
-and is on disk with its directory entry. A writer that dies leaves at most a `.tmp` file
-(ArrayRecord cannot read a file without a footer).
+A sample is addressed by the name of its file and its row.
+
+Invariant: a file under its final name is complete, its content was compared with what was written,
+and both the file and its directory entry are on disk. A writer that dies leaves at most a `.tmp`
+file, which ArrayRecord cannot read because it has no footer.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ SUFFIX = '.arrayrecord'
 Ref = tuple[str, int]
 """Location of a sealed sample: (file name in the segments directory, row)."""
 
-_WRITER = 'group_size:1'  # one row per group, because random access decodes whole groups
+# ArrayRecord compresses groups of rows, and reading one row decodes its whole group.
+_WRITER = 'group_size:1'
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
-# raised by ArrayRecordReader for a bad file
+# Exceptions that ArrayRecordReader raises for a missing or damaged file.
 _UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)
 
 
@@ -37,7 +40,9 @@ class SegmentError(RunError):
 def write_segment(
   directory: str | os.PathLike, name: str, payloads: Sequence[bytes]
 ) -> pathlib.Path:
-  """Writes `directory/name`, replacing a leftover ; on return complete, verified and durable."""
+  """Writes the segment `directory/name`, and replaces a file of that name. When the function
+  returns, the file is complete, verified and on disk.
+  """
   path = pathlib.Path(directory) / name
   temporary = path.with_name(path.name + '.tmp')
   try:
@@ -75,9 +80,10 @@ def _first_line(error: Exception) -> str:
 
 
 class SegmentReader:
-  """Random access to sealed rows, thread-safe; keeps the most recently used files open.
+  """Random access to the rows of sealed segments.
 
-  A pickle holds only the directory.
+  The reader is thread-safe and keeps the most recently used files open. When it is pickled, only
+  the directory is stored.
   """
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
@@ -87,7 +93,9 @@ class SegmentReader:
     self._lock = threading.Lock()
 
   def read(self, refs: Sequence[Ref]) -> list[Sample]:
-    """Reads the samples at `refs`, in that order. Raises SegmentError if a row is not as sealed."""
+    """Reads the samples at `refs`, in that order. Raises SegmentError if a row cannot be read or is
+    not a sample.
+    """
     payloads = self.read_bytes(refs)
     return [
       decode_row(payload, f'segment {self._directory / name}, row {row}')
@@ -142,13 +150,13 @@ class SegmentReader:
 
 
 def _close(reader: ArrayRecordReader) -> None:
-  # closing a damaged file repeats the error that its read raised
+  # For a damaged file, close() raises the same error again that reading raised.
   with contextlib.suppress(RuntimeError):
     reader.close()
 
 
 def decode_row(payload: bytes, where: str) -> Sample:
-  """Decodes a sample; raises a SegmentError that names `where` if the bytes are not a sample."""
+  """Decodes a sample. If the bytes are not a sample, raises a SegmentError that names `where`."""
   try:
     return decode(payload)
   except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -156,12 +164,14 @@ def decode_row(payload: bytes, where: str) -> Sample:
 
 
 def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
-  """Returns a reader of `<workdir>/replay/segments`; files open on first read and stay open."""
+  """Returns a reader of `directory`, usually `<workdir>/replay/segments`. Files are opened when
+  they are first read.
+  """
   return SegmentReader(directory)
 
 
 class SegmentSource:
-  """Random-access source (`len`, `[i]`) of the samples at fixed refs, for Grain."""
+  """Data source for Grain, with random access (`len`, `[i]`) to the samples at the given refs."""
 
   def __init__(self, reader: SegmentReader, refs: Sequence[Ref]):
     self._reader = reader

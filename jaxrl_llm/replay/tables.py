@@ -1,4 +1,4 @@
-"""Schema of the index: sample states, permitted transitions, and tables."""
+"""Schema of the store's index: states of samples, permitted transitions, and tables."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ QUARANTINE = 'quarantine'
 
 class State(enum.StrEnum):
   ISSUED = 'issued'
-  """Requested from an engine; has no bytes yet."""
+  """The sample is about to be requested from an engine, or was requested. It has no bytes yet."""
   STORED = 'stored'
-  """Generated; its bytes are stored durably."""
+  """The sample was generated, and its bytes are stored durably."""
   ADMITTED = 'admitted'
-  """Scored and processed: can be drawn for training."""
+  """The sample was scored and processed, and can be drawn for training."""
   TRAINED = 'trained'
   DROPPED = 'dropped'
   EXPIRED = 'expired'
   VOID = 'void'
-  """Lost with the process that worked on it."""
+  """The sample was lost, because the process that worked on it ended before accepting a result."""
 
 
 LIVE = (State.ISSUED, State.STORED, State.ADMITTED)
@@ -42,12 +42,15 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""States from which each state can be entered. `max_uses` limits the batches that use a sample."""
+"""For each state, the states from which a sample can enter it. The transition from trained to
+trained is a further use, of which `max_uses` limits the number.
+"""
 
 Partition = Literal['usual', 'expert']
-"""usual: samples of the policy. expert: static rows that joined a batch, without stored bytes.
+"""usual: samples of the policy. expert: rows of static data that joined a batch, whose bytes are
+not in the store.
 
-The third partition, taskset, has no samples: it is the table `tasks` of attempted tasks.
+The third partition, taskset, has no samples. It is the table `tasks`, which lists attempted tasks.
 """
 _EXPERT_BEFORE = {
   State.ADMITTED: (State.ISSUED,),
@@ -61,10 +64,12 @@ def may_become(partition: Partition, before: State, after: State) -> bool:
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
-# A blank line ends a statement. Rows of `samples` are in order of issue. Their columns after
-# `state` summarise the transitions, so that a draw need not read the history: changed and last are
-# step and seq of the last transition, admitted is the step of the admission, uses the number of
-# transitions to `trained`. Triggers maintain `tallies`, since counting 10^6 samples takes a scan.
+# A blank line ends a statement. Rows of `samples` are in order of issue. The columns after `state`
+# follow from the transitions and are kept so that a draw need not read the transitions: `changed`
+# and `last` are the step and seq of the last transition, `admitted` is the step of the transition
+# to `admitted`, and `uses` is the number of transitions to `trained`. `tallies` has the number of
+# samples per partition and state. Triggers keep it up to date, because counting would scan the
+# whole table.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -149,7 +154,9 @@ CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Issue:
-  """A sample about to be requested. The resulting Sample has the same group, task and visit."""
+  """A sample that is about to be requested. The Sample that results from it must have the same
+  group, task and visit.
+  """
 
   uid: str
   group_id: str
@@ -159,7 +166,9 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """Index row of a sample's newest attempt. A tuple for speed, as one is made per change."""
+  """Index row of a sample, as issued by the newest start of the run (attempt) that issued it. It is
+  a tuple because one is created for every change, which must be fast.
+  """
 
   uid: str
   attempt: int
@@ -168,16 +177,18 @@ class Entry(NamedTuple):
   visit: int
   partition: Partition
   version: int | None
-  """Step of the oldest weights that generated it; None until accepted, and for expert rows."""
+  """Step of the oldest weights that generated any part of the sample. None for expert rows, and
+  until the sample is accepted.
+  """
   step: int
-  """Number of completed batches when it was issued."""
+  """Number of batches that were completed when the sample was issued."""
   uses: int
-  """Number of batches that trained on it."""
+  """Number of batches that trained on the sample."""
   state: State
   changed: int
-  """Stamp of its last transition."""
+  """Number of batches that were completed at the sample's last transition."""
   last: int
-  """Sequence number of its last transition; later changes have larger ones."""
+  """Sequence number of the sample's last transition. Later transitions have larger numbers."""
 
 
 _STATES = {str(state): state for state in State}
@@ -193,7 +204,9 @@ def entry_of(row: tuple) -> Entry:
 
 
 def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]) -> range:
-  """Appends transitions (step, attempt, uid, state, reason); returns their sequence numbers."""
+  """Appends rows (step, attempt, uid, state, reason) to `transitions`. Returns their sequence
+  numbers.
+  """
   (last,) = db.execute('SELECT coalesce(max(seq), 0) FROM transitions').fetchone()
   seqs = range(last + 1, last + 1 + len(rows))
   db.executemany(
@@ -203,7 +216,11 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Creates missing tables, names an unnamed store and reserves the attempt, in one transaction."""
+  """Prepares a store for a start of the run, in one transaction, and returns the start's number.
+
+  Creates the tables of a new store, and gives the store a name if it has none. Raises UserError if
+  the store has another schema or another `max_uses`, or if the attempt has already run.
+  """
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
     for statement in TABLES.split('\n\n'):

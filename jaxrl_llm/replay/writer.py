@@ -1,4 +1,4 @@
-"""Changes to the store, stamped with the number of batches complete when they happened."""
+"""Changes to the store, each stamped with the number of batches completed when it happened."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _ISSUE = (
 
 
 class StepWriter:
-  """Changes the store at one step, the number of completed batches; created by `ReplayStore.at`.
+  """Changes the store at one step, which is the number of completed batches.
 
-  Methods take uids; a uid stands for the row of its newest attempt. If a uid is unknown, or its
-  state does not permit the change, the call raises ValueError and changes nothing.
+  Writers are created by `ReplayStore.at`. If a sample was issued in several starts of the run
+  (attempts), its uid stands for the newest. If a uid is unknown, or the state of the sample does
+  not permit the change, a method raises ValueError and changes nothing.
   """
 
   def __init__(self, connection: Connection, step: int):
@@ -34,8 +35,8 @@ class StepWriter:
     self._db, self._attempt, self._max_uses = connection.db, connection.attempt, connection.max_uses
 
   def issue(self, rows: Sequence[Issue]) -> None:
-    """Records samples about to be requested. A uid can be issued again only if its earlier sample
-    is void.
+    """Records samples that are about to be requested. A uid that was issued before can be issued
+    again only if the earlier sample is void.
     """
     with self._connection.transaction():
       known = self._connection.entries([row.uid for row in rows], missing='skip')
@@ -47,8 +48,8 @@ class StepWriter:
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Stores tasks (prompt, truth, media) in the taskset partition. Stored tasks never change, even
-    after a crash.
+    """Stores tasks with prompt, truth and media in the taskset partition. A task that is already
+    stored stays as it is, and recovery after a crash does not remove it.
     """
 
     def content(task):
@@ -66,9 +67,11 @@ class StepWriter:
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue]) -> None:
-    """Records rows of static data that join a batch: issued and at once admitted, without bytes.
+    """Records rows of static data that join a batch. They are issued and admitted at once, and have
+    no bytes in the store.
 
-    Existing rows stay as they are, since static data repeat; `max_uses` does not apply to them.
+    Static data may join several batches, so a row that is already recorded stays as it is.
+    `max_uses` does not apply to these rows.
     """
     with self._connection.transaction():
       known = self._connection.entries([row.uid for row in rows], missing='skip')
@@ -88,8 +91,8 @@ class StepWriter:
       self._insert(new, 'expert', State.ADMITTED)
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Accepts results; returns the accepted uids. A result for a sample no longer `issued` is not
-    accepted, only counted as a duplicate.
+    """Accepts generated samples and returns the accepted uids. If a sample is no longer in state
+    `issued`, the result is not accepted and only counted as a duplicate.
     """
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
@@ -126,7 +129,7 @@ class StepWriter:
     return list(accepted)
 
   def score(self, scores: Sequence[Score]) -> None:
-    """Appends scores of accepted samples."""
+    """Records scores of accepted samples."""
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in scores))
       rows = []
@@ -163,7 +166,11 @@ class StepWriter:
       )
 
   def derive(self, rows: Sequence[tuple[str, str, Json]]) -> None:
-    """Appends (uid, operator, JSON) rows: values that operators derived from accepted samples."""
+    """Records values that operators, such as processors, derived from accepted samples.
+
+    Args:
+      rows: (uid, operator name, JSON value) of each value.
+    """
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(uid for uid, *_ in rows))
       for entry in known.values():
@@ -192,15 +199,17 @@ class StepWriter:
       self._move(uids, State.EXPIRED, '')
 
   def evict(self, *, before_version: int | None, capacity: int | None) -> dict[str, int]:
-    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond capacity.
+    """Expires groups that wait to be drawn: first those of old versions, then the oldest of the
+    remaining groups if they exceed the capacity.
 
-    A group expires whole or not at all. It stays if any of its samples was trained on, was sealed
-    (drawn by a batch) or is not admitted yet; such groups do not count towards the capacity.
+    A group expires as a whole or not at all. It cannot expire if any of its samples was trained on,
+    was sealed (because a batch drew it) or is not admitted yet. Such groups do not count towards
+    the capacity either.
 
     Args:
-      before_version: groups of an older version expire; None: no age limit.
-      capacity: maximum number of groups to keep, the newest by version and admission; None:
-        unlimited.
+      before_version: groups of a version older than this expire. If None, age does not matter.
+      capacity: maximum number of groups to keep. The newest by version and admission are kept. If
+        None, the number is unlimited.
 
     Returns:
       Number of expired samples, keyed by reason: 'version' or 'capacity'.
@@ -214,8 +223,8 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals admitted samples: moves those still in the open segment to a new sealed segment.
-    Returns the places of all the samples, keyed by uid.
+    """Seals samples that are admitted or trained. Those that are still in the open segment move to
+    a new sealed segment. Returns the file and row of each of the given samples, keyed by uid.
     """
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
@@ -256,9 +265,10 @@ class StepWriter:
       return {uid: refs[uid] for uid in uids}
 
   def trained(self, uids: Sequence[str]) -> None:
-    """Records that one batch trained on these samples.
+    """Records that the batch of this step trained on these samples.
 
-    Each must be an expert row, or a sealed sample that fewer than `max_uses` batches have used.
+    Each sample must be an expert row, or sealed and trained on by fewer than `max_uses` batches
+    before.
     """
     with self._connection.transaction():
       refs = self._connection.places(uids)
@@ -283,7 +293,8 @@ class StepWriter:
       )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
-    """Inserts new samples as issued and, if `state` is another state, moves them there at once."""
+    """Inserts new samples as `issued` and, if `state` is another state, moves them to it at once.
+    """
     for row in rows:
       if row.partition != partition:
         raise ValueError(f'{row.uid}: partition {row.partition!r}, wanted {partition!r}')
