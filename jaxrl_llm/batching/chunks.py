@@ -1,4 +1,4 @@
-"""Arrays of a packed micro-batch."""
+"""Arrays of a micro-batch, whose sequences are packed into chunks of fixed length."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo
-"""An array on the devices or the host, or only its shape when a program is traced or compiled."""
+"""An array on the devices or on the host or, while a program is traced or compiled, its shape only.
+"""
 
 
 @flax.struct.dataclass
 class Chunks:
-  """One micro-batch on the device (several: leading axis `micro`): sequences packed into chunks."""
+  """One micro-batch, or several if the arrays have the leading axis `micro`.
+
+  Several sequences share a chunk, where each sequence is called a segment.
+  """
 
   tokens: Int[Leaf, '*micro chunks time']
   positions: Int[Leaf, '*micro chunks time']
-  """Position in the token's segment, from 0."""
+  """Position of the token in its segment, counted from 0."""
   segment_ids: Int[Leaf, '*micro chunks time']
-  """Number of the token's segment within its chunk, from 1; 0: padding."""
+  """Number of the token's segment within its chunk, counted from 1; 0 for padding."""
   loss_mask: Bool[Leaf, '*micro chunks time']
-  """Tokens that are trained on."""
+  """Whether the token is trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens whose logprobs are reported: all in a sample's loss_mask, even in rows without loss."""
+  """Whether the logprob of the token is reported. This is so for all tokens in the loss mask of a
+  stored sample, even if the sample is left out of the loss.
+  """
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
-  """Logprobs under the sampler."""
+  """Logprobs under the policy that sampled the tokens."""
   proximal_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the policy before the batch."""
   reference_logprobs: Float[Leaf, '*micro chunks time']
-  """Logprobs under the reference; 0 if no reference is read."""
+  """Logprobs under the reference model; 0 if the algorithm does not read them."""
   advantages: Float[Leaf, '*micro chunks time']
   values: Float[Leaf, '*micro chunks time']
   """Critic values before the batch; 0 without a critic."""
@@ -38,13 +44,15 @@ class Chunks:
   """Regression targets of the critic; 0 without a critic."""
   temperature: Float[Leaf, '*micro chunks segments']
   pair: Int[Leaf, '*micro chunks segments']
-  """Number of the preference pair in its micro-batch, from 1; 0: no pair."""
+  """Number of the segment's preference pair within the micro-batch, counted from 1; 0 if the
+  segment is in no pair.
+  """
   label: Float[Leaf, '*micro chunks segments']
-  """Role in the pair: 1 chosen, -1 rejected; 0: no pair."""
+  """Role of the segment in its pair: 1 for chosen, -1 for rejected, 0 if it is in no pair."""
 
   @property
   def segments(self) -> int:
-    """Upper bound on segments per chunk."""
+    """Upper bound on the number of segments per chunk."""
     return self.label.shape[-1]
 
 
@@ -69,7 +77,13 @@ _PER_SEGMENT = frozenset({'temperature', 'pair', 'label'})
 
 
 def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns shape and dtype of each `Chunks` field, given the axes before `time` or `segments`."""
+  """Returns the shape and dtype of each field of `Chunks`, keyed by field.
+
+  Args:
+    leading: sizes of the axes before the last one.
+    time: size of the axis `time`.
+    segments: size of the axis `segments`.
+  """
 
   def width(name):
     return segments if name in _PER_SEGMENT else time

@@ -1,13 +1,15 @@
 """Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by length.
 
-Invariants: every row is placed exactly once and whole; rows of one unit share optimizer step, rank
-and micro-batch; every rank has the same number of chunks in every micro-batch. Pure and
-deterministic: every process that packs the same lengths gets the same placements.
+A unit is a set of rows that must stay together: a single sequence, a preference pair, or a group
+that a loss couples.
 
-A unit is a set of rows that stay together: a single sequence, a preference pair, or a group that a
-loss couples. Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort the sequences by length,
-distribute them over data-parallel ranks, and best-fit each rank's into chunks of fixed length,
-equally many on every rank.
+Invariants: every row is placed exactly once, and as a whole. The rows of a unit are in the same
+optimizer step, rank and micro-batch. Every rank has the same number of chunks in every micro-batch.
+Packing is a pure function, so every process that packs the same lengths gets the same result.
+
+The method is that of DeepSeek-R1 (arXiv:2501.12948v2, B.1). The sequences are sorted by length and
+distributed over the data-parallel ranks. On each rank, a best-fit strategy packs them into chunks
+of fixed length, and all ranks have equally many chunks.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ class Packing:
 
   ranks: int
   chunks: int
-  """Chunks per rank and micro-batch: rank r owns chunks [r * chunks, (r + 1) * chunks)."""
+  """Number of chunks per rank and micro-batch. Rank r has the chunks from r * chunks to
+  (r + 1) * chunks - 1.
+  """
   chunk_len: int
+  """Number of tokens per chunk."""
   micro_batches: int
-  """At least one."""
+  """Number of micro-batches, at least 1."""
   length: Int32[np.ndarray, 'rows']
   micro_batch: Int32[np.ndarray, 'rows']
   chunk: Int32[np.ndarray, 'rows']
-  """Chunk index in the micro-batch, across all ranks."""
+  """Index of the row's chunk in the micro-batch, counted over all ranks."""
   offset: Int32[np.ndarray, 'rows']
-  """Position in the chunk of the row's first token."""
+  """Position of the row's first token in the chunk."""
   segment: Int32[np.ndarray, 'rows']
-  """1-based index of the row in its chunk, by offset; 0 is padding."""
+  """Number of the row in its chunk, counted from 1 by offset. In segment ids, 0 stands for padding.
+  """
 
   @property
   def tokens(self) -> int:
@@ -53,18 +59,19 @@ class Packing:
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
-  """Distributes units over optimizer steps by a seeded permutation; counts differ by at most one.
+  """Distributes units over optimizer steps at random. The numbers of units per step differ by at
+  most 1.
 
-  Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very
-  different mean lengths, which is a different algorithm.
+  Units must be dealt before any sorting by length: if a sorted batch were split, the minibatches
+  would have very different mean lengths, which would change the algorithm.
 
   Args:
     units: row numbers of each unit.
     steps: number of optimizer steps, at most the number of units.
-    seed: determines the permutation, together with the number of units.
+    seed: seed of the permutation.
 
   Returns:
-    For each optimizer step, its *unit* numbers (indices into `units`), in permuted order.
+    For each optimizer step, the indices of its units in `units`, in permuted order.
   """
   if not 0 < steps <= len(units):
     raise UserError(
@@ -91,7 +98,8 @@ def pack(
 
   Args:
     lengths: number of tokens of each row.
-    units: row numbers of each unit, every row in exactly one; None: every row is its own unit.
+    units: row numbers of each unit. Every row is in exactly one unit. If None, every row is a unit
+      of its own.
     ranks: data-parallel ranks.
     chunks: chunks per rank and micro-batch.
     chunk_len: tokens per chunk.
@@ -140,10 +148,11 @@ def _check(
 
 
 def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list[list[int]]:
-  """Assigns units to ranks, longest first, in rounds of one per rank; the least loaded picks first.
+  """Assigns units to ranks, starting with the longest. In each round every rank gets one unit, and
+  the rank with the fewest tokens gets the longest unit of the round.
 
-  The first two rounds give snake order (ranks forwards, then backwards); later rounds keep
-  levelling the loads, which would drift apart in snake order.
+  In the first two rounds this is the snake order (ranks forwards, then backwards). In later rounds
+  it keeps the ranks' numbers of tokens close, whereas in snake order they would drift apart.
   """
   owned: list[list[int]] = [[] for _ in range(ranks)]
   loads = [0] * ranks
@@ -156,7 +165,10 @@ def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list
 
 
 class _RankBins:
-  """One rank's chunks, filled best-fit; chunk c belongs to micro-batch c // chunks."""
+  """Chunks of one rank. Each row is put into the fullest chunk that has room for it (best fit).
+
+  Chunk c belongs to the micro-batch c // chunks.
+  """
 
   def __init__(self, chunks: int, chunk_len: int):
     self.chunks, self.chunk_len = chunks, chunk_len
@@ -164,10 +176,12 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of all chunks so far, sorted: the first with enough room fits best."""
+    """(free tokens, chunk) of all chunks so far, sorted. The first one with enough free tokens is
+    the fullest one with room.
+    """
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-    """Places one unit, its rows sorted longest first."""
+    """Places one unit. Its rows must be sorted by length, longest first."""
     if len(rows) == 1:
       at = bisect.bisect_left(self._by_free, (lengths[rows[0]], -1))
       if at == len(self._by_free):
@@ -179,7 +193,9 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """Returns each row's chunk: in the fullest micro-batch with room for all, else in a new one."""
+    """Returns the chunk of each row of a unit. All are in the fullest micro-batch that has room for
+    the unit, or in a new micro-batch if none has.
+    """
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}
     for frees in free.values():
@@ -222,7 +238,15 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fits sizes (descending) into `free`; returns indices of `free`; None if one cannot fit."""
+  """Puts each size into the smallest of the free spaces that is large enough.
+
+  Args:
+    wanted: sizes, in descending order.
+    free: free spaces, which shrink as sizes are put into them.
+
+  Returns:
+    The index in `free` for each size, or None if a size does not fit.
+  """
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

@@ -1,7 +1,8 @@
-"""Step plans: rows and decisions of a training step, made by process 0, sent to all, replayable.
+"""Step plans: the rows and decisions of a training step.
 
-Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is
-derived where needed instead of being sent.
+Process 0 makes the plan of a step, broadcasts it to all processes and records it, so that the step
+can be replayed. Everything else about the step (packing, advantages, shapes) follows from the plan,
+so each process derives it.
 """
 
 from __future__ import annotations
@@ -19,46 +20,55 @@ from jaxrl_llm.core.types import Json
 _DRAWS = 16
 """Number of optimizer steps drawn at random to choose the chunks per micro-batch."""
 _KEPT = 0.97
-"""Minimum utilisation, relative to that with the fewest possible chunks per micro-batch."""
+"""Minimum fraction of token slots in use, relative to that with the fewest possible chunks per
+micro-batch.
+"""
 
 
 _ABSENT: Mapping[str, Json] = {'version_step': -1, 'trajectory': '', 'pair': '', 'label': 0}
-"""Value that files hold in place of None, keyed by field of Row."""
+"""Value that stands for None in files, keyed by field of Row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """One sequence of a batch, by reference: the tokens stay in the file."""
+  """One sequence of a batch. The row names a record in a file, but does not contain its tokens."""
 
   uid: str
   source: str
-  """ArrayRecord file, relative to the run directory."""
+  """Path of the ArrayRecord file, relative to the run directory."""
   index: int
-  """Record index in that file."""
+  """Index of the record in that file."""
   length: int
   prompt_len: int
   group: str
   reward: float | None
-  """None: unscorable, or not a rollout."""
+  """Reward; None if the sequence is unscorable or is not a rollout."""
   is_expert: bool
   truncated: bool
   """Whether the length limit ended the sequence."""
   version_step: int | None
-  """Step of the oldest policy version that sampled any of its tokens; None: not of this run."""
+  """Step of the oldest policy version that sampled any of the row's tokens. None if the tokens were
+  not sampled by this run.
+  """
   correct: bool | None = None
-  """Correctness by the taskset's own measure; None: unknown, or not a rollout."""
+  """Whether the completion is correct by the taskset's own measure. None if this is unknown or the
+  sequence is not a rollout.
+  """
   turn_rewards: tuple[float, ...] = ()
-  """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
+  """Rewards of the turns, in addition to `reward`. Each is credited at the last token of its turn.
+  """
   trajectory: str | None = None
-  """Id shared by the rows of one trajectory recorded step by step; None: it has only one row."""
+  """Id of the row's trajectory, if each step of the trajectory is a row of its own. None if the
+  whole trajectory is this row.
+  """
   step_index: int = 0
   """Index of the row's step in its trajectory."""
   masked: bool = False
   """Whether the row is not trained on, although it counts in its group's baseline."""
   pair: str | None = None
-  """Id of the row's preference pair."""
+  """Id of the row's preference pair; None if it is in no pair."""
   label: Literal[1, -1] | None = None
-  """Role in the pair: 1 chosen, -1 rejected."""
+  """Role in the pair: 1 for chosen, -1 for rejected. None if the row is in no pair."""
 
   def to_json(self) -> dict[str, Json]:
     row = dataclasses.asdict(self)
@@ -72,27 +82,33 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-  """One step: its rows, their split into optimizer steps, and the actions besides the update."""
+  """Plan of one step: its rows, how they are split into optimizer steps, and whether the step
+  evaluates, commits or ends the run.
+  """
 
   step: int
-  """Completed batches before this one."""
+  """Number of batches completed before this one."""
   stage: str
   rows: tuple[Row, ...] = ()
   optimizer_steps: tuple[tuple[int, ...], ...] = ()
-  """Row numbers of each optimizer step, in order; each further epoch splits the same rows again."""
+  """Row numbers of each optimizer step, in the order of the steps. Each epoch contains every row
+  once.
+  """
   proximal: bool = False
   """Whether a forward pass computes the proximal logprobs before the update."""
   proximal_reason: str = ''
-  """Reason for that pass; empty without one."""
+  """Reason for this forward pass; empty if there is none."""
   held_out: tuple[Row, ...] = ()
-  """Rows on which to measure the policy after the update, if the step ends with an evaluation."""
+  """Rows on which the policy is measured after the update. Empty unless the step evaluates."""
   evaluate: bool = False
   commit: bool = False
   commit_by_clock: bool = False
   stop: int = 0
-  """Signal that ends the run after a commit of the completed batches (plan without rows), or 0."""
+  """Number of the signal that ends the run, or 0. If it is not 0, the plan has no rows, and the
+  completed batches are committed before the run ends.
+  """
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
-  """Counters from collecting the batch: dropped samples and groups, keyed by reason."""
+  """Counters of what happened while the batch was collected, such as samples dropped, by reason."""
 
   def to_json(self) -> Json:
     rows, held_out = ([row.to_json() for row in part] for part in (self.rows, self.held_out))
@@ -111,28 +127,29 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`. Each program
-  compiles once for it.
+  """Shape of the arrays of all steps of a stage: `[micro_batches, ranks * chunks, chunk_len]`.
+
+  Since the shape does not change between steps, each program is compiled only once.
   """
 
   ranks: int
-  """Data-parallel ranks."""
+  """Number of data-parallel ranks."""
   chunks: int
-  """Chunks per rank and micro-batch."""
+  """Number of chunks per rank and micro-batch."""
   chunk_len: int
-  """Tokens per chunk."""
+  """Number of tokens per chunk."""
   micro_batches: int
-  """Upper bound on micro-batches; the number in use may change without recompilation."""
+  """Upper bound on the number of micro-batches. A step may use fewer without recompilation."""
   segments: int
-  """Upper bound on sequences per chunk."""
+  """Upper bound on the number of sequences per chunk."""
 
   @property
   def total_chunks(self) -> int:
-    """Chunks per micro-batch, over all ranks."""
+    """Number of chunks per micro-batch, over all ranks."""
     return self.ranks * self.chunks
 
   def pack(self, lengths: Sequence[int], units: Sequence[Sequence[int]] | None = None) -> Packing:
-    """Packs the rows of one optimizer step, see `packing.pack`."""
+    """Packs the rows of one optimizer step; see `packing.pack`."""
     return pack(
       lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len
     )
@@ -141,15 +158,18 @@ class Shape:
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
 ) -> Shape:
-  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even if each
-  chunk holds only one.
+  """Returns a shape into which any `rows` sequences of at most `chunk_len` tokens fit, even if each
+  of them needs a chunk of its own.
 
   Args:
-    chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch
-      would be too empty.
-    unit: sequences that stay together (2 for pairs).
-    lengths: lengths of the stage's sequences, or of a sample of them; those of a unit are adjacent.
-      Empty: unknown.
+    rows: maximum number of sequences per optimizer step.
+    ranks: number of data-parallel ranks.
+    chunks: maximum number of chunks per rank and micro-batch. The shape has fewer if `lengths` show
+      that too much of the last micro-batch would be empty.
+    chunk_len: number of tokens per chunk.
+    unit: number of sequences that must stay together (2 for preference pairs, otherwise 1).
+    lengths: lengths of the stage's sequences, or of a sample of them. The lengths of a unit's
+      sequences are adjacent. Empty if the lengths are unknown.
   """
   if chunks < unit:
     raise UserError(
@@ -173,11 +193,13 @@ def plan_shape(
 def _plan_chunks(
   lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int
 ) -> int:
-  """Returns the largest number of chunks per micro-batch that keeps every drawn step well utilised.
+  """Returns the largest number of chunks per micro-batch, up to `most`, with good utilisation.
 
-  Well utilised: at least `_KEPT` of the best utilisation. A rank's chunks are rounded up to whole
-  micro-batches, so half a micro-batch is empty on average: a large share if a step has few of them.
-  Fewer chunks per micro-batch waste less, but give a device less work at a time.
+  Utilisation is the fraction of token slots in use. It is good if, in each of `_DRAWS` optimizer
+  steps drawn at random, it is at least `_KEPT` of that with the fewest possible chunks per
+  micro-batch. A rank's chunks are rounded up to whole micro-batches, so that on average half a
+  micro-batch is empty, which matters if a step has few micro-batches. Smaller micro-batches waste
+  less, but give a device less work at a time.
   """
   groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
   count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))
@@ -201,11 +223,10 @@ def _plan_chunks(
 
 
 def units_of(rows: Sequence[Row]) -> list[list[int]]:
-  """Row numbers of each unit: the rows of a preference pair, or a single row."""
+  """Returns the row numbers of each unit, which is a preference pair or a single row."""
   units: dict[str, list[int]] = {}
   for i, row in enumerate(rows):
-    # A pair's id is made of sample names and never ends in '/', so it differs from the key of a
-    # single row.
+    # The key of a single row ends in '/'. The id of a pair never does, so the keys cannot collide.
     units.setdefault(row.pair or f'{i}/', []).append(i)
   return list(units.values())
 
@@ -213,16 +234,17 @@ def units_of(rows: Sequence[Row]) -> list[list[int]]:
 def deal_rows(
   rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
-  """Splits rows into `minibatches` optimizer steps per epoch, each by its own seeded permutation.
+  """Splits rows at random into `minibatches` optimizer steps per epoch, differently in each epoch.
 
-  Expert rows and the others are split separately, so that each step has its share of both; pairs
-  stay together.
+  Expert rows and other rows are split separately, so that each optimizer step has its share of
+  both. The rows of a preference pair stay together.
   """
   units = units_of(rows)
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
-    # Not seed + epoch: the second epoch of one batch would be split like the first of the next.
+    # With seed + epoch, the second epoch of a batch would be split like the first of the next
+    # batch.
     dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
     for number in range(minibatches):
       parts = [
@@ -233,8 +255,8 @@ def deal_rows(
 
 
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
-  """Packs the plan's optimizer step `number`; the packing numbers rows as in
-  `plan.optimizer_steps[number]`.
+  """Packs the rows of the plan's optimizer step `number`. Row i of the packing is the row
+  `plan.optimizer_steps[number][i]` of the plan.
   """
   rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
   return shape.pack([row.length for row in rows], units_of(rows))

@@ -1,7 +1,8 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
-Each process reads only the rows that its own devices hold. Host arrays are newly allocated for
-every step: JAX may alias them, so a buffer must not be written after it was handed over.
+Each process reads only the rows that are placed on its own devices. Arrays on the host are newly
+allocated for every step and never modified once JAX has them, because JAX may use their memory
+instead of a copy.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
-# Otherwise Grain adds advice on its own traceback filtering to one-line errors.
+# Without this setting, Grain appends advice on its traceback filtering to the run's error messages.
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 
 class PackedStep(NamedTuple):
-  """One optimizer step on the devices."""
+  """Packed rows of one optimizer step, on the devices."""
 
   chunks: Chunks
   packing: Packing
   rows: tuple[int, ...]
-  """Plan row number of each row of the packing."""
+  """For each row of the packing, its row number in the plan."""
   grid: Grid
-  """The part of the step's arrays that this process's devices hold."""
+  """The part of the step's arrays that is on this process's devices."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
-  """The loss mask of this process's part of the arrays, on the host."""
+  """Host copy of the loss mask, for this process's part of the arrays."""
 
   @property
   def used(self) -> np.int32:
@@ -52,11 +53,11 @@ Column = (
   Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']]
   | Float64[np.ndarray, 'rows']
 )
-"""For each row of a plan, one value for all its tokens or one value per token."""
+"""Values for each row of a plan: either one value for all tokens of the row, or one per token."""
 
 
 class _PlannedRows:
-  """Grain data source of the rows of one plan that this process needs, read by reference."""
+  """Grain data source with the samples of those rows of a plan that this process needs."""
 
   def __init__(self, reader: SegmentReader, rows: Sequence[Row]):
     self._reader, self._rows = reader, rows
@@ -77,14 +78,17 @@ class _PlannedRows:
 
 
 class RowLoader:
-  """Loads the rows of a StepPlan; `workdir` is the run directory, shared by all processes."""
+  """Loads the rows of step plans. `workdir` is the run directory, which all processes can read."""
 
   def __init__(self, workdir: pathlib.Path, mesh: Mesh):
     self._reader = SegmentReader(workdir)
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Loads and packs the plan's optimizer step `number` onto the devices; annotated fields: 0."""
+    """Packs the rows of the plan's optimizer step `number`, and loads them onto the devices.
+
+    The fields that forward passes or the annotation fill later, such as advantages, are 0.
+    """
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -110,12 +114,14 @@ class RowLoader:
   def fill(
     self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']
   ) -> PackedStep:
-    """Returns the step with the annotated columns filled in.
+    """Returns the step with the given fields of its chunks filled in.
 
     Args:
-      columns: one entry per row of the plan, keyed by field of Chunks; tokens outside the loss_mask
-        get 0.
-      in_loss: one flag per row of the plan; False clears the row's loss_mask.
+      step: the step, as returned by `load`.
+      columns: values to fill in, keyed by field of Chunks, with one entry per row of the plan.
+        Tokens outside the loss mask get 0.
+      in_loss: whether each row of the plan is in the loss. If False, the row's loss mask is
+      cleared.
     """
     mask = step.loss_mask.copy()
     for i in step.grid.local:
@@ -132,7 +138,9 @@ class RowLoader:
 
 
 def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
-  """Pair number of each row of the step, counted from 1 in each micro-batch; 0: not in a pair."""
+  """Returns the pair number of each row of an optimizer step, or 0 if the row is in no pair. Pairs
+  are counted from 1 in each micro-batch.
+  """
   known: dict[tuple[int, str | None], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   pairs = []
@@ -151,15 +159,18 @@ def _check_finite(name: str, array: Float[np.ndarray, 'micro columns _']) -> Non
 
 
 class Grid(NamedTuple):
-  """Part of a step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
+  """The part of a step's `[micro_batches, chunks, ...]` arrays that is on this process's devices.
+
+  Local arrays have only this part. Their second axis consists of columns, one per local chunk.
+  """
 
   packing: Packing
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Column of each local chunk in the local arrays, keyed by chunk number."""
+  """Column of each local chunk, keyed by chunk number."""
   local: tuple[int, ...]
-  """Rows of the packing that this process holds."""
+  """Rows of the packing that are in local chunks."""
   sharding: NamedSharding
 
   @classmethod
@@ -186,12 +197,12 @@ class Grid(NamedTuple):
     return Chunks(**{name: self.place(array) for name, array in arrays.items()})
 
   def tokens(self, i: int) -> tuple[int, int, slice]:
-    """Index of row `i`'s tokens in a local per-token array."""
+    """Returns the index of the tokens of row `i` in a local array with one value per token."""
     start = int(self.packing.offset[i])
     return (*self._chunk(i), slice(start, start + int(self.packing.length[i])))
 
   def segment(self, i: int) -> tuple[int, int, int]:
-    """Index of row `i` in a local per-segment array."""
+    """Returns the index of row `i` in a local array with one value per segment."""
     return (*self._chunk(i), int(self.packing.segment[i]) - 1)
 
   def _chunk(self, i: int) -> tuple[int, int]:
@@ -215,7 +226,9 @@ class Grid(NamedTuple):
 def unpack(
   values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep
 ) -> dict[int, Shaped[np.ndarray, '_']]:
-  """Splits packed per-token values into one array per row, keyed by row number of the plan."""
+  """Splits a packed array, with one value per token, into one array per row. The result is keyed by
+  the row's number in the plan.
+  """
   packing = step.packing
   places = zip(packing.micro_batch, packing.chunk, packing.offset, packing.offset + packing.length)
   return {

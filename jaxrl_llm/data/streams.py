@@ -1,4 +1,4 @@
-"""Streams of static rows: shuffled, repeated, and resumed exactly from a checkpointed position."""
+"""Streams of rows of static data: shuffled, repeated, and exactly resumable at a saved position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowStream:
       source: the file, relative to `workdir`.
       rows: number of rows per `next()`.
       seed: shuffle seed. The order of rows depends only on the epoch and the seed.
-      unit: number of consecutive records that stay together (2 for pairs).
+      unit: number of consecutive records that must stay together (2 for pairs, otherwise 1).
     """
     self._units = rows // unit
     dataset = grain.MapDataset.source(_Units(workdir, source, unit)).shuffle(seed=seed).repeat(None)
@@ -32,7 +32,9 @@ class RowStream:
     )
 
   def next(self) -> list[Row]:
-    """Returns the next rows; a pair drawn twice in one call counts as two pairs."""
+    """Returns the next rows. If a preference pair is drawn twice in one call, its two occurrences
+    get different pair ids.
+    """
     drawn = [(i, row) for i in range(self._units) for row in next(self._iterator)]
     return [
       dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn
@@ -47,7 +49,7 @@ class RowStream:
 
 
 def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
-  """All rows of an ArrayRecord file of Samples, in file order."""
+  """Returns all rows of an ArrayRecord file of Samples, in file order."""
   units = _Units(workdir, source, 1)
   return tuple(row for i in range(len(units)) for row in units[i])
 
@@ -55,8 +57,8 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
 def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:
-  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples. The rows of
-  a unit are adjacent in the result.
+  """Returns the lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples.
+  The lengths of the rows of a unit are adjacent.
   """
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)
@@ -64,7 +66,10 @@ def sample_lengths(
 
 
 class _Units:
-  """Grain source of Rows, `unit` at a time: record index and the fields that planning needs."""
+  """Grain data source over the units of an ArrayRecord file. Item i is the list of Rows of unit i.
+
+  A unit consists of `unit` consecutive records.
+  """
 
   def __init__(self, workdir: pathlib.Path, source: str, unit: int):
     self._records, self._source, self._unit = (

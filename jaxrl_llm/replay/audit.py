@@ -1,5 +1,4 @@
-"""Store audit: checks from the store's files that every issued sample is accounted for exactly
-once.
+"""Store audit: checks, from files alone, that every issued sample is accounted for exactly once.
 
 Invariant: the audit trusts no summary that the writer recorded. It derives each sample's state from
 the recorded transitions, recomputes all counts, and reads and decodes the bytes of every sample.

@@ -302,8 +302,8 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    # The unit is pages, which makes 32 MB. A checkpoint writes each changed page once, and since
-    # the same pages change many times, rare checkpoints save many writes.
+    # Number of pages in the log, 32 MB in all, after which SQLite copies them into the database.
+    # It is large, because a page that changed many times in between is copied only once.
     db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)

@@ -293,7 +293,9 @@ class StepWriter:
       )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
-    """Inserts new samples as `issued` and, if `state` is another state, moves them to it at once.
+    """Inserts new samples as `issued`, then moves them to `state` at once if that is another state.
+
+    The caller's transaction covers both.
     """
     for row in rows:
       if row.partition != partition:

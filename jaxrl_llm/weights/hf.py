@@ -1,7 +1,7 @@
 """Hugging Face model directories: lookup, special tokens, tokenizer files and complete exports.
 
-Invariant: transformers and vLLM load a directory written by `export` unchanged, and `load_params`
-reads it bit-exactly.
+Invariant: transformers and vLLM can load a directory that `export` wrote without any conversion,
+and `load_params` reads exactly the exported weights from it.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ class SpecialTokens:
   """Special token ids of a model directory."""
 
   bos_id: int | None
-  """Beginning-of-text token."""
+  """Id of the beginning-of-text token; None if there is none."""
   eos_ids: tuple[int, ...]
-  """Tokens that end a completion."""
+  """Ids of the tokens that end a completion."""
   pad_id: int | None
-  """Padding token."""
+  """Id of the padding token; None if there is none."""
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
-  """Reads special token ids from generation_config.json, and ids missing there from config.json.
+  """Reads the ids of special tokens from generation_config.json. Ids that this file does not have
+  are read from config.json.
 
   Raises UserError for an id outside the vocabulary.
   """
@@ -75,7 +76,7 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
     generation = read_json(directory / 'generation_config.json')
     values = {**values, **{name: value for name, value in generation.items() if value is not None}}
   for name in ('bos_token_id', 'pad_token_id'):
-    if values.get(name) == -1:  # Early Llama models write -1 for none.
+    if values.get(name) == -1:  # Early Llama models have -1 here if there is no such token.
       values[name] = None
   eos = values.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -96,7 +97,9 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
-  """Copies the tokenizer and its chat template unchanged; returns the names of the copied files."""
+  """Copies the files of the tokenizer and its chat templates. Returns the names of the copied
+  files.
+  """
   source, target = Path(source), Path(target)
   names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
   names += [
@@ -110,8 +113,8 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
 
 
 def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
-  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and always splits text
-  # as Qwen2 does.
+  # For a qwen2 model, transformers 5 ignores the tokenizer class named in tokenizer_config.json and
+  # always uses Qwen2's tokenizer class, which may split text differently.
   path = tokenizer_dir / 'tokenizer_config.json'
   name = read_json(path).get('tokenizer_class') if path.exists() else None
   if family.tokenizers and name not in family.tokenizers:
@@ -139,24 +142,26 @@ def export(
   bos_id: int | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes a directory that transformers and vLLM load unchanged.
+  """Writes a model directory that transformers and vLLM can load without any conversion.
 
-  The weights are written last; their presence marks the directory as complete.
-  AutoModelForSequenceClassification loads a model with a 'scalar' head,
-  AutoModelForTokenClassification one with a 'value' head. Both have one label and no
+  The weights are written last, so that their presence marks the directory as complete. A model with
+  a 'scalar' head is written for AutoModelForSequenceClassification, and a model with a 'value' head
+  for AutoModelForTokenClassification. Both are written with one label and without
   generation_config.json.
 
   Args:
     directory: output directory, created if missing.
-    params: scanned or unrolled tree of NumPy or addressable JAX arrays.
+    params: parameter tree of NumPy arrays or addressable JAX arrays, with stacked layers (scanned)
+      or separate layers (unrolled).
     spec: spec of the model.
-    dtype: data type of the weights.
-    tokenizer_dir: directory of the tokenizer and chat template to copy; None: weights without a
-      tokenizer.
-    eos_ids: tokens that end a completion.
-    pad_id: padding token, if any; see `write_config` for None with a 'scalar' head.
-    bos_id: beginning-of-text token, if any.
-    shard_bytes: see `save_params`.
+    dtype: data type of the weights in the files.
+    tokenizer_dir: directory from which the tokenizer and its chat templates are copied. If None,
+      the directory is written without a tokenizer.
+    eos_ids: ids of the tokens that end a completion.
+    pad_id: id of the padding token, or None if there is none. For None with a 'scalar' head, see
+      `write_config`.
+    bos_id: id of the beginning-of-text token, or None if there is none.
+    shard_bytes: maximum size of a weights file in bytes; see `save_params`.
 
   Returns:
     Paths of the weights files.
@@ -179,7 +184,7 @@ def export(
         directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None}
       )
     else:
-      # The file of an earlier export would override the special tokens of the new config.json.
+      # If an earlier export left this file, its special tokens would override those in config.json.
       (directory / 'generation_config.json').unlink(missing_ok=True)
     if tokenizer_dir is not None:
       _warn_of_misreading(find_family(spec.family), Path(tokenizer_dir))
@@ -192,10 +197,10 @@ _HUB_FILES = ('*.json', '*.safetensors', '*.jinja', '*.txt', 'tokenizer.model')
 
 
 def resolve(source: str | Path) -> Path:
-  """Returns a model's directory: `source` itself if it is a directory, otherwise the snapshot of
-  that hub id.
+  """Returns a model's directory. This is `source` itself if it is a directory; otherwise `source`
+  is a hub id, and the directory is the local snapshot of that model.
 
-  A snapshot comes from huggingface_hub's cache or is downloaded into it.
+  If huggingface_hub's cache does not contain the snapshot, it is downloaded.
   """
   path, name = Path(source).expanduser(), str(source)
   if path.is_dir():
@@ -204,7 +209,8 @@ def resolve(source: str | Path) -> Path:
     raise UserError(
       f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B'
     )
-  # 'runs/quickstart' could be a path or a hub id; it counts as a path if a directory 'runs' exists.
+  # A name such as 'runs/quickstart' could be a path or a hub id. It is taken as a path if there is
+  # a directory 'runs'.
   if not _HUB_ID.fullmatch(name) or ('/' in name and path.parent.is_dir()):
     raise UserError(f'{name}: no such directory, and not a hub id either (such as Qwen/Qwen3-0.6B)')
   try:

@@ -1,6 +1,7 @@
-"""Conversion between Hugging Face's config.json, in transformers v4 and v5 form, and ModelSpec.
+"""Conversion between Hugging Face's config.json, in the form of transformers v4 or v5, and
+ModelSpec.
 
-Invariant: a setting that affects numerical results is honoured or rejected, never ignored.
+Invariant: a setting that affects numerical results is either applied or rejected, never ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     {'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}
   ),
 }
-"""Supported rope types and their numeric parameters."""
+"""Names of the numeric parameters of each supported rope type, keyed by type."""
 
 _SAME_NAMES = (
   'vocab_size',
@@ -46,7 +47,7 @@ _SAME_NAMES = (
 
 
 class _HfConfig:
-  """Settings of one config.json; error messages name the file."""
+  """Settings from one config.json. The path is part of error messages."""
 
   def __init__(self, path: Path, values: Mapping[str, Any]):
     self.path, self.values = path, values
@@ -61,9 +62,15 @@ class _HfConfig:
     kind: type,
     values: Mapping[str, Any] | None = None,
   ) -> Any:
-    """Returns the value of `name`, or `default` if it is null or absent.
+    """Returns the number with key `name`, or `default` if the value is null or absent.
 
-    Raises UserError if the result is None or not a positive `kind`.
+    Raises UserError if the result is None, or is not a positive number of type `kind`.
+
+    Args:
+      name: key of the setting.
+      default: value to return if the setting is null or absent.
+      kind: int or float.
+      values: object with the setting. If None, the settings of the whole file are used.
     """
     values = self.values if values is None else values
     value = values.get(name)
@@ -87,16 +94,18 @@ class _HfConfig:
 def _is_positive(value: int | float, kind: type) -> bool:
   try:
     return math.isfinite(value) and value > 0 and kind(value) == value
-  except OverflowError:  # An integer outside the range of floats.
+  except OverflowError:  # The value is an integer outside the range of floats.
     return False
 
 
 JSON_BYTES = 64 << 20
-"""Maximum file size for `read_json`; indexes of large models have a few MB."""
+"""Maximum size in bytes of a file for `read_json`. Even the weight indexes of large models have
+only a few MB.
+"""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """Reads a JSON object from a file; raises a UserError that names the file."""
+  """Reads a JSON object from a file. Raises a UserError that names the file if that fails."""
   try:
     values = parse_json(read_bytes(path, JSON_BYTES).decode())
   except FileNotFoundError:
@@ -113,9 +122,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_spec(directory: str | Path) -> ModelSpec:
   """Reads the model spec from a directory's config.json.
 
-  Supports the v4 form (`rope_theta`, `rope_scaling`) and the v5 form (`rope_parameters`); if a file
-  has both, they must agree. Absent keys have transformers' defaults. The class in `architectures`
-  determines the head, which is 'lm' if no class is named.
+  The file may have the form of transformers v4 (`rope_theta`, `rope_scaling`) or v5
+  (`rope_parameters`). If it has both, they must agree. For absent keys, transformers' defaults are
+  used. The class named in `architectures` determines the head; if none is named, the head is 'lm'.
   """
   path = Path(directory) / 'config.json'
   config = _HfConfig(path, read_json(path))
@@ -127,8 +136,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   _refuse_unsupported(config, family)
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
-  # A null num_key_value_heads means one key-value head per attention head. Only an absent key means
-  # the class's default.
+  # A null num_key_value_heads means one key-value head per attention head, and a null head_dim means
+  # hidden_size / num_attention_heads. The family's defaults apply only if the keys are absent.
   kv_default = None if 'num_key_value_heads' in config.values else family.num_key_value_heads
   head_default = None if 'head_dim' in config.values else family.head_dim
   positions = config.number('max_position_embeddings', family.max_position_embeddings, int)
@@ -161,7 +170,9 @@ def read_spec(directory: str | Path) -> ModelSpec:
 
 
 def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
-  """Rejects settings that affect numerical results and that the decoder does not implement."""
+  """Raises UserError for settings that affect numerical results but that our decoder does not
+  implement.
+  """
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
     raise config.error('hidden_act', values['hidden_act'], '"silu"')
@@ -182,9 +193,9 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   kinds = values.get('layer_types') or []
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
-  # Without layer_types, the window of a family with use_sliding_window applies from layer
-  # max_window_layers on, and only if use_sliding_window is true. If a family has no windows, a
-  # window in its file has no known meaning and is refused.
+  # A sliding window in a file without layer_types: if the family has the key use_sliding_window,
+  # the window applies to the layers from max_window_layers on, and only if use_sliding_window is
+  # true. If the family has no such key, the file is rejected whenever it has a window.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')
@@ -192,7 +203,7 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
     'use_sliding_window' not in family.full_attention
     or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
-  # A family that has a window by default applies it to all layers, whatever layer_types says.
+  # Models of a family that has a window by default use it in all layers, whatever layer_types says.
   if any(kind != 'full_attention' for kind in kinds) or (
     windowed and (not kinds or family.sliding_window is not None)
   ):
@@ -208,8 +219,8 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
 
 
 def _head(config: _HfConfig, family: Family) -> str:
-  """Returns the head of the class in `architectures`. Refuses unknown classes, and single-output
-  classes configured for several outputs.
+  """Returns the head that the class named in `architectures` has, or 'lm' if none is named. Raises
+  UserError for an unknown class, and for a reward model or critic with several outputs.
   """
   names, classes = config.values.get('architectures'), family.architectures
   if not names:
@@ -223,7 +234,8 @@ def _head(config: _HfConfig, family: Family) -> str:
 
 
 def _require_one_label(config: _HfConfig) -> None:
-  # Transformers takes the number of labels from id2label, else from num_labels, else it is 2.
+  # The number of labels in transformers is the size of id2label or, if that is absent, num_labels.
+  # If both are absent, it is 2.
   labels, count = config.values.get('id2label'), config.values.get('num_labels')
   if labels is not None and (not isinstance(labels, dict) or len(labels) != 1):
     raise config.error('id2label', labels, 'one label: a reward model or critic has one output')
@@ -232,7 +244,9 @@ def _require_one_label(config: _HfConfig) -> None:
 
 
 def _attention_bias(config: _HfConfig, family: Family) -> bool:
-  """Whether q, k and v have biases."""
+  """Returns whether q, k and v have biases. Raises UserError if the model family does not permit
+  the configured value.
+  """
   always = family.attention_bias == 'qkv'
   value = config.flag('attention_bias', always)
   if always and not value:
@@ -249,7 +263,9 @@ def _attention_bias(config: _HfConfig, family: Family) -> bool:
 def _read_rope(
   config: _HfConfig, default_theta: float, positions: int
 ) -> tuple[float, RopeScaling | None]:
-  """Reads rope base and scaling; refuses a file whose v4 and v5 forms disagree."""
+  """Returns the base and scaling of the rotary position embedding (rope). Raises UserError if the
+  file has both the v4 and the v5 form and they disagree.
+  """
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
   if v4 and v5:
@@ -292,7 +308,8 @@ def _rope(
   if kind == 'linear':
     return theta, RopeScaling(kind='linear', factor=factor)
   original = config.number('original_max_position_embeddings', positions, int, values)
-  # Only some versions of transformers read this key outside the scaling object.
+  # Only some releases of transformers read this key outside the scaling object, so a different
+  # value there is rejected.
   if config.values.get('original_max_position_embeddings') not in (None, original):
     got = config.values['original_max_position_embeddings']
     raise config.error(
@@ -323,7 +340,7 @@ def _write_rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def one_or_list(ids: Sequence[int]) -> int | list[int] | None:
-  """Formats token ids as Hugging Face does: null, a number, or a list."""
+  """Formats token ids as Hugging Face does: None for no id, a number for one, a list for several."""
   return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
@@ -336,17 +353,18 @@ def write_config(
   eos_ids: Sequence[int] = (),
   pad_id: int | None = None,
 ) -> None:
-  """Writes config.json in transformers v5 form.
+  """Writes config.json in the form of transformers v5.
 
   Args:
-    directory: existing output directory.
-    spec: spec of the model; its head determines the class.
-    dtype: data type of the weights, by its Hugging Face name.
-    bos_id: beginning-of-text token, if any.
-    eos_ids: tokens that end a completion.
-    pad_id: padding token, if any. Transformers scores the last token that is not padding, so a
-      'scalar' head requires one: the default is `bos_id`, which never ends a sequence, or else the
-      first of `eos_ids`.
+    directory: output directory, which must exist.
+    spec: spec of the model. Its head determines the class that is named in the file.
+    dtype: Hugging Face name of the data type of the weights.
+    bos_id: id of the beginning-of-text token, or None if there is none.
+    eos_ids: ids of the tokens that end a completion.
+    pad_id: id of the padding token, or None if there is none. A model with a 'scalar' head needs a
+      padding token, because transformers takes the score at the last token that is not padding. If
+      it has none, `bos_id` is used, since it never ends a sequence, or otherwise the first of
+      `eos_ids`.
   """
   family = find_family(spec.family)
   if spec.head not in family.architectures:
@@ -399,10 +417,10 @@ def write_config(
 
 
 def _one_output(head: str) -> dict[str, Any]:
-  """Returns the config.json settings of a head with one output."""
+  """Returns the additional settings in config.json for a head with one output; empty for 'lm'."""
   if head == 'lm':
     return {}
-  # Without 'regression' vLLM returns the sigmoid of the output.
+  # Without 'regression', vLLM would return the sigmoid of the output.
   labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}, 'problem_type': 'regression'}
   return labels | ({'classifier_dropout': 0.0} if head == 'value' else {})
 

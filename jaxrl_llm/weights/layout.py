@@ -1,7 +1,10 @@
 """Conversion between parameter trees and streams of Hugging Face tensors.
 
-Invariant: tensors pass through unchanged (the same bits in the same dtype, as views where
-possible); scanned and unrolled trees produce the same stream and are filled from the same stream.
+A scanned tree has one array per parameter, in which all layers are stacked. An unrolled tree has
+one array per parameter and layer.
+
+Invariant: scanned and unrolled trees are converted to the same stream, and can be built from the
+same stream. `to_hf` changes neither the values nor the data type of the tensors.
 """
 
 from __future__ import annotations
@@ -40,13 +43,12 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
 
   Args:
     params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.
-    spec: spec of their model.
+    spec: spec of the model.
 
   Yields:
-    (name, array). Arrays are views of host memory where possible, including layers of a scanned
-      tree: copy an array that must outlive the donation of its parameter. All layers of a parameter
-      are consecutive;
-    `tables.zeros` come last.
+    (name, array) of each tensor. The layers of a parameter come one after the other, and the
+    tensors of `tables.zeros` come last. Where possible, the array is a view of the parameter's
+    memory. If it is still needed after the parameter has been donated, copy it.
   """
   flat = flatten(params)
   scanned = any(name.startswith('layers/attention/') for name in flat)
@@ -93,11 +95,17 @@ def from_hf(
   scan_layers: bool,
   dtype: str = 'float32',
 ) -> Params:
-  """Builds a tree of NumPy arrays from tensors in any order; the inverse of `to_hf`.
+  """Builds a tree of NumPy arrays from tensors in any order. This is the inverse of `to_hf`.
 
-  Arrays that need neither stacking nor a dtype conversion are not copied. A tied model's
-  `lm_head.weight` duplicates the embedding: it is ignored if it has the embedding's shape, whatever
-  its values.
+  An array is copied only if it must be stacked or converted to `dtype`. In a model with tied
+  embeddings, `lm_head.weight` is a duplicate of the embedding. It must have the embedding's shape,
+  and its values are ignored.
+
+  Args:
+    tensors: (Hugging Face name, array) of each tensor.
+    spec: spec of the model.
+    scan_layers: whether to stack the layers.
+    dtype: data type of the tree's arrays.
   """
   inventory, flat, to = Inventory(spec, 'tensors'), {}, dtype_of(dtype)
   for name, tensor in tensors:
@@ -122,15 +130,16 @@ def fill(
   dtype: np.dtype,
   place: Callable[[str, np.ndarray], Any],
 ) -> Params:
-  """Builds a tree array by array; each array is placed and released before the next is read.
+  """Builds a tree array by array. Each array is passed to `place` before the next is read, so that
+  host memory is needed for only one array at a time.
 
   Args:
     read: returns the tensor of an entry, with the entry's shape.
     spec: spec of the model.
     scan_layers: whether to stack the layers.
     dtype: data type of the tree's arrays.
-    place: maps (name in the tree, array) to the tree's leaf. It may keep the array, which is never
-      modified later.
+    place: maps (name in the tree, array) to the leaf of the tree. It may keep a reference to the
+      array, since the array is not modified afterwards.
   """
   flat = {}
   for path, group in groupby(entries(spec), key=lambda entry: entry.path):

@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT format (adapter_config.json and weights), which the `peft` library, vLLM
-and others load.
+"""Writes LoRA adapters in PEFT format (adapter_config.json and a weights file), which the `peft`
+library, vLLM and other programs can load.
 
-Invariant: tensor names derive from the family's weights table, as for models. A and B are stored as
-trained (`[rank, in]` and `[out, rank]`, which is also PEFT's layout).
+Invariant: tensor names derive from the table of parameter names, as for models. The matrices A and
+B are written as they are trained: A is `[rank, in]` and B is `[out, rank]`, as PEFT expects.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
 _ARRAYS = {'lora_a': 'lora_A', 'lora_b': 'lora_B'}
 _HEAD = 'score'
-"""transformers' module name of a one-output head."""
+"""Name in transformers of the module that is the head of a model with one output."""
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trainable parameters
-  such as the head.
+  """Yields (PEFT name, array) of each adapter matrix, and of each other trainable parameter, such
+  as the head. The layers of `params` may be stacked or separate.
   """
   flat = flatten(params)
   for entry in entries(spec):
@@ -51,15 +51,17 @@ def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]
 def export_adapter(
   directory: str | Path, params: Params, spec: ModelSpec, lora: LoraConfig, *, base: str | None
 ) -> None:
-  """Writes an adapter directory. The weights are written last; their presence marks the directory
-  as complete.
+  """Writes an adapter directory. The weights are written last, so that their presence marks the
+  directory as complete.
 
   Args:
     directory: output directory, created if missing.
-    params: trainable parameters (`models.lora.split`), NumPy or addressable JAX arrays.
-    spec: spec of the adapters' model.
+    params: trainable parameters, as returned by `models.lora.split`. They are NumPy arrays or
+      addressable JAX arrays.
+    spec: spec of the model that the adapters belong to.
     lora: rank, alpha and targets of the adapters.
-    base: directory or hub id of the base model, recorded for readers; None: not recorded.
+    base: directory or hub id of the base model, which is written to adapter_config.json. None if it
+      is unknown.
   """
   directory = Path(directory)
   of = {

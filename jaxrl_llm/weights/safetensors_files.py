@@ -1,8 +1,8 @@
-"""Reading and writing of a model directory's safetensors files, shard by shard.
+"""Reads and writes the safetensors files of a model directory.
 
-Invariant: names and shapes in all files are checked before the first parameter is read. Reading
-needs host memory for one array of the parameter tree, besides those that the caller keeps. Writing
-needs host memory for one shard.
+Invariant: the names and shapes of the tensors in all files are checked before the first parameter
+is read. Reading needs host memory for one array of the parameter tree, in addition to the arrays
+that the caller keeps. Writing needs host memory for one shard (one of several weights files).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
 from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
-"""Default size in bytes above which weights are sharded: a compromise, because many small files and
-few large ones are both awkward to copy.
+"""Default maximum size of a weights file in bytes. Larger weights are split into several files. The
+size is a compromise, because both many small files and a few very large files are awkward to copy.
 """
 
 _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
-"""Data types that can be read from a file, by their safetensors names."""
+"""Data types of tensors that can be read, as safetensors files name them."""
 _CHECKED_ELEMENTS = 1 << 22
-"""Number of elements checked at a time, to limit the memory that the check needs."""
+"""Number of elements that are checked at a time for finite values. It limits the memory needed."""
 
 
 def keep(path: str, array: Shaped[np.ndarray, '*shape']) -> Shaped[np.ndarray, '*shape']:
-  """Default `place` of `load_params`: leaves arrays on the host."""
+  """Default for `place` of `load_params`: returns the array itself, which stays on the host."""
   del path
   return array
 
@@ -56,24 +56,24 @@ def load_params(
   dtype: str = 'float32',
   place: Callable[[str, np.ndarray], Any] = keep,
 ) -> Params:
-  """Reads the parameters of a directory, one array of the tree at a time.
+  """Reads the parameters in a model directory, one array of the tree at a time.
 
   Args:
-    directory: directory with model.safetensors, or model.safetensors.index.json and the files that
-      it lists.
+    directory: directory with model.safetensors, or with model.safetensors.index.json and the files
+      that this index lists.
     spec: spec of the model, as returned by `read_spec`.
     scan_layers: whether to stack the layers.
-    dtype: data type of the parameters; that of the files may differ.
-    place: maps (name in the tree, host array) to the tree's leaf, for example a sharded device
-      array. It may keep the array or alias its memory, which is never modified later.
+    dtype: data type of the returned parameters. The files may have another one.
+    place: maps (name in the tree, host array) to the leaf of the tree, for example a sharded device
+      array. It may keep the array or share its memory, since the array is not modified afterwards.
 
   Returns:
-    The tree. A tied model's `lm_head.weight` is ignored if the files have one; the embedding is
-      used.
+    The parameter tree. If the embeddings are tied and the files have an `lm_head.weight`, its
+    values are ignored and the embedding is used.
 
   Raises:
-    UserError: the files belong to another model, are damaged, or have a value that is not finite as
-      `dtype`.
+    UserError: the files belong to another model or are damaged, or a value is not finite after
+      conversion to `dtype`.
   """
   to = dtype_of(dtype)
   with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def load_params(
 
     def read(entry: TensorEntry) -> np.ndarray:
       path = where[entry.hf]
-      with np.errstate(over='ignore'):  # Overflows are rejected by the next check.
+      with np.errstate(over='ignore'):  # The following check rejects values that overflow.
         tensor = _read(path, files[path], entry.hf).astype(to, copy=False)
       _require_finite(path, entry.hf, tensor)
       return tensor
@@ -163,8 +163,9 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
 
 
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Checks the files' headers, and that values which must be 0 are 0; returns the file of each of
-  the model's tensors.
+  """Checks the names, shapes and data types of all tensors, and that tensors which must be 0 are 0.
+
+  Returns the file that has each tensor of the model, keyed by the tensor's name.
   """
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():
@@ -191,17 +192,19 @@ def save_params(
   dtype: str = 'float32',
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes the weights as one model.safetensors, or as shards with an index if they exceed
-  `shard_bytes`.
+  """Writes the weights to one file, model.safetensors. If they exceed `shard_bytes`, writes several
+  files (shards) and an index instead.
 
-  Each file gets its name only when it is complete. Earlier weights in the directory are replaced.
+  A file appears under its name only when it is complete. Weights that are already in the directory
+  are replaced.
 
   Args:
     directory: output directory, created if missing.
-    params: scanned or unrolled tree of NumPy or addressable JAX arrays.
+    params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.
     spec: spec of the model.
     dtype: data type of the tensors in the files.
-    shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+    shard_bytes: maximum size of the tensors in a file, in bytes. A tensor that is larger gets a
+    file of its own.
 
   Returns:
     Paths of the weights files.
@@ -212,7 +215,8 @@ def save_params(
   written: dict[str, str] = {}
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
-    # Without an index, a mixture of old and new shards cannot be loaded as a model.
+    # The old index is deleted first. If writing is interrupted, old and new shards then cannot be
+    # loaded together as a model.
     (directory / _INDEX).unlink(missing_ok=True)
     for number, shard in enumerate(shards, start=1):
       name = _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
@@ -255,21 +259,23 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 def _write_shard(
   path: Path, shard: list[TensorEntry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype
 ) -> None:
-  # save_file writes contiguous memory from the first element on and ignores strides: a transposed
-  # view would be silently corrupted.
+  # save_file ignores strides and writes the memory from the first element on. Without a contiguous
+  # copy, a transposed view would be written with its elements in the wrong order.
   arrays = {}
   for _ in shard:
     name, tensor = next(tensors)
     arrays[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
   save_file(arrays, path, metadata={'format': 'pt'})
-  # The library's temporary file is readable by its owner only; the directory's other files are
-  # readable by all.
+  # save_file creates a file that only its owner can read. Other users must be able to read it, as
+  # they can the directory's other files.
   path.chmod(0o644)
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Turns write errors, such as a full disk, into a one-line RunError that names the directory."""
+  """Context manager that replaces write errors, such as that of a full disk, by a RunError with a
+  one-line message that names the directory.
+  """
   try:
     yield
   except (OSError, SafetensorError) as error:

@@ -1,7 +1,9 @@
-"""Table of parameter names, ours and Hugging Face's; the model's spec determines which rows apply.
+"""Table that relates our names of parameters to those of Hugging Face.
 
-Invariant: both directions of the conversion use the same rows; a row is a rename, never a
-transpose, because kernels are stored `[out, in]` on both sides.
+The spec of a model determines which rows of the table apply to it.
+
+Invariant: both directions of the conversion use the same rows. A conversion only renames tensors
+and never transposes them, because both sides store kernels as `[out, in]`.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from jaxrl_llm.models.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRow:
-  """One parameter, or one per layer if the names contain `{i}`."""
+  """One parameter of a model, or one parameter per layer if the names contain `{i}`."""
 
   hf: str
   """Name in the safetensors file."""
   ours: str
-  """Name in the unrolled tree. The name in the scanned tree lacks `{i}/`, and its array has a
-  leading layer axis.
+  """Name in the unrolled tree, which has one array per layer. In the scanned tree, all layers are
+  stacked in one array with a leading layer axis, whose name lacks `{i}/`.
   """
   axes: tuple[str, ...]
-  """Name of each axis, a key of `_sizes`."""
+  """Name of each axis. The names are keys of `_sizes`."""
   when: str = 'always'
-  """Condition on the spec under which the parameter exists: a name in `_CONDITIONS`."""
+  """Condition on the spec under which the parameter exists. It is a key of `_CONDITIONS`."""
 
   @property
   def stacked(self) -> bool:
@@ -109,13 +111,13 @@ _DERIVED = (
   ),
   ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
-"""Redundant tensors that a file may contain although they follow from its parameters or
-configuration: the buffers of old Llama files, and the unembedding of a tied model, which is the
-embedding.
+"""Tensors that a file may contain although they are redundant. The first is a buffer in old Llama
+files, which follows from the configuration. The second is the output matrix of a model with tied
+embeddings, which equals the embedding.
 """
 
 _ZERO = (ParameterRow('score.bias', 'head/bias', ('one',), 'one_output'),)
-"""Tensors that a file may contain only if they are 0, because our models do not have them."""
+"""Tensors that our models do not have. A file may contain them only if their values are 0."""
 
 
 def _sizes(spec: ModelSpec) -> Mapping[str, int]:
@@ -140,7 +142,7 @@ class TensorEntry:
   path: str
   """Name in the scanned tree, without the layer index."""
   layer: int | None
-  """Index of its layer; None outside the layers."""
+  """Index of the tensor's layer; None for a tensor outside the layers."""
   shape: tuple[int, ...]
   """Shape in the file; the scanned tree adds a leading layer axis."""
 
@@ -168,22 +170,23 @@ def _expand(rows: Iterable[ParameterRow], spec: ModelSpec) -> tuple[TensorEntry,
 
 
 def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns a model's tensors. Tensors of one table row (one array of the scanned tree) are
-  consecutive, in layer order.
+  """Returns an entry for each tensor of a model. The entries of one table row, which correspond to
+  one array of the scanned tree, are consecutive and in the order of the layers.
   """
   return _expand(ROWS, spec)
 
 
 def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns the extra tensors that are written as 0: the head's bias in transformers'
-  token-classification class.
+  """Returns entries for tensors that our model does not have but that exports contain, with the
+  value 0: for a 'value' head, the bias that transformers' token-classification class expects.
   """
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
 
 class Inventory:
-  """Checks the names and shapes of one source's tensors against a table. `finish` raises one error
-  for all findings.
+  """Checks the names and shapes of the tensors of one source (files or a stream) against the table.
+
+  `see` is called for each tensor. `finish` then raises one error for all findings.
   """
 
   def __init__(self, spec: ModelSpec, source: str):
@@ -199,15 +202,16 @@ class Inventory:
   def see(
     self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]
   ) -> TensorEntry | None:
-    """Returns the entry to load the tensor into, or None if there is nothing to load.
+    """Checks one tensor. Returns its entry, or None if the tensor is not to be loaded.
 
-    None also stands for an unknown, duplicate or mis-shaped tensor, which `finish` reports.
+    A tensor is not loaded if it is redundant, or if it is unknown, a duplicate or of the wrong
+    shape, which `finish` reports.
 
     Args:
       name: name in the file.
       shape: shape of the tensor.
-      read: returns the tensor. It is called only if the tensor's values must be 0; any other value
-        raises a UserError.
+      read: returns the tensor. It is called only for tensors that must be 0. If such a tensor is
+        not 0, a UserError is raised.
     """
     shape = tuple(shape)
     if name in self._seen:
@@ -234,7 +238,9 @@ class Inventory:
       )
 
   def finish(self) -> None:
-    """Raises a UserError for all unmapped, duplicate, missing and mis-shaped tensors."""
+    """Raises one UserError that lists all tensors that are unknown, duplicate, missing or of the
+    wrong shape, if there are any.
+    """
     missing = [name for name in self._wanted if name not in self._seen]
     unmapped = [
       f'{name}{_nearest(name, missing) or _nearest(name, self._wanted)}'
@@ -254,7 +260,7 @@ class Inventory:
 
 
 _EXAMPLES = 4
-"""Maximum number of names shown per kind of finding."""
+"""Maximum number of names that an error message lists per kind of finding."""
 
 
 def _finding(kind: str, names: list[str], count: int) -> str:
