@@ -34,12 +34,12 @@ class Chunks:
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the policy that sampled the tokens."""
   proximal_logprobs: Float[Leaf, '*micro chunks time']
-  """Logprobs under the policy before the batch."""
+  """Logprobs under the policy before the update."""
   reference_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the reference model; 0 if the algorithm does not read them."""
   advantages: Float[Leaf, '*micro chunks time']
   values: Float[Leaf, '*micro chunks time']
-  """Critic values before the batch; 0 without a critic."""
+  """Values under the critic before the update; 0 without a critic."""
   returns: Float[Leaf, '*micro chunks time']
   """Regression targets of the critic; 0 without a critic."""
   temperature: Float[Leaf, '*micro chunks segments']

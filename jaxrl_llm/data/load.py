@@ -121,7 +121,7 @@ class RowLoader:
       columns: values to fill in, keyed by field of Chunks, with one entry per row of the plan.
         Tokens outside the loss mask get 0.
       in_loss: whether each row of the plan is in the loss. If False, the row's loss mask is
-      cleared.
+        cleared.
     """
     mask = step.loss_mask.copy()
     for i in step.grid.local:
@@ -186,14 +186,14 @@ class Grid(NamedTuple):
     return cls(packing, shape, micro_batches, columns, local, sharding)
 
   def zeros(self) -> dict[str, Shaped[np.ndarray, 'micro columns _']]:
-    """Allocates this process's part of each field of `Chunks`."""
+    """Returns new local arrays, filled with 0, for the fields of `Chunks`, keyed by field."""
     local = shapes(
       self.micro_batches, len(self.columns), time=self.shape.chunk_len, segments=self.shape.segments
     )
     return {name: np.zeros(array.shape, array.dtype) for name, array in local.items()}
 
   def chunks(self, arrays: Mapping[str, Shaped[np.ndarray, 'micro columns _']]) -> Chunks:
-    """Builds the global `Chunks` from this process's part of each field."""
+    """Builds the global `Chunks`, sharded over all processes, from the local arrays."""
     return Chunks(**{name: self.place(array) for name, array in arrays.items()})
 
   def tokens(self, i: int) -> tuple[int, int, slice]:
@@ -211,7 +211,7 @@ class Grid(NamedTuple):
   def place(
     self, array: Shaped[np.ndarray, 'micro columns width']
   ) -> Shaped[Array, 'micro chunks width']:
-    """Builds the global array from this process's local part."""
+    """Builds a global array, sharded over all processes, from the local array."""
     total = self.shape.total_chunks
 
     def part(index):

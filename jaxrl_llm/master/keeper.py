@@ -59,10 +59,10 @@ class Logs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-  """One start of a run."""
+  """Data of one start of a run."""
 
   attempt: int
-  """Number of this start."""
+  """Number of this start, larger than those of earlier starts."""
   stop: asyncio.Future
   """Future whose result is the number of the signal that stops the run. Once it is set, a running
   evaluation is abandoned.

@@ -66,7 +66,7 @@ state is prepared for it.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """Components of the loop. `planner` and `batches` exist in process 0 only."""
+  """Components of the loop. In processes other than 0, `planner` is None and `batches` is empty."""
 
   stages: tuple[Stage, ...]
   process: Process
@@ -82,7 +82,7 @@ class Parts:
 class Outcome:
   state: LoopState
   stop: int
-  """0 for a finished run, else the signal that ended it."""
+  """Number of the signal that ended the run, or 0 if the run is finished."""
 
 
 async def run(parts: Parts, state: LoopState) -> Outcome:

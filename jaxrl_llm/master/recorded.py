@@ -1,4 +1,7 @@
-"""Another run's rollouts as static data of this run: imported once, then drawn in shuffled passes.
+"""Rollouts of another run as static data of this run.
+
+They are imported once. Batches are then drawn from them in passes, and each pass contains all
+groups in a new random order.
 
 After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a
 JSON file beside it holds the groups with their processed rewards.
@@ -88,8 +91,9 @@ class RecordedGroups:
   ):
     """
     Args:
-      file: file given to `write_recorded`.
-      tasks: tasks, keyed by uid.
+      workdir: the run directory.
+      file: the file that was given to `write_recorded`.
+      tasks: tasks of the stage, keyed by uid.
       text: returns a sample's completion.
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())

@@ -140,7 +140,9 @@ def logprob_pairs(
 
 
 def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
-  """Row numbers of the rollouts; a sample that is in several pairs of the batch is listed once."""
+  """Returns the row numbers of the rollouts. A sample that is in several pairs of the batch is
+  listed once.
+  """
   first: dict[str, int] = {}
   for i, row in enumerate(batch.plan.rows):
     if row.uid in taken:

@@ -109,7 +109,7 @@ class Batcher:
     return await future  # wait pass: the client's deadline, whose end cancels this
 
   async def run(self) -> None:
-    """Serves requests until cancelled."""
+    """Scores requests until it is cancelled."""
     while True:
       await self._work.wait()  # wait request: none, a service waits for its next request
       batch, self._waiting = (

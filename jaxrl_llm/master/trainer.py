@@ -104,7 +104,7 @@ class Updated(NamedTuple):
   empty if the batch does not consist of rollouts, and None if the batch was not trained on.
   """
   moved: bool
-  """Whether the policy changed."""
+  """Whether any optimizer step of the batch changed the policy."""
   late: frozenset[int] = frozenset()
   """Rows whose logprobs were computed after an optimizer step of this batch on other rows."""
 
@@ -454,7 +454,7 @@ def _report_metrics(report: Report) -> dict[str, Metric]:
 
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:
-  """Converts constants to arrays, so that a new value causes no recompilation."""
+  """Converts constants to NumPy scalars, so that a new value does not cause a recompilation."""
   return {name: np.float32(value) for name, value in constants.items()}
 
 

@@ -31,7 +31,7 @@ class AuditReport:
 
   ok: bool
   issued: int
-  """Number of samples issued, over all attempts."""
+  """Number of samples issued, over all starts of the run (attempts)."""
   states: dict[str, int]
   """Number of samples per state; these numbers add up to `issued`."""
   partitions: dict[str, int]
@@ -287,7 +287,7 @@ class _Audit:
         )
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
-        # table names are constants
+        # Table names cannot be SQL parameters. The names in this string are constants.
         f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS (SELECT 1 FROM samples s '
         'WHERE s.uid = t.uid AND s.attempt = t.attempt)'
       ):

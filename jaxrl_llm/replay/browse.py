@@ -57,7 +57,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
-    if alone and log.exists():  # A run has just begun to write to the index.
+    # If the log exists now, a run has just begun to write, and the index must be opened again.
+    if alone and log.exists():
       db.close()
       db = opened('mode=ro')
       db.execute('BEGIN')

@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-  """Rules for drawing a batch."""
+  """Rules by which groups are drawn for a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
   """newest: groups of the newest version first. shuffled: a uniformly random order. priority:

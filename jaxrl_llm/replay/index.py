@@ -86,7 +86,7 @@ class ReplayStore:
     return self._connection.transaction()
 
   def at(self, step: int) -> StepWriter:
-    """Returns the writer of changes stamped with `step` completed batches."""
+    """Returns a writer whose changes are stamped with `step`, the number of completed batches."""
     if not self._recovered:
       raise ValueError('store: call recover first, an earlier attempt wrote to this store')
     return StepWriter(self._connection, step)
@@ -305,7 +305,7 @@ def open_store(
     # Number of pages in the log, 32 MB in all, after which SQLite copies them into the database.
     # It is large, because a page that changed many times in between is copied only once.
     db.execute('PRAGMA wal_autocheckpoint=8192')
-    db.execute('PRAGMA cache_size=-16384')  # KiB
+    db.execute('PRAGMA cache_size=-16384')  # A negative value is a size in KiB.
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:

@@ -34,7 +34,7 @@ _UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)
 
 
 class SegmentError(RunError):
-  """A segment cannot be written, or its content on disk is not what was sealed."""
+  """A segment could not be written, or a row of a segment could not be read or decoded."""
 
 
 def write_segment(

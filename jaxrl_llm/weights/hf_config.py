@@ -1,5 +1,6 @@
-"""Conversion between Hugging Face's config.json, in the form of transformers v4 or v5, and
-ModelSpec.
+"""Conversion between Hugging Face's config.json and ModelSpec.
+
+A config.json may have the form of transformers v4 or v5.
 
 Invariant: a setting that affects numerical results is either applied or rejected, never ignored.
 """
@@ -136,8 +137,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   _refuse_unsupported(config, family)
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
-  # A null num_key_value_heads means one key-value head per attention head, and a null head_dim means
-  # hidden_size / num_attention_heads. The family's defaults apply only if the keys are absent.
+  # A null num_key_value_heads means one key-value head per attention head, and a null head_dim
+  # means hidden_size / num_attention_heads. The family's defaults apply only to absent keys.
   kv_default = None if 'num_key_value_heads' in config.values else family.num_key_value_heads
   head_default = None if 'head_dim' in config.values else family.head_dim
   positions = config.number('max_position_embeddings', family.max_position_embeddings, int)
@@ -340,7 +341,7 @@ def _write_rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def one_or_list(ids: Sequence[int]) -> int | list[int] | None:
-  """Formats token ids as Hugging Face does: None for no id, a number for one, a list for several."""
+  """Formats token ids as Hugging Face does: None for none, a number for one, a list for several."""
   return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 

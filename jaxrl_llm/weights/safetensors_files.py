@@ -204,7 +204,7 @@ def save_params(
     spec: spec of the model.
     dtype: data type of the tensors in the files.
     shard_bytes: maximum size of the tensors in a file, in bytes. A tensor that is larger gets a
-    file of its own.
+      file of its own.
 
   Returns:
     Paths of the weights files.

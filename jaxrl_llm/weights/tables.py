@@ -135,7 +135,7 @@ def _sizes(spec: ModelSpec) -> Mapping[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-  """One tensor of one model."""
+  """One tensor of a model, which is a row of the table for one layer if the row is per layer."""
 
   hf: str
   """Name in the safetensors file."""

@@ -31,7 +31,7 @@ class ExplorerConfig:
   processors: tuple[tuple[str, Processor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
-  """Selects the samples of a group to train on."""
+  """Rule that selects which samples of a group are trained on."""
   past: Past | None = None
   """Rule by which groups of earlier batches join each batch; None if none do."""
   max_dropped_groups: int = 100

@@ -198,7 +198,7 @@ class Explorer:
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
       await (ready if ready.done() else self._running)  # wait collect: none, it is done
     finally:
-      ready.cancel()  # no effect if it is done
+      ready.cancel()  # This has no effect if `ready` is done.
     first = self._first()
     self._tell(first[-1])
     groups = [self._groups.pop(number) for number in first]

@@ -38,7 +38,9 @@ RESERVED = (
   'timeout',
   'unscorable',
 )
-"""Names that the explorer itself uses for drop reasons, counters or store records."""
+"""Names that a processor cannot have, because the explorer uses them for drop reasons, counters or
+records in the store.
+"""
 LATER = (
   'advantages',
   'entropy',
@@ -300,7 +302,7 @@ def _pairs(tokens: Sequence[int] | np.ndarray) -> collections.Counter[tuple[int,
 
 
 def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
-  """Cosine similarity of two bags; 1 if one is empty."""
+  """Returns the cosine similarity of two count vectors; 1 if one of them is empty."""
   size = math.sqrt(sum(n * n for n in a.values()) * sum(n * n for n in b.values()))
   return min(1.0, sum(n * b.get(pair, 0) for pair, n in a.items()) / size) if size else 1.0
 

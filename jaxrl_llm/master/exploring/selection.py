@@ -72,7 +72,7 @@ class SelectionConfig:
     return 2 if self.kind == 'pairs' else 1
 
   def most(self, group_size: int) -> int:
-    """Maximum number of sequences from one group."""
+    """Returns the maximum number of sequences that are selected from one group."""
     if self.kind == 'pairs':
       return 2 * min(self.pairs_per_group, group_size - 1)
     return 1 if self.kind == 'shortest_correct' else group_size
@@ -95,7 +95,7 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
   correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []
-  best = min(correct, key=lambda m: m.sample.response_len)  # The first in a tie.
+  best = min(correct, key=lambda m: m.sample.response_len)  # In a tie, the first is taken.
   if config.kind == 'shortest_correct':
     return [dataclasses.replace(best, imitated=True)]
   limit = config.longer_by * best.sample.response_len
