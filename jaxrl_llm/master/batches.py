@@ -210,7 +210,7 @@ def rollout_row(chosen: Experience, place: Ref) -> Row:
 class Planner:
   """Turns each complete batch into a step plan, and decides whether the step evaluates and commits.
 
-  The planner exists in process 0 only.
+  Only process 0 uses it.
   """
 
   def __init__(self, *, seed: int, every_steps: int, every_minutes: float, stop: asyncio.Future):

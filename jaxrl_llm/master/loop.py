@@ -66,7 +66,7 @@ state is prepared for it.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """Components of the loop. In processes other than 0, `planner` is None and `batches` is empty."""
+  """Components of the loop. Only process 0 uses `planner`, and `batches` is empty elsewhere."""
 
   stages: tuple[Stage, ...]
   process: Process

@@ -30,7 +30,9 @@ class State(enum.StrEnum):
   DROPPED = 'dropped'
   EXPIRED = 'expired'
   VOID = 'void'
-  """The sample was lost, because the process that worked on it ended before accepting a result."""
+  """The sample was lost in a crash, because the commit from which the run resumed does not contain
+  its result.
+  """
 
 
 LIVE = (State.ISSUED, State.STORED, State.ADMITTED)
