@@ -1,7 +1,9 @@
-"""Interface of algorithms: the inputs they need, their annotation of a batch, and their loss.
+"""Interface of learning algorithms.
 
-Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the
-host, and enter the loss as constants; the loss itself sees one micro-batch at a time.
+An algorithm states which inputs it needs, annotates each batch, and defines a loss. `annotate` runs
+on the host and computes whatever depends on the whole batch, such as baselines, whitening and
+scheduled coefficients. These results enter the loss as constants, because the loss is called with
+one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
-"""Extra passes over a batch before its first update. 'proximal' and 'reference' compute logprobs
-under the policy and under the reference; 'values' computes the critic's values.
+"""Extra forward passes over a batch before its first update. 'proximal' computes the logprobs under
+the policy before the update, 'reference' the logprobs under the reference policy, and 'values' the
+critic's values.
 """
 TokenColumn = Literal[
   'loss_mask',
@@ -33,13 +36,15 @@ TokenColumn = Literal[
   'values',
   'next_values',
 ]
-"""Per-token columns available to `annotate`; `next_values` are the values of the states after each
-token and require 'values' in `Algorithm.reads`.
+"""Per-token columns available to `annotate`. 'values' and 'next_values' are the critic's values of
+the states before and after each token; both columns require 'values' in `Algorithm.reads`.
 """
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""A model's outputs for a micro-batch; its head 'lm', 'value' or 'scalar' determines the type."""
+"""A model's outputs for a micro-batch. The type follows from the model's head: 'lm' yields
+`TokenLogprobs`, 'value' `TokenValues`, and 'scalar' `SequenceScores`.
+"""
 Constants = Mapping[str, Any]
-"""Batch scalars that the loss reads, keyed by name."""
+"""Scalars that the loss reads, keyed by name. They are constant within a batch."""
 Terms = dict[str, Term]
 Stats = dict[str, Stat]
 Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
@@ -47,7 +52,7 @@ Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """Settings of the run available to an algorithm besides its options."""
+  """Settings of the run that an algorithm may read in addition to its own options."""
 
   max_response_length: int
   """Maximum response length in tokens."""
@@ -55,17 +60,20 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
-  """Rule by which the reference changes. It starts as the policy at the stage's beginning."""
+  """Rule by which the reference policy changes. A stage begins with the current policy as
+  reference; unless a field is set, the reference then stays fixed.
+  """
 
   every: int | None = None
-  """Number of batches after which the reference is set to the current policy again; None: never.
+  """Number of batches after which the reference is set to the current policy again. If None, this
+  never happens.
 
-  With 1 the reference is the policy before each batch, so no separate copy of the reference is
-  kept.
+  With 1, the reference of each batch is the policy before that batch, so no separate copy of the
+  reference is kept.
   """
   ema: float | None = None
-  """Decay of the moving average: the reference is then an exponential moving average of the policy,
-  updated after each batch. None: no averaging.
+  """Decay of the moving average. If set, the reference is an exponential moving average of the
+  policy, updated after each batch.
   """
 
   def __post_init__(self):
@@ -80,30 +88,36 @@ class ReferenceRule:
 
 
 class Closed(NamedTuple):
-  """Input of `annotate`: a closed batch, one whose rows are final but not yet trained on."""
+  """Input of `annotate`: a closed batch, whose rows are final but have not been trained on yet."""
 
   rows: Sequence[Row]
   step: int
   """Number of earlier batches in the stage."""
   tokens: Mapping[str, Sequence[np.ndarray]]
-  """Columns named in `Algorithm.on_host`, each with one array `[row.length]` per row."""
+  """Columns named in `Algorithm.on_host`. Each column consists of one array `[row.length]` per row.
+  """
   state: Json
   """State returned by the previous batch's annotation; None for the first batch."""
 
 
 class Annotation(NamedTuple):
-  """Quantities that an algorithm derives from a closed batch before the update; never stored."""
+  """Quantities that an algorithm derives from a closed batch before the update. They are never
+  stored.
+  """
 
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
-  """For each row, one advantage for all its trained tokens or one per token."""
+  """For each row, either one advantage for all its trained tokens or an array with one per token.
+  """
   in_loss: Bool[np.ndarray, 'rows']
-  """Whether each row takes part in the loss; False for unscorable rows."""
+  """Whether each row takes part in the loss. Unscorable rows, for example, do not."""
   metrics: Mapping[str, tuple[float, float]]
   """Batch statistics as (sum, count), keyed by metric."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
   """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
-  """Reward of each row after shaping, for the metric `critic/rewards`; None: as scored."""
+  """Reward of each row after shaping, for the metric `critic/rewards`. If None, the metric uses the
+  rewards as scored.
+  """
   constants: Constants = types.MappingProxyType({})
   state: Json = None
 
@@ -111,9 +125,9 @@ class Annotation(NamedTuple):
 class Algorithm(NamedTuple):
   """A learning algorithm.
 
-  `loss(outputs, chunks, constants)` returns named terms and statistics of one micro-batch. The
-  denominators of terms depend on `chunks` alone, so that the update can compute them first, over
-  the whole optimizer step.
+  `loss(outputs, chunks, constants)` returns the named terms and the statistics of one micro-batch.
+  The denominator of a term may depend on `chunks` only, because the update computes all
+  denominators over the whole optimizer step before any forward pass.
   """
 
   annotate: Callable[[Closed], Annotation]
@@ -130,11 +144,12 @@ class Algorithm(NamedTuple):
   renew_optimizer: bool = False
   """Whether the optimizer's moments are reset before each batch."""
   critic_loss: Loss | None = None
-  """Loss on the critic's values; None: the algorithm has no critic."""
+  """Loss on the critic's values. If None, the algorithm has no critic."""
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   no_effect: tuple[str, ...] = ()
-  """Messages about options that are set but have no effect; logged when a stage is built."""
+  """Messages about options that are set but have no effect. They are logged when a stage is built.
+  """
 
 
 def plain(rows: Sequence[Row], **more: Any) -> Annotation:
@@ -151,11 +166,11 @@ def term(
   weight: Any = 1.0,
   scale: float = 1.0,
 ) -> Term:
-  """Aggregates per-token values to a loss term.
+  """Aggregates per-token values into a loss term.
 
   Args:
     weight: weight of the term in the loss.
-    scale: divisor in mode 'seq-mean-token-sum-norm'; other modes ignore it.
+    scale: divisor in mode 'seq-mean-token-sum-norm'. Other modes ignore it.
   """
   numerator, denominator = aggregate(
     values, mask, chunks.segment_ids, segments=chunks.segments, mode=mode, loss_scale_factor=scale

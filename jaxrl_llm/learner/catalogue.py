@@ -1,4 +1,4 @@
-"""Catalogue of algorithms: the options class and factory of each, keyed by name."""
+"""Catalogue of algorithms: maps each algorithm's name to its options class and its factory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of options that are set but have no effect, due to other options or the algorithm."""
+"""Detects options that are set but have no effect because of other options or of the algorithm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
   """Returns a message for each option that differs from its default but whose need is not met.
 
   Args:
-    options: a dataclass whose fields all have defaults and include those named in `needs`.
+    options: an instance of a dataclass. All its fields have defaults, and the keys of `needs` are
+      names of its fields.
     where: dotted path of the options in a configuration, for the messages.
     needs: conditions, keyed by option name.
   """
@@ -37,7 +38,9 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
 
 
 def _shown(value: Any) -> str:
-  """Formats a value in one line; for a dataclass, only fields that differ from their defaults."""
+  """Formats a value in one line. Of a dataclass, only the fields that differ from their defaults
+  are shown.
+  """
   if not dataclasses.is_dataclass(value):
     return repr(value)
   names = [
@@ -47,8 +50,8 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the need of each option that only surrogates read: `policy_loss` must name a surrogate
-  that reads the option.
+  """Returns the needs of the options that only surrogates read. Such an option needs a
+  `policy_loss` that names a surrogate which reads the option.
   """
 
   def fields(kind):

@@ -29,8 +29,8 @@ from jaxrl_llm.parallel import rules
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
-  """Returns the outputs of the model's head for one micro-batch: logprobs (at each sample's
-  temperature), values or scores.
+  """Returns the outputs of the model's head for one micro-batch. Depending on the head, they are
+  logprobs (at each sample's temperature), values or scores.
   """
   hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
@@ -59,8 +59,8 @@ def _states(
 
 
 def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
-  """Returns the numbers of row and time shards on the mesh, as arguments of `token_logprobs`; empty
-  without a mesh.
+  """Returns the number of shards of rows and of time on the mesh, as keyword arguments of
+  `token_logprobs`. Without a mesh, the result is empty.
   """
   if model.mesh is None:
     return {}
@@ -72,7 +72,7 @@ def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
 
 
 def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
-  """Returns micro-batch `i` of arrays `[micro_batches, chunks, ...]`."""
+  """Returns micro-batch `i` of a batch whose arrays are `[micro_batches, chunks, ...]`."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 
 
@@ -80,8 +80,8 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """Builds a jitted forward-only pass that returns logprobs, values or scores of the first `used`
-  micro-batches, and 0 for the others.
+  """Builds a jitted forward-only pass. It returns the logprobs, values or scores of the first
+  `used` micro-batches, and 0 for the other micro-batches.
   """
   return _build_pass(
     lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh
@@ -92,8 +92,8 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds a jitted forward-only pass of a critic that returns the values of the states before and
-  after each token.
+  """Builds a jitted forward-only pass of a critic. For each token, it returns the value of the
+  state before the token and the value of the state after it.
   """
   return _build_pass(
     lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh
@@ -104,7 +104,7 @@ def _build_pass(
   outputs: Callable[[Params, Chunks], Any], mesh: Mesh
 ) -> Callable[[Params, Chunks, Any], Any]:
   """Jits a pass that applies `outputs` to each of the first `used` micro-batches. The results have
-  a leading micro-batch axis; they are 0 for the other micro-batches.
+  a leading micro-batch axis and are 0 for the other micro-batches.
   """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:

@@ -1,8 +1,10 @@
 """MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts plus imitation of expert rows.
 
-L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the
-whole step. Usual rows are rollouts; only they have the KL and entropy terms. A micro-batch or step
-with only one kind of rows adds nothing to the term of the other kind.
+L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows)
+
+Usual rows are rollouts of the policy; expert rows are demonstrations. Only usual rows have KL and
+entropy terms. Each of the two losses is divided by its own denominator over the whole optimizer
+step. If a micro-batch or step has no rows of one kind, it adds nothing to the loss of that kind.
 """
 
 from __future__ import annotations
@@ -34,25 +36,28 @@ from jaxrl_llm.ops.reduce import Aggregation, masked_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig(PolicyGradientConfig):
-  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows at once."""
+  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts combined with imitation of expert rows.
+  """
 
   mu: MuSchedule = MuSchedule(mu=0.1)
-  """Weight of imitation as a schedule over the stage's batches."""
+  """Weight μ of the imitation loss, as a schedule over the batches of the stage."""
   expert_loss_agg_mode: Aggregation = 'token-mean'
   expert_token_weight: Literal['none', 'chord'] = 'none'
-  """'chord': weights each expert token by p(1 - p), where p is its probability (CHORD,
-  arXiv:2508.11408).
+  """If 'chord', the loss of each expert token is weighted by p(1 - p), where p is the token's
+  probability under the policy (CHORD, arXiv:2508.11408).
   """
 
 
 def mix(config: MixConfig, setting: Setting) -> Algorithm:
-  """Builds MIX (formula in the module docstring); the stage's `experts` configures the source and
-  number of expert rows.
+  """Builds MIX, whose loss is given in the module docstring. The stage's `experts` configures the
+  source and the number of expert rows.
   """
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Annotates usual rows like the policy gradient. Experts are imitated regardless of reward."""
+    """Annotates usual rows as the policy gradient does. Expert rows are in the loss whatever their
+    reward.
+    """
     expert = np.array([row.is_expert for row in closed.rows], bool)
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}

@@ -1,8 +1,11 @@
 """Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, 2.3.2).
 
-The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ). By
-default, the reference is the policy at the beginning of each batch, and the optimizer is reset at
-that point. No ratio is clipped, and there is no critic.
+For k responses y to a task, with rewards r, the gradient of the objective is
+
+  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ).
+
+By default, the reference is the policy before each batch, and the optimizer's moments are reset
+before each batch. No importance ratio is clipped, and there is no critic.
 """
 
 from __future__ import annotations
@@ -36,20 +39,24 @@ from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpmdConfig(ShapingOptions):
   """Online policy mirror descent over whole sequences (Kimi k1.5, arXiv:2501.12599). By default,
-  the reference is the policy at the beginning of each batch.
+  the reference is the policy before each batch.
   """
 
   tau: float = 0.1
-  """Strength of the regularisation towards the reference; the paper on Kimi k1.5 gives no value."""
+  """Strength of the regularisation towards the reference. The Kimi k1.5 paper does not state a
+  value.
+  """
   baseline: Literal['mean', 'log_partition'] = 'mean'
-  """Baseline from the group's rewards: their mean, or τ·log(mean(exp(r/τ)))."""
+  """Baseline computed from the rewards r of the group. 'mean' is their mean; 'log_partition' is
+  τ·log(mean(exp(r/τ))).
+  """
   reference: ReferenceRule = ReferenceRule(every=1)
   renew_optimizer: bool = True
   """Whether the optimizer's moments are reset before each batch."""
 
 
 def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
-  """Builds online policy mirror descent; the module docstring has the formula."""
+  """Builds online policy mirror descent. The module docstring has the formula."""
   check_shaping(config, setting, 'opmd')
   check_ranges(config, 'opmd', {'tau': Range(0.0, exclusive=config.baseline == 'log_partition')})
 
@@ -75,8 +82,8 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
 
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    # Sum in the outputs' dtype, like all sums over time: their order depends on the mesh, so sums
-    # in a narrower dtype would be rounded differently on each mesh.
+    # Sum in the dtype of the outputs, like all sums over time. The order of summation depends on
+    # the mesh, so in a narrower dtype the rounding errors would differ from mesh to mesh.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0

@@ -21,13 +21,15 @@ class OptimizerConfig:
   """AdamW with a learning-rate schedule and gradient clipping."""
 
   peak_lr: float
-  """Peak learning rate; must be given."""
+  """Peak learning rate. This option has no default."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
-  """Shape after the warm-up: constant, or a decay from the peak to `end_lr_fraction` of it at the
-  end of the stage.
+  """Shape of the learning rate after the warm-up. 'constant' stays at the peak; 'cosine' and
+  'linear' decay from the peak to `end_lr_fraction` of it at the end of the stage.
   """
   warmup_steps: int = 0
-  """Updates over which the rate rises linearly: update n has n / warmup_steps of the peak."""
+  """Number of updates over which the learning rate rises linearly. Update n, counted from 1, has n
+  / warmup_steps of the peak.
+  """
   end_lr_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
@@ -37,12 +39,14 @@ class OptimizerConfig:
   max_grad_norm: float = 1.0
   """Global norm to which gradients are clipped."""
   skip_grad_norm: float = 1e3
-  """Updates whose global gradient norm exceeds this or is not finite are skipped and counted."""
+  """Limit of the global gradient norm. An update whose norm exceeds this limit or is not finite is
+  skipped and counted.
+  """
   max_skipped_updates: int = 10
-  """Number of consecutive skipped updates that stops the run."""
+  """Number of consecutive skipped updates after which the run stops."""
   offload: bool = False
-  """Keeps the moments in pinned host memory and moves them to the devices one parameter at a time
-  for the update.
+  """Whether the moments are kept in pinned host memory. For the update, they are moved to the
+  devices one parameter at a time.
   """
 
 
@@ -50,8 +54,8 @@ _DECAYED = ('kernel', 'lora_a', 'lora_b')
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-  """Returns the learning rate as a function of the number of updates taken, for a stage of
-  `updates` updates.
+  """Returns the learning rate of a stage of `updates` updates, as a function of the number of
+  updates taken so far.
   """
   decay = max(updates - config.warmup_steps, 1)
   after = {
@@ -65,7 +69,8 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
   }[config.schedule]()
   if not config.warmup_steps:
     return after
-  # The schedule's count starts at 0, and a rate of 0 there would waste the first update.
+  # Start above 0: the schedule's count starts at 0, so a rate of 0 there would waste the first
+  # update.
   warmup = optax.linear_schedule(
     config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1
   )
@@ -75,11 +80,12 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
   """Builds AdamW (Loshchilov & Hutter, arXiv:1711.05101) for gradients that are already clipped.
 
-  Every transformation treats each parameter independently: `apply_update` relies on this.
+  Every transformation treats each parameter independently, because `apply_update` may update one
+  parameter at a time.
   """
 
-  # Select parameters by name, not by rank: with scanned layers, norms and biases have two
-  # dimensions too.
+  # Select the parameters to decay by name. Their rank does not identify them: with scanned layers,
+  # norms and biases have two dimensions too.
   def decayed(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
 
@@ -98,7 +104,8 @@ def optimizer_shardings(
   *,
   offload: bool = False,
 ):
-  """Returns the optimizer state's shardings: a moment's is its parameter's, all others are `whole`.
+  """Returns the shardings of the optimizer state. A moment is sharded like its parameter, and every
+  other array has the sharding `whole`.
 
   Args:
     offload: whether the moments are in host memory.
@@ -122,11 +129,13 @@ def apply_update(
   *,
   take: Bool[Array, ''],
 ) -> tuple[Params, Any]:
-  """Returns parameters and optimizer state after one update, or both unchanged if `take` is false.
+  """Returns the parameters and the optimizer state after one update; if `take` is false, both are
+  unchanged.
 
-  Call it in a jitted function. Offloaded moments are moved to the devices one parameter at a time,
-  each after the previous one has moved back, so a device never holds the moments of two parameters.
-  No moment moves before `take` is known: until then activations need the memory.
+  Call this function inside a jitted function. Offloaded moments are moved to the devices one
+  parameter at a time. The moments of a parameter are moved only after those of the previous
+  parameter are back on the host, so that a device never stores the moments of two parameters. No
+  moment is moved before `take` is known, because until then the activations need the memory.
 
   Args:
     grads: clipped gradients.

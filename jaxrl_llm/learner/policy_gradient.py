@@ -98,7 +98,11 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
 
 
 def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> Annotation:
-  """Shapes rewards and estimates advantages; unscorable rows are excluded from the loss."""
+  """Shapes the rewards of a closed batch, estimates advantages, and selects the rows in the loss.
+
+  A row is excluded from the loss if it is unscorable or masked, if it has values that are not
+  finite, or if an option of `config` excludes it.
+  """
   rows = closed.rows
   if config.adv_estimator in ('reinforce_plus_plus', 'gae'):
     reason = f'adv_estimator {config.adv_estimator!r} treats each row as an episode'
@@ -132,7 +136,8 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite at all positions that are read; warns of each other row.
+  """Selects the rows whose columns are finite at all positions that are read. Logs a warning for
+  each of the other rows.
 
   Raises:
     RunError: no row is finite.
@@ -171,7 +176,9 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns each row's whitened per-token advantages, and the critic's targets or None."""
+  """Returns the whitened advantages of each row's tokens, and the critic's targets, which are None
+  if the algorithm has no critic.
+  """
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -196,8 +203,8 @@ def _token_advantages(
 
 
 def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
-  """Value of each row's final state: the critic's for truncated rows if `bootstrap_truncated` is
-  set, otherwise 0.
+  """Returns the value of each row's final state. This is the critic's value if the row is truncated
+  and `bootstrap_truncated` is set, otherwise 0.
   """
   if not config.bootstrap_truncated:
     return [0.0] * len(closed.rows)
@@ -209,7 +216,9 @@ def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
 
 
 def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> list[float | None]:
-  """Adds the length terms to the rows' rewards; unscorable rows keep None."""
+  """Returns each row's reward plus the configured length terms. Unscorable rows keep the reward
+  None.
+  """
   rows = closed.rows
   if config.overlong_buffer_len or config.length_reward_weight:
     reason = 'overlong_buffer_len and length_reward_weight depend on the length of a row'
@@ -236,8 +245,8 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
 
 
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """Returns each row's worth: its reward plus the rewards of its turns. Per-sample advantages are
-  estimated from worths.
+  """Returns each row's worth, which is its reward plus the rewards of its turns. Advantages per
+  sample are estimated from these worths.
   """
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
@@ -275,7 +284,9 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Estimates advantages from the rows' `worths`, comparing the rows that share a baseline."""
+  """Applies `estimate` to the worths of the rows. If rows are steps of trajectories, `step_credit`
+  decides which rows are compared.
+  """
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
@@ -287,15 +298,17 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose baseline averages at least two different worths, without length terms."""
+  """Selects the rows whose baseline averages at least two different worths. These worths exclude
+  length terms.
+  """
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
 def _token_rewards(
   config, closed: Closed, rewards, masks, coef: float
 ) -> list[Float64[np.ndarray, '...']]:
-  """Rewards per token: the row's reward at its last trained token, each turn's reward at the turn's
-  last token, plus KL penalties.
+  """Returns rewards per token. A row's reward is placed at its last trained token and each turn's
+  reward at the turn's last token; KL penalties are added if `kl_reward_coef` is set.
   """
   dense = [
     by_token.place_rewards(mask, reward or 0.0, row.turn_rewards)
@@ -322,13 +335,15 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """Returns the current KL coefficients, their metrics over `finite` rows, and the next state."""
+  """Returns the current KL coefficients, the KL metrics and the state for the next batch. Only rows
+  selected by `finite` are measured.
+  """
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None
   measured = _measured_kl(config, closed, finite) if 'reference_logprobs' in closed.tokens else None
   if config.kl_target is not None:
-    start = coefs.loss or coefs.reward  # Exactly one is set, see `check`.
+    start = coefs.loss or coefs.reward  # Exactly one of them is set, see `check`.
     coef = start if closed.state is None else float(closed.state['kl_coef'])
     coefs = _KlCoefficients(*(coef if given else 0.0 for given in coefs))
     control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)
@@ -341,7 +356,9 @@ def _kl(
 def _measured_kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[float, float]:
-  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and their number."""
+  """Returns the sum of log π_prox - log π_ref over the trained tokens of the rows selected by
+  `finite`, and the number of these tokens.
+  """
   total, count = 0.0, 0
   masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], finite, strict=True)]
   for p, q, mask in zip(
@@ -353,7 +370,7 @@ def _measured_kl(
 
 
 def _critic_metrics(values, returns, masks) -> dict[str, tuple[float, float]]:
-  """Metrics that compare the values before the update with their targets."""
+  """Returns metrics that compare the critic's values before the update with their targets."""
   v = np.concatenate([np.asarray(x, np.float64)[m] for x, m in zip(values, masks, strict=True)])
   r = np.concatenate([x[m] for x, m in zip(returns, masks, strict=True)])
   if not len(r):
@@ -375,7 +392,7 @@ def policy_terms(
   constants: Constants,
   mask: Bool[Array, 'chunks time'],
 ) -> tuple[Terms, Stats]:
-  """Returns policy, entropy and KL terms over the tokens in `mask`."""
+  """Returns the policy, entropy and KL terms over the tokens in `mask`, and their statistics."""
   logprobs, segments = outputs.logprobs, chunks.segments
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
@@ -413,8 +430,8 @@ def policy_terms(
 def _weights(
   config, logprobs, proximal, chunks: Chunks, mask, segments: int
 ) -> tuple[Array, Stats]:
-  """Per-token loss weights that correct for off-policy samples; tokens with weight 0 still count in
-  the loss denominators.
+  """Returns loss weights per token that correct for off-policy samples, and statistics of the
+  weights. Tokens with weight 0 still count in the denominators of the loss.
   """
   behaviour, ids = chunks.behaviour_logprobs, chunks.segment_ids
   weights, stats = jnp.ones_like(logprobs), {}

@@ -1,4 +1,6 @@
-"""Options of the policy-gradient family, and its named algorithms as sets of defaults."""
+"""Options of the policy-gradient family. Each algorithm of the family is a class with its own
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -32,91 +34,113 @@ class AdvantageOptions:
 
   adv_estimator: AdvEstimator = 'grpo'
   norm_adv_by_std: bool = True
-  """grpo: whether to divide by the group's standard deviation."""
+  """Whether advantages are divided by the standard deviation of the group's rewards. Only for
+  adv_estimator grpo.
+  """
   adv_ddof: int = 1
   adv_eps: float = 1e-6
   credit: Literal['trajectory', 'step'] = 'trajectory'
-  """grpo, rloo, reinforce_plus_plus_baseline: credit for trajectories recorded step by step.
+  """How advantages are assigned in trajectories that are recorded step by step. Only for
+  adv_estimator grpo, rloo and reinforce_plus_plus_baseline.
 
-  trajectory: one advantage for all steps of a trajectory; step: a separate baseline for each step
-  index.
+  'trajectory': all steps of a trajectory get the same advantage. 'step': each step index has its
+  own baseline.
   """
   mask_unmixed_groups: bool = False
-  """Excludes single-sample and equal-reward groups from the loss and its denominators (DAPO's
-  dynamic sampling).
+  """Whether groups of one sample and groups with equal rewards are excluded from the loss and its
+  denominators (DAPO's dynamic sampling).
   """
   mask_truncated: bool = False
-  """Excludes truncated samples from the loss; rewards stay in the baseline (overlong filtering)."""
+  """Whether truncated samples are excluded from the loss (overlong filtering). Their rewards still
+  count in the baseline.
+  """
   gamma: float = 1.0
-  """gae, reinforce_plus_plus: discount per trained token."""
+  """Discount per trained token. Only for adv_estimator gae and reinforce_plus_plus."""
   lam: float = 1.0
-  """gae: λ, the decay per trained token of the weights of later errors."""
+  """λ of generalized advantage estimation: the decay, per trained token, of the weights of later
+  temporal-difference errors. Only for adv_estimator gae.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapingOptions:
   """Reward shaping before advantage estimation. The metric `critic/score` is the reward before
-  shaping, `critic/rewards` the reward after it.
+  shaping, and the metric `critic/rewards` is the reward after shaping.
   """
 
   overlong_buffer_len: int = 0
-  """DAPO: responses are penalised from this many tokens before max_response_length on; 0: off."""
+  """Number of tokens before max_response_length over which DAPO's length penalty grows. If 0, there
+  is no penalty.
+  """
   overlong_penalty_factor: float = 1.0
-  """DAPO: size of the penalty at max_response_length."""
+  """Size of DAPO's length penalty at max_response_length."""
   length_reward_weight: float = 0.0
-  """Weight of Kimi k1.5's length reward, which compares the lengths within a group; 0: off."""
+  """Weight of Kimi k1.5's length reward, which compares the lengths of the responses within a
+  group. If 0, there is no length reward.
+  """
   length_reward_warmup_steps: int = 0
   """Number of initial batches without the length reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KlOptions:
-  """KL divergence from the reference policy, which is not loaded if both coefficients are 0."""
+  """Penalties on the KL divergence from the reference policy. The reference is not loaded if both
+  coefficients are 0.
+  """
 
   kl_loss_coef: float = 0.0
   kl_loss_type: Estimator = 'k3'
   kl_unbiased_gradient: bool = True
-  """k2 and k3 in the loss: multiplies the estimate by the importance ratio, so that the KL term has
-  the reverse KL's gradient.
+  """Whether the KL estimate in the loss is multiplied by the importance ratio, so that the KL term
+  has the gradient of the reverse KL. Only for kl_loss_type k2 and k3.
   """
   allow_zero_gradient_kl: bool = False
-  """Allows k1 in the loss, which has zero expected gradient on-policy."""
+  """Whether kl_loss_type k1 is allowed although its expected gradient on-policy is zero."""
   kl_reward_coef: float = 0.0
-  """Coefficient of the KL penalty in token rewards, which only reinforce_plus_plus and gae have."""
+  """Coefficient of the KL penalty in the rewards of tokens. Only adv_estimator reinforce_plus_plus
+  and gae have rewards per token.
+  """
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Target of the mean KL per token, to which the coefficient is adapted; None: no adaptation."""
+  """Target of the mean KL per token. After each batch, the KL coefficient is adapted towards this
+  target. If None, the coefficient is constant.
+  """
   kl_horizon: float = 10_000.0
-  """Horizon of the adaptation, in samples."""
+  """Horizon of the adaptation, in samples. The longer the horizon, the slower the coefficient
+  changes.
+  """
   reference: ReferenceRule = ReferenceRule()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectionOptions:
-  """Off-policy correction between the trained policy and the one that sampled."""
+  """Correction for the difference between the trained policy and the policy that sampled the tokens
+  (the sampler).
+  """
 
   bypass_old_logprobs: bool = False
-  """Uses the sampler's logprobs as the proximal ones, which saves a pass but rules out rollout_is
-  and rollout_rs.
+  """Whether the sampler's logprobs are used as the proximal logprobs. This saves a forward pass,
+  but rollout_is then has no effect, and rollout_rs_low and rollout_rs_high are refused.
   """
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
-  """Importance weights of the proximal policy against the sampler.
+  """Importance weights that correct from the sampler to the proximal policy.
 
-  none: no weights; token, sequence: weights per token or per sequence, truncated to the bounds;
-  icepop: weights per token, 0 outside the bounds.
+  'none': no weights. 'token' and 'sequence': weights per token or per sequence, truncated to the
+  bounds. 'icepop': weights per token, which are 0 outside the bounds.
   """
   rollout_is_threshold: float = 2.0
   """Upper bound of the importance weights."""
   rollout_is_lower: float | None = None
-  """Lower bound of the importance weights; None: 0, or 0.5 for icepop."""
+  """Lower bound of the importance weights. If None, the bound is 0.5 for icepop and 0 otherwise."""
   rollout_rs_low: float | None = None
-  """Lower bound of a sequence's geometric mean ratio; sequences outside the bounds are masked.
-  None: no masking.
+  """Lower bound of the geometric mean of a sequence's importance ratios. Sequences whose mean is
+  outside the bounds are masked. If None, no sequence is masked.
   """
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
-  """Masks tokens with a negative advantage if the mean of (sampler's logprob - current logprob)
-  over their sequence exceeds this (DeepSeek-V3.2); None: no masking.
+  """Limit of the mean of (sampler's logprob - current logprob) over a sequence. In sequences above
+  this limit, tokens with a negative advantage are masked (DeepSeek-V3.2). If None, no token is
+  masked.
   """
 
 
@@ -124,30 +148,37 @@ class CorrectionOptions:
 class PolicyGradientConfig(
   AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions, DualClipBounds
 ):
-  """Base configuration of the family; the defaults are GRPO's."""
+  """Base configuration of the policy-gradient family. The defaults are GRPO's."""
 
   policy_loss: str = 'clip'
-  """Surrogate: a key of `SURROGATES`, or your own as 'module:attribute'.
+  """Surrogate: a key of `SURROGATES`, or a surrogate of your own as 'module:attribute'.
 
-  clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on
-  log-likelihoods; sapo: a soft gate of the ratio.
+  'clip' is PPO's clipped ratio. 'gspo' clips the ratio of the whole sequence. 'cispo' weights
+  log-likelihoods by clipped ratios. 'sapo' applies a soft gate to the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the surrogate in policy_loss; empty if it reads the algorithm's own options."""
+  """Options of the surrogate that policy_loss names. They must be empty if that surrogate reads the
+  algorithm's own options.
+  """
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
-  """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
+  """Divisor in loss_agg_mode seq-mean-token-sum-norm. If None, the divisor is max_response_length.
+  """
   entropy_coeff: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300), with later options."""
+  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300), with options that later
+  papers introduced.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpoConfig(PolicyGradientConfig):
-  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's deviation nor response length."""
+  """Dr.GRPO (arXiv:2503.20783): advantages are not divided by the group's standard deviation, and
+  losses are not divided by the response length.
+  """
 
   norm_adv_by_std: bool = False
   loss_agg_mode: Aggregation = 'seq-mean-token-sum-norm'
@@ -155,8 +186,8 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; set overlong_buffer_len to
-  add its penalty.
+  """DAPO (arXiv:2503.14476): GRPO with a higher upper clip range, token-mean aggregation and
+  masking of unmixed groups. To add DAPO's length penalty, set overlong_buffer_len.
   """
 
   clip_ratio_high: float = 0.28
@@ -176,8 +207,8 @@ class GspoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CispoConfig(PolicyGradientConfig):
-  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the default lower bound
-  has no effect.
+  """CISPO (MiniMax-M1, arXiv:2506.13585). Clip ranges are distances from 1, so the default lower
+  bound of the weights is 0, which has no effect.
   """
 
   policy_loss: str = 'cispo'
@@ -196,7 +227,9 @@ class SapoConfig(PolicyGradientConfig, SapoOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlooConfig(PolicyGradientConfig):
-  """RLOO (arXiv:2402.14740): leave-one-out mean as baseline, whole sequences."""
+  """RLOO (arXiv:2402.14740): the baseline is the mean reward of the other samples in the group, and
+  losses are summed over each sequence.
+  """
 
   adv_estimator: AdvEstimator = 'rloo'
   loss_agg_mode: Aggregation = 'seq-mean-token-sum'
@@ -204,30 +237,37 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
-  """REINFORCE++ (arXiv:2501.03262): batch-whitened token returns; KL, if any, in the reward."""
+  """REINFORCE++ (arXiv:2501.03262): advantages are the returns of tokens, whitened over the batch.
+  A KL penalty, if any, is usually part of the reward (kl_reward_coef).
+  """
 
   adv_estimator: AdvEstimator = 'reinforce_plus_plus'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
-  """REINFORCE++-baseline: group mean as baseline, then whitening over the batch."""
+  """REINFORCE++-baseline: subtracts the group's mean reward, then whitens advantages over the
+  batch.
+  """
 
   adv_estimator: AdvEstimator = 'reinforce_plus_plus_baseline'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PpoConfig(PolicyGradientConfig):
-  """PPO (arXiv:1707.06347) with a separate critic network, see the stage's `critic`."""
+  """PPO (arXiv:1707.06347) with a separate critic network, which the stage's `critic` configures.
+  """
 
   adv_estimator: AdvEstimator = 'gae'
   cliprange_value: float | None = 0.5
-  """Clip range of values, as a distance from the values before the batch; None: no clipping."""
+  """Clip range of the critic's values, as a distance from the values before the batch. If None,
+  values are not clipped.
+  """
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
-  """Whether the return of a truncated answer ends with the critic's value at the cut. False: it
-  ends with 0, as after an end token.
+  """Whether the return of a truncated answer ends with the critic's value at the cut. If False, the
+  return ends with 0, as after an end token.
   """
 
 
@@ -237,8 +277,8 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # 0: population standard deviation; 1: sample standard deviation. A ddof of the group size would
-  # make every advantage 0.
+  # 0 selects the population standard deviation, and 1 the sample standard deviation. A ddof equal
+  # to the group size would make every advantage 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -346,7 +386,9 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for an overlong buffer longer than the response, or for negative penalties."""
+  """Raises UserError if the overlong buffer is longer than the longest response, or if an option is
+  negative.
+  """
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '

@@ -1,6 +1,6 @@
 """Learning from preference pairs: DPO for policies, Bradley-Terry for reward models.
 
-A pair is a unit: its two sequences are always in the same micro-batch, where the loss couples them.
+The two sequences of a pair are always in the same micro-batch, because the loss combines them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class DpoConfig:
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
-  """sigmoid sums logprobs over the answer's tokens; ipo averages them."""
+  """'sigmoid' is DPO's loss and sums the logprobs of an answer's tokens; 'ipo' averages them."""
   label_smoothing: float = 0.0
-  """sigmoid: probability that a label is wrong (cDPO)."""
+  """Probability that a preference label is wrong (cDPO). Only for loss_type sigmoid."""
   sft_loss_coef: float = 0.0
-  """Weight of the negative log-likelihood of the chosen answers, per token."""
+  """Weight of an additional loss, the mean negative log-likelihood of the chosen answers' tokens.
+  """
   reference: ReferenceRule = ReferenceRule()
 
 
@@ -71,8 +72,8 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
       sums = segment_sums(jnp.where(mask, logprobs, 0.0), ids, segments=segments)
       return sums / jnp.maximum(tokens, 1.0) if config.loss_type == 'ipo' else sums
 
-    # Subtract per token, then sum: sums of thousands of logprobs lose the digits that their
-    # difference needs.
+    # Subtract per token before summing. Sums of thousands of logprobs would lose the digits that
+    # their difference needs.
     ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
     margin, there = pair_sums(ratio, chunks.pair, chunks.label)
     losses = dpo_loss(
@@ -104,16 +105,18 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-  """Bradley-Terry reward model: a score at the end of each sequence of a pair."""
+  """Bradley-Terry reward model. Each sequence of a pair gets one score, at its last token."""
 
   margin: float = 0.0
   """Margin by which the chosen answer's score should exceed the rejected one's."""
   center_rewards_coefficient: float = 0.0
-  """Weight of (r_chosen + r_rejected)², which centres scores at 0."""
+  """Weight of the penalty (r_chosen + r_rejected)², which keeps scores centred at 0."""
 
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
-  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), scored at the last tokens."""
+  """Builds a reward model with the loss -log σ(r_chosen - r_rejected - margin). The reward r of a
+  sequence is the score at its last token.
+  """
   check_ranges(
     config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)}
   )
@@ -123,7 +126,8 @@ def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
     losses = bradley_terry_loss(difference, target_margin=config.margin)
     terms = {'actor/rm_loss': _pair_term(losses, there)}
     if config.center_rewards_coefficient:
-      # As label² is 1, this yields the sum of the pair's scores, not their difference.
+      # `pair_sums` multiplies by the label once more. As label² is 1, the result is the sum of the
+      # pair's scores instead of their difference.
       both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)
       terms['actor/center_loss'] = _pair_term(
         centering_penalty(both), there, config.center_rewards_coefficient
@@ -145,8 +149,8 @@ def _pair_term(
 
 
 def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> Stats:
-  """Returns statistics under TRL's names. A margin of 0 counts as half correct: a policy equal to
-  its reference prefers neither answer.
+  """Returns the accuracy and the mean margin, under TRL's metric names. A margin of 0 counts as
+  half correct, because a policy equal to its reference prefers neither answer.
   """
   hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
   count = there.sum().astype(jnp.float32)

@@ -11,14 +11,16 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """Numbers from `least` to `most`, finite unless `infinite`. No range contains NaN."""
+  """Range of numbers from `least` to `most`. NaN is never in range, and infinity only if `infinite`
+  is set.
+  """
 
   least: float = -math.inf
   most: float = math.inf
   exclusive: bool = False
   """Whether `least` itself is excluded."""
   infinite: bool = False
-  """Whether infinity, which disables a limit, is included."""
+  """Whether infinity is included. For an option that is a limit, infinity means no limit."""
 
   def __contains__(self, value: float) -> bool:
     above = value > self.least if self.exclusive else value >= self.least
@@ -37,7 +39,7 @@ class Range:
 
 
 def check_ranges(options: object, where: str, ranges: Mapping[str, Range]) -> None:
-  """Raises UserError for an option outside its range. Options that are None are not checked.
+  """Raises UserError if an option is outside its range. Options that are None are not checked.
 
   Args:
     options: a dataclass with a field for each name in `ranges`.

@@ -1,4 +1,6 @@
-"""Training state: parameters, optimizer, counters; created sharded, never whole on one device."""
+"""Training state: parameters, optimizer state and counters. Arrays are created sharded, so that no
+device ever needs memory for a whole model.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,15 @@ class TrainState(Generic[Leaf]):
   """State of one trained model."""
 
   params: Params
-  """Trainable parameters: the whole model, or adapters (`models.lora.split`)."""
+  """Trainable parameters: those of the whole model, or only the adapters (`models.lora.split`)."""
   opt_state: PyTree
   """State of the `optax` optimizer of `params`."""
   updates: Leaf
   """i32[], number of updates taken by this optimizer."""
   skipped: Leaf
-  """i32[], number of latest updates skipped in a row because of their gradient norm."""
+  """i32[], number of consecutive updates, up to the latest one, that were skipped because of their
+  gradient norm.
+  """
 
 
 class Learned(NamedTuple):
@@ -50,12 +54,12 @@ class Learned(NamedTuple):
   reference, or if the reference is the policy before each batch.
   """
   reference_step: int = 0
-  """Completed batches of the run when the reference was last updated."""
+  """Number of batches that the run had completed when the reference was last updated."""
   algorithm_state: Json = None
-  """State that the algorithm's annotation carries from batch to batch."""
+  """State that the algorithm's annotation passes on from batch to batch."""
   base: Params | None = None
-  """Frozen base parameters under the adapters of policy and reference: never updated, donated or
-  committed. None: no adapters.
+  """Frozen base parameters, to which the adapters of policy and reference are added. They are never
+  updated, donated or committed. None if there are no adapters.
   """
 
   def whole(self, params: Params) -> Params:
@@ -84,7 +88,7 @@ def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
-  """Initialises only the trainable parameters of `init_params`."""
+  """Initialises only the trainable parameters, with the same values as in `init_params`."""
 
   def trained(key):
     return lora.split(model.init(key), model.spec, model.options)[0]
@@ -93,8 +97,8 @@ def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays
-  and feeds its own devices.
+  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays,
+  and its devices receive their shards of them.
   """
   shardings = flatten(param_shardings(model, mesh))
 
@@ -109,8 +113,8 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
 def with_output(
   model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']
 ) -> Params:
-  """Returns parameters of `model` with output `kernel` and the body of another model, sharing the
-  body's arrays.
+  """Returns parameters of `model` that consist of the output `kernel` and otherwise of `body`, the
+  parameters of another model. The arrays of `body` are shared, not copied.
   """
   host, sharding = np.asarray(kernel), param_shardings(model, mesh)['head']['kernel']
   placed = jax.make_array_from_callback(
@@ -122,14 +126,17 @@ def with_output(
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[Array]:
-  """Creates a fresh state that takes over `params`; with `offload`, moments are in host memory."""
+  """Creates a state with `params`, a fresh optimizer state and counters at 0. The arrays of
+  `params` are not copied. With `offload`, the moments are in host memory.
+  """
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
 
   def zero():
-    # In a job of several processes, `jax.device_put` of an array makes one that cannot be saved.
+    # In a job of several processes, an array made by `jax.device_put` could not be saved in a
+    # checkpoint.
     return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.int32))
 
   return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
@@ -138,8 +145,8 @@ def init_state(
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[jax.ShapeDtypeStruct]:
-  """Returns the shapes, dtypes and shardings of a state, for restoring a checkpoint into it.
-  Allocates nothing.
+  """Returns the shapes, dtypes and shardings of a state, as needed to restore the state from a
+  checkpoint. Allocates no arrays.
   """
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
@@ -169,7 +176,9 @@ def abstract_base(model: Model, mesh: Mesh) -> Params | None:
 
 
 def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
-  """Returns the state with a fresh optimizer; the learning-rate schedule continues."""
+  """Returns the state with a fresh optimizer state. Only the position in the learning-rate schedule
+  is kept.
+  """
   return state.replace(opt_state=with_schedule(optimizer.init(state.params), state.opt_state))
 
 
@@ -186,5 +195,7 @@ def with_schedule(opt_state: PyTree, other: PyTree) -> PyTree:
 
 
 def copy_params(params: Params) -> Params:
-  """Copies parameters to new buffers with the same sharding, safe from donation by an update."""
+  """Copies parameters to new buffers with the same sharding, so that an update that donates the
+  originals does not invalidate the copies.
+  """
   return jax.tree.map(jnp.copy, params)

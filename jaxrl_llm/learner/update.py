@@ -1,8 +1,9 @@
-"""One jitted optimizer step: accumulates gradients over micro-batches, then applies or skips them.
+"""The jitted optimizer step, which accumulates gradients over micro-batches and then applies them
+or skips the update.
 
 Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
 not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
-use is a run-time argument: one compiled program serves every batch.
+use is a run-time argument, so one compiled program serves every batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxrl_llm.parallel import rules
 
 
 class Report(NamedTuple):
-  """Results of an update for the host."""
+  """Results of an update that the host reads."""
 
   stats: dict[str, Stat]
   outputs: Float[Array, 'micro chunks ...']
@@ -39,7 +40,9 @@ class Report(NamedTuple):
   empty: Bool[Array, '']
   """Whether the update was skipped because its gradient was exactly zero."""
   in_a_row: Int[Array, '']
-  """Number of updates skipped in a row because of their gradient norm, including this one."""
+  """Number of consecutive updates, up to and including this one, that were skipped because of their
+  gradient norm.
+  """
 
 
 class Gradients(NamedTuple):
@@ -68,12 +71,13 @@ def gradients(
 
   Args:
     params: trainable parameters; gradients are taken with respect to them.
-    batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no
-      loss_mask).
-    constants: constants from the batch's annotation for the loss.
-    on_policy: fields of `batch` for logprobs of the policy before this update. They are
-      filled, as constants, with the logprobs that this update's forward pass computes.
-    base: frozen base parameters under adapters; None: no adapters.
+    batch: arrays `[micro_batches, chunks, ...]`. The micro-batches from index `used` on are empty:
+      their loss_mask is False everywhere.
+    constants: constants that the loss reads, from the annotation of the batch.
+    on_policy: fields of `batch` that must equal the logprobs of the policy before this update. The
+      forward pass of this update computes these logprobs, so the fields are filled with them, as
+      constants, without an extra pass.
+    base: frozen base parameters, to which adapters are added; None if there are no adapters.
   """
 
   def outputs_of(params, chunks):
@@ -87,12 +91,13 @@ def gradients(
     chunks = chunks.replace(**{name: jax.lax.stop_gradient(outputs[0]) for name in on_policy})
     terms, stats = loss(outputs, chunks, constants)
     total = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
-    # A term is also a metric: numerators and denominators are summed over the step.
+    # Each term is also a metric, whose numerator and denominator are summed over the step.
     stats |= {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
     return total, (stats, outputs[0])
 
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-  # Accumulate gradients with the parameters' sharding, so that no device holds more than its shard.
+  # Accumulate gradients with the sharding of the parameters, so that a device stores only its shard
+  # of the gradients.
   shardings = None if model.mesh is None else trained_shardings(model, model.mesh)
 
   def placed(tree):
@@ -124,9 +129,11 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 def _denominators(
   loss: Loss, outputs: Any, batch: Chunks, constants: Constants
 ) -> dict[str, Float[Array, '']]:
-  """Returns each term's denominator over the step; calls the loss on zeros, without a forward pass.
+  """Returns each term's denominator over the whole step. The denominators need no forward pass, so
+  the loss is called with model outputs of zero.
 
-  A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
+  If no token counts, the denominator is 0. It is replaced by 1, so that the term is 0 instead of 0
+  / 0.
   """
 
   def denominators(chunks: Chunks):
@@ -138,8 +145,8 @@ def _denominators(
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the frozen
-parameters under adapters, is not.
+"""Called with (state, batch, used, constants, base=None). `state` is donated. `base` contains the
+frozen base parameters of a model with adapters and is not donated.
 """
 
 
@@ -156,17 +163,18 @@ def build_update(
   on_policy: OnPolicy = (),
   metrics: str = 'actor',
 ) -> Update:
-  """Builds the jitted optimizer step of one trained role in one stage; the step donates its state.
+  """Builds the jitted optimizer step of one trained role in one stage. The step donates its state.
 
-  An update is skipped when its gradient norm is not finite or above `skip_grad_norm` (counted in
-  `state.skipped`), and when it is exactly zero: with nothing to learn, the optimizer's momentum
-  must not move the weights.
+  An update is skipped and counted in `state.skipped` if its gradient norm is not finite or above
+  `skip_grad_norm`. An update whose gradient is exactly zero is skipped too, but not counted: since
+  there is nothing to learn, the optimizer's momentum must not move the weights.
 
   Args:
-    state: state that the step will be called with; determines the shardings.
-    updates: number of updates in the stage (for the schedule).
-    on_policy: fields with logprobs of the updated policy, see `gradients`.
-    metrics: prefix of the metrics common to all roles (loss, grad_norm, lr).
+    state: a state that the step will be called with. All later states have the same shardings.
+    updates: number of updates in the stage, from which the learning-rate schedule follows.
+    on_policy: fields of the batch that receive logprobs of the policy before the update, see
+      `gradients`.
+    metrics: prefix of the metrics that all roles have (loss, grad_norm and lr).
   """
   schedule = learning_rate(config, updates)
   shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -218,8 +226,8 @@ Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
 def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
-  """Builds a jitted pass without gradient that sums a loss's terms and statistics over the `used`
-  micro-batches.
+  """Builds a jitted pass without gradient that sums the terms and statistics of a loss over the
+  first `used` micro-batches.
   """
 
   def micro_stats(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
