@@ -1,4 +1,4 @@
-"""Advantages of a sample relative to its group, on the host in float64."""
+"""Advantages of a sample relative to its group, computed on the host in float64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ _Rewards = Float64[np.ndarray, 'members']
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
-  """Advantage per sample; 0 if unscorable, alone in its group, or its group has zero variance."""
+  """Advantage of each sample. It is 0 for a sample that is unscorable or the only scored one of its
+  group, and for all samples of a group with equal rewards.
+  """
   scored: Bool[np.ndarray, 'samples']
   """False for unscorable samples (reward None), which enter neither a baseline nor the loss."""
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these groups without a learning signal: only one scored sample, or equal rewards."""
+  """Number of groups with scored samples but without a learning signal: they have only one scored
+  sample, or equal rewards.
+  """
 
 
 def group_advantages(
@@ -33,17 +37,19 @@ def group_advantages(
   ddof: int = 1,
   eps: float = 1e-6,
 ) -> GroupAdvantages:
-  """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
+  """Returns A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
 
-  Source: GRPO (arXiv:2402.03300). Dr.GRPO (arXiv:2503.20783) omits the division;
-  REINFORCE++-baseline and OPMD start from its result. Equality of rewards is tested directly (max =
-  min): a floating-point mean is not exact, so identical rewards would otherwise give a signal.
+  Source: GRPO (arXiv:2402.03300). Dr.GRPO (arXiv:2503.20783), REINFORCE++-baseline and OPMD omit
+  the division by the standard deviation. Equal rewards are detected by max = min: a floating-point
+  mean is not exact, so identical rewards would otherwise have a small nonzero deviation and give a
+  signal.
 
   Args:
-    rewards: one per sample; None: unscorable.
+    rewards: one per sample; None for an unscorable sample.
     groups: the group id of each sample.
     normalize_by_std: whether to divide by the group's standard deviation.
-    ddof: 1 for the sample standard deviation (the usual choice), 0 for the population's.
+    ddof: 1 for the sample standard deviation (the usual choice), 0 for the population standard
+      deviation.
     eps: added to the standard deviation.
   """
 
@@ -55,10 +61,10 @@ def group_advantages(
 
 
 def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
-  """RLOO: A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
+  """RLOO: returns A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
 
-  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A sample alone in its
-  group gets 0.
+  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. If a sample is alone in
+  its group, its advantage is 0.
   """
   return _within_groups(
     rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1)
@@ -68,11 +74,11 @@ def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> Gro
 def log_partition_baseline(
   rewards: Sequence[float | None], groups: Sequence[str], *, tau: float
 ) -> GroupAdvantages:
-  """A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)), the soft value of the group as the baseline.
+  """Returns A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)), whose baseline is the soft value of the group.
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the group's n
-  samples. The baseline lies between the mean (τ → ∞) and the maximum (τ → 0), so these advantages
-  do not sum to zero.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the n samples of
+  the group. The baseline lies between the mean reward (τ → ∞) and the maximum reward (τ → 0), so
+  these advantages do not sum to zero.
 
   Raises:
     UserError: tau is not above 0.
@@ -85,15 +91,18 @@ def log_partition_baseline(
 
   def rule(values: _Rewards) -> _Rewards:
     below = values - values.max()
-    # expm1 and log1p: for a large tau all exponents are close to 0, and 1 + x would round x away.
+    # Use expm1 and log1p: for a large tau all exponents x are close to 0, and 1 + x would round x
+    # away.
     return below - tau * np.log1p(np.expm1(below / tau).mean())
 
   return _within_groups(rewards, groups, rule)
 
 
 def unequal(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
-  """1 for each scored sample whose group has two different rewards, 0 for all others (DAPO's
-  dynamic sampling).
+  """Marks the samples of groups with different rewards (DAPO's dynamic sampling).
+
+  The advantage in the result is 1 for each scored sample whose group has at least two different
+  rewards, and 0 for every other sample.
   """
   return _within_groups(rewards, groups, np.ones_like)
 
@@ -107,29 +116,35 @@ def step_credit(
   credit: Literal['trajectory', 'step'],
   advantages: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages] = group_advantages,
 ) -> GroupAdvantages:
-  """Advantages of rows that are steps of trajectories: a trajectory may have several rows.
+  """Returns the advantages of rows that are steps of trajectories. A trajectory may have several
+  rows.
 
-  'trajectory': a trajectory's reward is that of its last step. All its steps get the same
-  advantage, relative to the other trajectories of its group; a trajectory counts once in the
-  baseline, however many steps it has. In the result, `groups` and `zero_std_groups` count groups.
-  'step': each row has its own reward, and rows with the same group and step index share a baseline.
-  In the result, the two fields count these (group, step index) baselines. If only one trajectory is
-  long enough to have a certain step, that step gets 0. (GiGPO, arXiv:2505.10978, compares steps
-  that start from equal states; here the step index is a proxy for the state.)
+  With 'trajectory', the reward of a trajectory is that of its last step. All steps of the
+  trajectory get the same advantage, relative to the other trajectories of the group. A trajectory
+  counts once in the baseline, however many steps it has. In the result, `groups` and
+  `zero_std_groups` count groups.
 
-  In both modes a trajectory whose last step is unscorable is unscorable as a whole. With 'step',
-  any other unscorable row affects no other row.
+  With 'step', each row has its own reward, and rows with the same group and step index share a
+  baseline. In the result, `groups` and `zero_std_groups` count these baselines. If only one
+  trajectory of a group is long enough to have a certain step, the advantage of that step is 0.
+  GiGPO (arXiv:2505.10978) compares steps that start from equal states; here the step index is a
+  proxy for the state.
+
+  In both modes, if the last step of a trajectory is unscorable, all rows of the trajectory are
+  unscorable. With 'step', any other unscorable row affects no other row.
 
   Args:
-    rewards: one per row; None: unscorable.
+    rewards: one per row; None for an unscorable row.
     groups: the group id of each row, the same in all rows of a trajectory.
-    trajectories: the trajectory id of each row; empty: the row is a trajectory of its own.
-    steps: the step index of each row within its trajectory; the largest is the last.
+    trajectories: the trajectory id of each row. A row with an empty id is a trajectory of its own.
+    steps: the step index of each row within its trajectory. The row with the largest index is the
+      last step.
     credit: 'trajectory' or 'step', see above.
-    advantages: rule within a group, with its options bound by `functools.partial`.
+    advantages: function that estimates advantages from rewards and group ids. Bind its options with
+      `functools.partial`.
 
   Raises:
-    ValueError: a trajectory lies in two groups, or has two rows of one step.
+    ValueError: a trajectory has rows in two groups, or two rows of the same step.
   """
   members = _trajectories(groups, trajectories, steps)
   outcomes = [rewards[rows[-1]] for rows in members]
@@ -151,7 +166,7 @@ def step_credit(
 def _trajectories(
   groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]
 ) -> list[list[int]]:
-  """Row numbers of each trajectory, in order of their step index."""
+  """Returns the row numbers of each trajectory, ordered by step index."""
   members: dict[str | int, dict[int, int]] = {}
   for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):
     rows = members.setdefault(trajectory or row, {})

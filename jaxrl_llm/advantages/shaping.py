@@ -1,4 +1,4 @@
-"""Reward shaping, and coefficients that depend on the step; pure functions."""
+"""Pure functions for reward shaping and for coefficients that depend on the step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Lengths = Sequence[int] | Int[np.ndarray, 'samples']
 def overlong_penalty(
   lengths: Lengths, *, max_length: int, buffer: int, factor: float = 1.0
 ) -> Float64[np.ndarray, 'samples']:
-  """DAPO's soft overlong punishment: min(0, -(length - (max_length - buffer)) / buffer · factor),
-  at least -factor.
+  """Returns DAPO's soft overlong penalty of each response.
 
-  Source: DAPO (arXiv:2503.14476), eq. 13. The result is 0 up to max_length - buffer, then falls in
-  a straight line to -factor at max_length, where it stays.
+  factor · clip((max_length - buffer - length) / buffer, -1, 0)
+
+  Source: DAPO (arXiv:2503.14476), eq. 13. The penalty is 0 for lengths up to max_length - buffer.
+  From there it falls linearly to -factor at max_length, and stays at -factor for longer responses.
 
   Args:
-    lengths: length of each response, in tokens. The caller chooses whether to count only trained
-      tokens (tool tokens then cost nothing) or the whole response; `max_length` must count the
-      same.
+    lengths: length of each response, in tokens. The caller may count the whole response, or only
+      trained tokens, so that tool tokens cost nothing. `max_length` must count the same kind of
+      tokens.
     max_length: length at which the penalty reaches its full size.
     buffer: number of tokens over which the penalty grows, 1 to `max_length`.
     factor: full size of the penalty.
@@ -46,18 +47,18 @@ def overlong_penalty(
 def length_rewards(
   lengths: Lengths, correct: Sequence[bool | None], groups: Sequence[str]
 ) -> Float64[np.ndarray, 'samples']:
-  """Kimi's length reward: λ_i = 0.5 - (length_i - min) / (max - min) within the group; wrong
-  answers get min(0, λ_i).
+  """Returns Kimi's length reward λ_i = 0.5 - (length_i - min) / (max - min), with min and max over
+  the group. Wrong answers get min(0, λ_i).
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. The reward is 0 for all if the lengths of a
-  group are equal (max = min), and in a group of one.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. If all lengths of a group are equal, as in a
+  group of one, all its rewards are 0.
 
   Args:
     lengths: length of each response, in tokens.
-    correct: whether the answer is right; None: unscorable, which gets 0 and is left out of min and
-      max.
-    groups: the group id of each sample. Groups must be complete, because the reward compares their
-      lengths.
+    correct: whether each answer is right; None if it is unscorable. An unscorable answer gets 0 and
+      is left out of min and max.
+    groups: the group id of each sample. All samples of a group must be given, because the reward
+      compares their lengths.
   """
   members: dict[str, list[int]] = {}
   for i, (right, group) in enumerate(zip(correct, groups, strict=True)):
@@ -77,24 +78,25 @@ def length_rewards(
 
 
 def warmup_weight(step: int, *, warmup_steps: int, weight: float) -> float:
-  """0 in the first `warmup_steps` steps (step counts completed steps, from 0), then `weight`.
+  """Returns 0 in the first `warmup_steps` steps and `weight` afterwards. `step` is the number of
+  completed steps.
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3: no length reward at first, then a constant
-  one.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3, which trains without a length reward at first
+  and then gives it a constant weight.
   """
   return weight if step >= warmup_steps else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveKl:
-  """A KL coefficient that follows a target; see `adapted`."""
+  """Settings of a KL coefficient that is adapted to keep the KL near a target; see `adapted`."""
 
   init_coef: float
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Amount of training after which the coefficient changes noticeably, in the unit of `n` in
-  `adapted` (samples or tokens).
+  """Number of samples or tokens after which the coefficient changes noticeably. The unit is that of
+  `n` in `adapted`.
   """
 
   def __post_init__(self):
@@ -105,14 +107,14 @@ class AdaptiveKl:
 
 
 def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> float:
-  """The next coefficient: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
+  """Returns the next coefficient, coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
 
-  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as
-  n / horizon, as is customary; n is the number of samples or tokens since the last change, in the
-  unit of the horizon. An estimate of the KL may be negative, which counts as below the target.
+  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n /
+  horizon, as is customary. Here n is the number of samples or tokens since the last change, in the
+  unit of the horizon. A negative estimate of the KL counts as below the target.
 
   Raises:
-    UserError: n is so large for the horizon that one step could make the coefficient 0 or negative.
+    UserError: n is at least 5 · horizon, so that one step could make the coefficient 0 or negative.
     ValueError: `measured_kl` is not finite.
   """
   if not math.isfinite(measured_kl):
@@ -128,11 +130,12 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuSchedule:
-  """μ, the weight of the expert loss against the rollouts' loss, by step.
+  """μ, the weight of the expert loss relative to the rollouts' loss, as a function of the step.
 
-  constant: `mu`. linear: from `peak` at step 0 straight to `valley` at `decay_steps`, then
-  `valley`. chord: linear from 0 to `peak` over `warmup_steps`, half a cosine down to `valley` over
-  `decay_steps`, then `valley` (CHORD-μ, arXiv:2508.11408).
+  'constant': μ is always `mu`. 'linear': μ changes linearly from `peak` at step 0 to `valley` at
+  step `decay_steps`, and then stays at `valley`. 'chord': μ rises linearly from 0 to `peak` over
+  `warmup_steps` steps, falls along half a cosine to `valley` over the next `decay_steps` steps, and
+  then stays at `valley` (CHORD-μ, arXiv:2508.11408).
   """
 
   kind: Literal['constant', 'linear', 'chord'] = 'constant'

@@ -1,7 +1,7 @@
 """Per-token rewards, returns and advantages in float64, over a row's trained (valid) tokens only.
 
-A row's `mask` marks the valid tokens. The others, such as the prompt and tool output, are called
-holes: values in holes are never read, and every result is exactly 0 there.
+A row's `mask` marks the valid tokens. All other tokens, such as the prompt and tool output, are
+called holes. Values in holes are never read, and every result is exactly 0 there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def masked_gae(
   lam: float,
   last_value: float = 0.0,
 ) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
-  """(advantages, returns) by generalized advantage estimation over the valid tokens, where t' is
-  the next valid token after t:
+  """Returns (advantages, returns) by generalized advantage estimation over the valid tokens.
 
-  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V
-  is `last_value` (0 where the episode has ended) and A is 0.
+  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t
+
+  Here t' is the next valid token after t. After the last valid token, V is `last_value` (0 if the
+  episode has ended) and A is 0.
 
   Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. Holes and padding are skipped, so they do
   not affect the results at valid tokens, for any λ. A row without valid tokens gives zeros.
@@ -44,10 +45,10 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens; t' is the next valid token, so holes do not discount.
+  """Returns G_t = r_t + γ G_t' for the valid tokens, where t' is the next valid token after t.
 
-  Source: REINFORCE++ (arXiv:2501.03262). Holes do not reset the return: otherwise the reward of a
-  trajectory with tool tokens would reach only its last turn.
+  Source: REINFORCE++ (arXiv:2501.03262). Holes neither discount the return nor reset it. If they
+  reset it, the reward of a trajectory with tool tokens would reach only the last turn.
   """
   return _spread(_discounted_sums(_compact(rewards, mask), gamma), mask)
 
@@ -55,14 +56,16 @@ def token_returns(
 def place_rewards(
   mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at turn i's last token.
+  """Returns token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last
+  token of turn i.
 
-  A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row
-  without valid tokens, which is left out of the loss, gets zeros, whatever the rewards of its
-  turns.
+  A turn is a maximal run of valid tokens. Turns after the last entry of `turn_rewards` get no turn
+  reward. A row without valid tokens is left out of the loss and gets zeros, whatever its turn
+  rewards.
 
   Raises:
-    ValueError: more turn rewards than turns, or a reward that is not finite.
+    ValueError: a row with valid tokens has fewer turns than turn rewards, or a reward is not
+      finite.
   """
   if not all(map(math.isfinite, (reward, *turn_rewards))):
     raise ValueError(
@@ -87,17 +90,19 @@ def whiten(
   eps: float = 1e-8,
   shift_mean: bool = True,
 ) -> list[Float64[np.ndarray, '_']]:
-  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over the batch's valid tokens.
+  """Returns (x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over the batch's valid
+  tokens.
 
-  PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer
-  than two valid tokens, or if all are equal (max = min, tested before the division), the result is
-  all zeros, whether or not `shift_mean` is set.
+  PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. If there are
+  fewer than two valid tokens, or all valid values are equal, the result is all zeros, whether or
+  not `shift_mean` is set.
 
   Args:
     rows: one array per row, of any lengths.
     masks: valid tokens of each row.
     eps: added to the variance.
-    shift_mean: whether to subtract the mean; False keeps it, so that only the spread is normalized.
+    shift_mean: whether to subtract the mean. If False, the mean is kept and only the spread is
+      normalized.
   """
   parts = [_compact(row, mask) for row, mask in zip(rows, masks, strict=True)]
   valid = np.concatenate([np.zeros(0), *parts])
@@ -120,12 +125,14 @@ def kl_penalty(
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
 ) -> Float64[np.ndarray, 'time']:
-  """Token rewards -coef · k, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
+  """Returns the token rewards -coef · k, where k estimates the KL from d = logprobs - reference.
 
-  Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are
-  those of `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score
-  function. There, k1 gives the gradient of the reverse KL (as in Ziegler et al. 2019,
-  arXiv:1909.08593).
+  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1
+
+  Source: Schulman, "Approximating KL divergence" (2020). The estimators, and the limits of k3, are
+  those of `objectives.divergence.kl_estimate`. A reward influences the policy only through the
+  policy gradient. Used in this way, k1 gives the gradient of the reverse KL (as in Ziegler et al.
+  2019, arXiv:1909.08593).
   """
   difference = _compact(logprobs, mask) - _compact(reference, mask)
   if kind == 'k1':
@@ -155,6 +162,6 @@ def _spread(
 def _discounted_sums(
   values: Float64[np.ndarray, 'valid'], decay: float
 ) -> Float64[np.ndarray, 'valid']:
-  """y_t = x_t + decay · y_{t+1}, with 0 after the end."""
+  """Returns y_t = x_t + decay · y_{t+1}, where y is 0 after the end."""
   sums = itertools.accumulate(reversed(values.tolist()), lambda later, value: value + decay * later)
   return np.array(list(sums), np.float64)[::-1]

@@ -1,7 +1,8 @@
 """Off-policy correction: constant weights and masks for tokens that another policy sampled.
 
-They change the numerator of the loss, never its denominator. The denominator still counts rejected
-tokens: divided by the number of kept tokens, the loss would have N / N_kept times the gradient.
+These weights and masks change the numerator of the loss, never its denominator. The denominator
+still counts rejected tokens: if the loss were divided by the number of kept tokens instead, its
+gradient would be N / N_kept times as large.
 
 In all functions, `mask` marks the trained tokens that a sampler drew. Where it is False, behaviour
 logprobs are ignored, the weight is 1 and the token is kept, so that expert tokens in the same batch
@@ -36,7 +37,8 @@ def importance_weights(
   threshold: float = 2.0,
   lower: float | None = None,
 ) -> Float[Array, 'chunks time']:
-  """Loss weights that correct for the difference d = proximal - behaviour of the logprobs.
+  """Returns loss weights that correct for the difference d = proximal - behaviour between the
+  logprobs.
 
   token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL
   framework secretly brings you off-policy RL training").
@@ -47,8 +49,9 @@ def importance_weights(
 
   Args:
     threshold: C; IcePop's authors use 5.
-    lower: lower bound of the ratio. token and sequence raise smaller weights to it (OpenRLHF).
-      None: no lower bound, but 0.5 for icepop.
+    lower: lower bound of the ratio. In modes token and sequence, smaller weights are raised to this
+      bound, as in OpenRLHF. If None, the bound is 0.5 in mode icepop, and the other modes have no
+      lower bound.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
   if mode == 'sequence':
@@ -72,11 +75,14 @@ def sequence_mask(
   low: float,
   high: float,
 ) -> Bool[Array, 'chunks time']:
-  """Marks tokens of sequences to keep: low ≤ exp(mean of (proximal - behaviour)) ≤ high.
+  """Marks the tokens of the sequences to keep.
 
-  The mean is over the sequence's valid tokens. NeMo-RL calls the rule seq-mask-TIS (bounds 0.999
-  and 1.002), SkyRL geometric mask (0.99 and 1.01). In these libraries, kept tokens also have their
-  own weights, untruncated. The result is True where `mask` is False.
+  A sequence is kept if low ≤ exp(mean of (proximal - behaviour)) ≤ high.
+
+  The mean is over the sequence's valid tokens. NeMo-RL calls this rule seq-mask-TIS and uses bounds
+  0.999 and 1.002; SkyRL calls it geometric mask and uses bounds 0.99 and 1.01. Both libraries also
+  multiply the kept tokens by their untruncated importance weights. The result is True where `mask`
+  is False.
   """
   means = _means(
     _difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments
@@ -99,9 +105,9 @@ def negative_sequence_mask(
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 
-  The rule drops failed samples that are far off-policy. Here old are the sampler's own logprobs. If
-  advantages differ by token, each token's own sign decides. The result is True where `mask` is
-  False.
+  Here old is `logprobs_old`, the sampler's own logprobs, and new is `logprobs_new`. The rule drops
+  failed samples that are far off-policy. If advantages differ between the tokens of a sequence, the
+  sign of each token's own advantage decides. The result is True where `mask` is False.
   """
   means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)
   return ~mask | ~((advantages < 0) & (by_segment(means, segment_ids) > threshold))

@@ -1,4 +1,6 @@
-"""Estimators of KL(policy || reference) from sampled tokens; masked positions may be NaN."""
+"""Estimators of KL(policy || reference) from sampled tokens. Logprobs may be NaN at masked
+positions.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,21 @@ def kl_estimate(
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """Per-token estimate, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
+  """Returns an estimate of the KL per token, where d = logprobs - reference.
+
+  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1
 
   Source: Schulman, "Approximating KL divergence" (2020). For k3, -d is limited to
-  ±`log_ratio_limit` and the result to ±`limit`, as is customary. As a loss on on-policy samples,
-  summed over sequences, k1 has zero gradient in expectation, k2 has the gradient of the reverse KL
-  at the sampled prefixes, and k3 that of the forward KL (`unbiased_kl` has that of the reverse KL).
+  ±`log_ratio_limit` and the result to ±`limit`, as is customary.
+
+  The estimates have different gradients if they are used as a loss that is summed over on-policy
+  sequences. In expectation, the gradient of k1 is zero, that of k2 is the gradient of the reverse
+  KL at the sampled prefixes, and that of k3 is the gradient of the forward KL. `unbiased_kl` has
+  the gradient of the reverse KL.
 
   Args:
-    mask: tokens that count; elsewhere the estimate is 0 and has no gradient. None: all, which must
-      then be finite.
+    mask: tokens that count. Elsewhere the estimate is 0 and has no gradient. If None, all tokens
+      count, and all logprobs must be finite.
   """
   difference = logprobs - reference_logprobs
   if mask is not None:
@@ -55,23 +62,27 @@ def unbiased_kl(
   limit: float = 10.0,
   ratio_limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """A KL estimate times ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse KL.
+  """Returns a KL estimate times ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse
+  KL.
 
-  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ
-  ∇logprobsₜ. Its mean over samples of the proximal policy is the gradient of KL(policy ||
-  reference). Without limits, ρₜ k3ₜ (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this
-  gradient. The code computes the gradient directly, so that a limit of the value changes neither
-  its sign nor its direction. Value and gradient are 0 where `mask` is False.
+  The value is ρₜ k2ₜ or ρₜ k3ₜ, where the estimate is limited as in `kl_estimate`. The gradient of
+  both kinds is ρₜ dₜ ∇logprobsₜ, where d = logprobs - reference. The mean of this gradient over
+  samples of the proximal policy is the gradient of KL(policy || reference).
+
+  Without limits, ρₜ k3ₜ (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ, where sg stops the
+  gradient, have this gradient by themselves. The code computes the gradient directly, so that
+  limiting the value changes neither the sign nor the direction of the gradient. Value and gradient
+  are 0 where `mask` is False.
 
   Args:
-    ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly
-      ever draws would otherwise outweigh a batch. Where the limit applies, the gradient is too
-      small but has the right sign.
-    log_ratio_limit: as in `kl_estimate`; also limits |dₜ| in the gradient.
+    ratio_limit: upper limit of ρₜ, in value and gradient. Without it, one token that the proximal
+      policy hardly ever samples could outweigh a batch. Where the limit applies, the gradient is
+      too small but has the right sign.
+    log_ratio_limit: as in `kl_estimate`. It also limits |dₜ| in the gradient.
 
   Raises:
-    ValueError: `kind` is k1. ρₜ k1ₜ has the same mean gradient as k3, with the noise of ρₜ
-      ∇logprobsₜ added.
+    ValueError: `kind` is k1. The gradient of ρₜ k1ₜ has the same mean as that of ρₜ k3ₜ, but
+      additional noise, ρₜ ∇logprobsₜ.
   """
   if kind == 'k1':
     raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')
@@ -89,17 +100,19 @@ def unbiased_kl(
 def has_expected_gradient(
   kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool
 ) -> bool:
-  """Whether a KL term with these settings moves the policy, on average over on-policy samples.
+  """Returns whether a KL term with these settings moves the policy, on average over on-policy
+  samples.
 
-  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0. Summed over sequences, it adds
-  only noise; divided by sampled lengths, the remaining gradient does not point to the reference
-  either. `unbiased` does not help: `unbiased_kl` refuses k1.
+  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0. If the loss is summed over
+  sequences, k1 adds only noise. If the loss is divided by sampled lengths, some gradient remains,
+  but it does not point to the reference. `unbiased` makes no difference, because `unbiased_kl` does
+  not accept k1.
 
   k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's
-  gradient, E[(1 - exp(-d)) ∇log π]. It is not zero, but it is a biased gradient of the reverse KL;
-  `unbiased` (`unbiased_kl`) removes the bias.
+  gradient, E[(1 - exp(-d)) ∇log π]. This gradient is not zero, but as a gradient of the reverse KL
+  it is biased. With `unbiased`, `unbiased_kl` removes the bias.
 
-  In the reward every estimator is a penalty whose value acts through the policy gradient: the means
-  of k1 and k3 are the KL itself, that of k2 is close to it.
+  In the reward, the value of every estimator is a penalty that acts through the policy gradient.
+  The means of k1 and k3 are the KL itself, and the mean of k2 is close to the KL.
   """
   return not (kind == 'k1' and place == 'loss')

@@ -1,4 +1,6 @@
-"""Policy-gradient losses per token (`opmd_loss`: per sequence); masked positions may be NaN."""
+"""Policy-gradient losses per token (`opmd_loss`: per sequence). Logprobs may be NaN at masked
+positions.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ def token_log_ratio(
   *,
   limit: float = 20.0,
 ) -> Float[Array, 'chunks time']:
-  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 outside `mask`.
+  """Returns PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit); it is 0 outside `mask`.
 
-  Where the limit applies, the gradient is 0. `proximal_logprobs` are constants: stop their
-  gradients before calling.
+  The default limit is verl's. Where the limit applies, the gradient is 0. `proximal_logprobs` must
+  be constants: stop their gradients before calling.
   """
   return jnp.clip(jnp.where(mask, logprobs - proximal_logprobs, 0.0), -limit, limit)
 
@@ -45,13 +47,14 @@ def sequence_log_ratio(
   segments: int,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """GSPO's log ratio of each token's sequence (arXiv:2507.18071); 0 outside `mask`.
+  """Returns the log ratio of each token's sequence in GSPO (arXiv:2507.18071); it is 0 outside
+  `mask`.
 
   sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over valid tokens of (logprobs - proximal)), limit)
 
-  This is the paper's GSPO-token. The value is the sequence's, the gradient the token's own, so that
-  advantages and weights may differ by token. The upper limit is verl's; where it applies, the
-  gradient is 0.
+  This is GSPO-token in the paper; sg stops the gradient. sₜ has the value of the sequence's ratio
+  but the gradient of the token's own logprob, so that advantages and weights may differ between
+  tokens. The default upper limit is verl's. Where the limit applies, the gradient is 0.
   """
   policy = jnp.where(mask, logprobs, 0.0)
   held = jax.lax.stop_gradient(policy)
@@ -69,15 +72,17 @@ def clipped_surrogate(
   clip_ratio_high: float,
   clip_ratio_c: float | None,
 ) -> ClippedSurrogate:
-  """PPO's loss with separate clip ranges and dual clip; given a sequence's log ratio, GSPO's loss.
+  """Returns PPO's loss with separate clip ranges and dual clip. Given a sequence's log ratio, this
+  is GSPO's loss.
 
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `log_ratio` comes from one of the functions above, which bound and mask it. `advantages` are
-  constants: stop their gradients before calling. The caller reduces the result. `clip_ratio_c` None
-  switches the dual clip off. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye
-  et al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10.
+  `log_ratio` comes from one of the functions above, which bound and mask it. `advantages` must be
+  constants: stop their gradients before calling. The caller masks and reduces the result. If
+  `clip_ratio_c` (c) is None, there is no dual clip. Sources: Schulman et al. 2017
+  (arXiv:1707.06347), eq. 7; for the dual clip, Ye et al. 2020 (arXiv:1912.09729), eq. 5; for the
+  asymmetric range, DAPO (arXiv:2503.14476), eq. 10.
   """
   ratio = jnp.exp(log_ratio)
   plain = -ratio * advantages
@@ -99,14 +104,14 @@ def cispo(
   clip_ratio_low: float,
   clip_ratio_high: float,
 ) -> ClippedSurrogate:
-  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with clipped importance weights; every token
-  keeps its gradient.
+  """Returns the loss of CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with clipped importance
+  weights. Every token keeps its gradient.
 
   lossₜ = -sg(clip(exp(log_ratioₜ), 1 - low, 1 + high)) Aₜ logprobsₜ
 
-  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are
-  constants and must be finite even at masked positions; `logprobs` there may be anything. `clipped`
-  marks where the weight was clipped.
+  The bounds are distances from 1, as in verl (in TRL, the upper bound is absolute); sg stops the
+  gradient. `advantages` are constants and must be finite even at masked positions, where `logprobs`
+  may be NaN. `clipped` in the result marks the tokens whose weight was clipped.
   """
   ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
   weight = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -121,12 +126,12 @@ def opmd_loss(
   *,
   tau: float,
 ) -> Float[Array, 'chunks segments']:
-  """Online policy mirror descent of Kimi k1.5 (arXiv:2501.12599), per sequence.
+  """Returns the loss per sequence of Kimi k1.5's online policy mirror descent (arXiv:2501.12599).
 
   loss = -A s + τ/2 s²,  s = sum over the sequence's valid tokens of (logprobs - reference)
 
-  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. With A = r - baseline (the group's mean reward,
-  or the log-partition function) the loss is (A - τ s)² / (2 τ) less the constant A² / (2 τ).
-  `advantages` are constants.
+  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. If A = r - baseline, where the baseline is the
+  group's mean reward or the log-partition function, the loss equals (A - τ s)² / (2 τ) minus the
+  constant A² / (2 τ). `advantages` must be constants.
   """
   return -log_ratio_sum * advantages + 0.5 * tau * log_ratio_sum**2

@@ -1,4 +1,5 @@
-"""Preference losses per pair, from one number per sequence: its logprob or its reward.
+"""Preference losses per pair. Each sequence of a pair is represented by one number, its logprob or
+its reward.
 
 Pairs that are absent from a micro-batch have no gradient.
 """
@@ -14,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 class PairSums(NamedTuple):
   difference: Float[Array, 'pairs']
-  """Value of the chosen member minus that of the rejected one; 0 for absent pairs."""
+  """Value of the chosen sequence minus that of the rejected sequence; 0 for absent pairs."""
   present: Bool[Array, 'pairs']
-  """Whether exactly one chosen and one rejected member are in the micro-batch."""
+  """Whether the micro-batch contains exactly one chosen and one rejected sequence of the pair."""
 
 
 def pair_sums(
@@ -24,19 +25,22 @@ def pair_sums(
   pair: Int[Array, 'chunks segments'],
   label: Num[Array, 'chunks segments'],
 ) -> PairSums:
-  """Joins the two members of each pair, whichever chunks of the micro-batch hold them.
+  """Returns chosen minus rejected for each pair, even if its two sequences are in different chunks
+  of the micro-batch.
 
-  The results have length `pairs` = chunks * segments, a static bound; pair p has index p - 1. For
-  the sum chosen + rejected, which `centering_penalty` takes, pass `values * label`.
+  The results have length `pairs` = chunks * segments, a static upper bound of the number of pairs.
+  Pair p has index p - 1. To obtain the sum chosen + rejected for `centering_penalty`, pass `values
+  * label`.
 
   Args:
-    values: per sequence; may be anything where `pair` is 0.
-    pair: 1.. within the micro-batch, 0 for sequences of no pair.
-    label: 1 chosen, -1 rejected; 0 only where `pair` is 0.
+    values: one number per sequence. It may be anything where `pair` is 0.
+    pair: number of the sequence's pair within the micro-batch, from 1; 0 for a sequence without a
+      pair.
+    label: 1 for a chosen sequence, -1 for a rejected one. It may be 0 only where `pair` is 0.
   """
   index, label = pair.reshape(-1), label.reshape(-1)
 
-  # Sequences of no pair fall into segment 0, which is left out.
+  # Sequences without a pair are summed in segment 0, which is dropped.
   def total(x):
     return jax.ops.segment_sum(x, index, num_segments=index.size + 1)[1:]
 
@@ -55,18 +59,20 @@ def dpo_loss(
   label_smoothing: float = 0.0,
   kind: Literal['sigmoid', 'ipo'] = 'sigmoid',
 ) -> Float[Array, 'pairs']:
-  """Direct preference optimization, where h = policy_margin - reference_margin, and each margin is
-  chosen - rejected, in nats.
+  """Returns the loss of direct preference optimization (DPO) or of IPO.
 
   sigmoid: -(1 - ε) log σ(β h) - ε log σ(-β h);  ipo: (h - 1 / (2 β))²
 
-  Sources: DPO (arXiv:2305.18290), eq. 7; cDPO (Mitchell 2023) for ε = `label_smoothing`, the
-  probability that a label is wrong; IPO (arXiv:2310.12036), eq. 17. For IPO, average the logprobs
-  over the completion's tokens, as its authors confirmed to TRL.
+  Here h = policy_margin - reference_margin. A margin is the logprob of the chosen answer minus that
+  of the rejected answer, in nats. ε = `label_smoothing` is the probability that a label is wrong.
 
-  In float32, sums of thousands of logprobs lose the digits that h needs. Sum logprobs - reference
-  over the tokens instead, and pass the margin of these sums as `policy_margin`, with a
-  `reference_margin` of 0.
+  Sources: DPO (arXiv:2305.18290), eq. 7; cDPO (Mitchell 2023) for ε; IPO (arXiv:2310.12036), eq.
+  17. For IPO, the logprob of an answer must be the average over its tokens, as IPO's authors
+  confirmed to TRL.
+
+  In float32, sums of thousands of logprobs lose the digits that h needs. Therefore sum logprobs -
+  reference over the tokens of each answer, pass the margin of these sums as `policy_margin`, and
+  pass 0 as `reference_margin`.
 
   Raises:
     ValueError: `label_smoothing` is set for ipo, which does not use it.
@@ -86,7 +92,7 @@ def dpo_loss(
 def bradley_terry_loss(
   margin: Float[Array, 'pairs'], *, target_margin: float | Float[Array, 'pairs'] = 0.0
 ) -> Float[Array, 'pairs']:
-  """A reward model's loss, -log σ(r_chosen - r_rejected - m).
+  """Returns a reward model's loss, -log σ(r_chosen - r_rejected - m).
 
   Sources: Bradley and Terry 1952, where m = 0; Llama 2 (arXiv:2307.09288), eq. 2.
 
@@ -98,7 +104,7 @@ def bradley_terry_loss(
 
 
 def centering_penalty(chosen_plus_rejected: Float[Array, 'pairs']) -> Float[Array, 'pairs']:
-  """(r_chosen + r_rejected)², which keeps rewards around 0 (arXiv:2312.09244; TRL's
-  `center_rewards_coefficient`).
+  """Returns (r_chosen + r_rejected)², a penalty that keeps rewards around 0 (arXiv:2312.09244). TRL
+  calls the weight of this penalty `center_rewards_coefficient`.
   """
   return chosen_plus_rejected**2

@@ -1,8 +1,7 @@
-"""Policy-gradient surrogates: losses per token, before they are corrected and aggregated and before
-KL and entropy terms are added.
+"""Policy-gradient surrogates. A surrogate is a loss per token, to which off-policy correction,
+aggregation, and KL and entropy terms are applied later.
 
-A surrogate consists of an options dataclass and a function of the tokens and these options
-(`Surrogate`).
+It is defined by an options dataclass and a function of the tokens and these options (`Surrogate`).
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class SurrogateTokens(NamedTuple):
   logprobs: Float[Array, 'chunks time']
   """log πₜ: the only field with a gradient."""
   proximal_logprobs: Float[Array, 'chunks time']
-  """log π_prox,ₜ; with `bypass_old_logprobs` the sampler's."""
+  """log π_prox,ₜ. With `bypass_old_logprobs`, these are the sampler's logprobs."""
   advantages: Float[Array, 'chunks time']
-  """Finite everywhere."""
+  """Advantage of each token, finite even at masked positions."""
   mask: Bool[Array, 'chunks time']
   """Tokens that count in the loss."""
   segment_ids: Int[Array, 'chunks time']
-  """Number of the token's sequence within its chunk, from 1; 0: padding."""
+  """Number of the token's sequence within its chunk, from 1; 0 for padding."""
   segments: int
-  """Maximum number of sequences of a chunk."""
+  """Upper bound of the number of sequences in a chunk."""
 
 
 class TokenLoss(NamedTuple):
@@ -49,12 +48,14 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric; each metric is a mean over tokens in `mask`."""
+  """Numbers or flags per token, keyed by metric. The metric is their mean over the tokens in
+  `mask`.
+  """
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]
 """Function of the tokens and the surrogate's options, traced by JAX. It must not normalise over the
-micro-batch.
+micro-batch, because the loss must not depend on the split into micro-batches.
 """
 
 
@@ -68,10 +69,12 @@ class RatioBounds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DualClipBounds(RatioBounds):
-  """Bounds of the importance ratio and of the loss of tokens with a negative advantage."""
+  """Bounds of the importance ratio, and a bound of the loss of tokens with a negative advantage."""
 
   clip_ratio_c: float | None = 3.0
-  """Dual-clip bound; None: off."""
+  """Dual-clip bound c: the loss of a token with a negative advantage A is at most -c A. If None,
+  there is no such bound.
+  """
 
 
 def clip(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
@@ -149,5 +152,6 @@ SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
 }
 """Options dataclass and function of each surrogate, keyed by name.
 
-An algorithm whose options inherit the dataclass passes them to the function directly.
+If the options class of an algorithm inherits this dataclass, the function receives the algorithm's
+options themselves.
 """

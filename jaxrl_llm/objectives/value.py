@@ -22,24 +22,24 @@ def value_loss(
   cliprange_value: float | None,
   mask: Bool[Array, 'chunks time'] | None = None,
 ) -> ValueLoss:
-  """PPO's clipped value loss; half the squared error if `cliprange_value` is None.
+  """Returns PPO's clipped value loss, or half the squared error if `cliprange_value` is None.
 
   lossₜ = 0.5 max((vₜ - Rₜ)², (v_oldₜ + clip(vₜ - v_oldₜ, ±c) - Rₜ)²)
 
-  Source: the code of Schulman et al. 2017 (arXiv:1707.06347), as in verl. `old_values` and
-  `returns` are constants.
+  Here v are the values, R the returns, and c is `cliprange_value`. Source: the code of Schulman et
+  al. 2017 (arXiv:1707.06347), as in verl. `old_values` and `returns` must be constants.
 
   Args:
-    mask: tokens that count; elsewhere the loss is 0 and has no gradient. None: all, which must then
-      be finite.
+    mask: tokens that count. Elsewhere the loss is 0 and has no gradient. If None, all tokens count,
+      and all inputs must be finite.
   """
   if mask is not None:
     values, old_values, returns = (jnp.where(mask, x, 0.0) for x in (values, old_values, returns))
   plain = (values - returns) ** 2
   if cliprange_value is None:
     return ValueLoss(0.5 * plain, jnp.zeros_like(plain, bool))
-  # Equal to the formula, but without the rounding error of its subtraction, which would count some
-  # tokens within the range as clipped.
+  # This is equal to v_old + clip(v - v_old, ±c), but without the rounding error of the subtraction,
+  # which would mark some tokens within the range as clipped.
   near = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
   clipped = (near - returns) ** 2
   return ValueLoss(0.5 * jnp.maximum(plain, clipped), clipped > plain)
