@@ -36,7 +36,9 @@ from jaxrl_llm.ops.reduce import Aggregation, masked_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixConfig(PolicyGradientConfig):
-  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts combined with imitation of expert rows."""
+  """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and, in the same loss, imitation of
+  expert rows.
+  """
 
   mu: MuSchedule = MuSchedule(mu=0.1)
   """Weight μ of the imitation loss, as a schedule over the batches of the stage."""

@@ -255,7 +255,9 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PpoConfig(PolicyGradientConfig):
-  """PPO (arXiv:1707.06347) with a separate critic network, which the stage's `critic` configures."""
+  """PPO (arXiv:1707.06347) with a separate critic network. The stage's `critic` configures the
+  network.
+  """
 
   adv_estimator: AdvEstimator = 'gae'
   cliprange_value: float | None = 0.5

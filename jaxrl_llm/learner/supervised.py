@@ -19,7 +19,9 @@ class SftConfig:
 
 
 def sft(config: SftConfig, setting: Setting) -> Algorithm:
-  """Builds SFT. The loss is the negative log-likelihood of the demonstrations' completion tokens."""
+  """Builds SFT. The loss is the negative log-likelihood of the completion tokens of the
+  demonstrations.
+  """
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask = chunks.loss_mask

@@ -1,7 +1,7 @@
 """Interface to models for the rest of the project: pure functions over plain nested dicts.
 
-Invariant: parameters are data. No function here stores any, and module-library types never leave
-this package.
+Invariant: parameters are data. No function here stores parameters, and types of module libraries
+never leave this package.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of each module's kernel. The bias and adapter matrix B have the out axis,
-adapter matrix A has the in axis.
+"""Logical axes (out, in) of each module's kernel. The bias and the adapter matrix B have the axis
+out, and the adapter matrix A has the axis in.
 """
 
 
 class Model(NamedTuple):
-  """A spec bound to its functions. `Params` are nested dicts of arrays; kernels are `[out, in]`.
+  """A model as functions of its parameters, which are nested dicts of arrays. Kernels are `[out,
+  in]`.
 
-  init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same
-    numbers for one key whether layers are scanned or not, and whether there are adapters or not.
+  init: key -> parameters. Kernels and heads are normal(initializer_range), norms 1, and biases 0. A
+    key gives the same numbers whether or not layers are scanned, and with or without adapters.
   apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the
-    compute dtype. Attention is causal within equal segment ids; 0 is padding; positions restart at
-    0 in each segment. `params` without adapters are the base model.
-  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
+    compute dtype. Attention is causal and stays within tokens of equal segment id; id 0 is padding.
+    Positions restart at 0 in each segment. If `params` have no adapters, `apply` computes the base
+    model.
+  head_kernel: params -> `[out, embed]`. Logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and
-    value at the cache index equal to its position, and attends to indices up to it. Takes UNROLLED
-    parameters (`unstack_layers`).
-  axes: () -> parameter tree with a tuple of logical axis names for each array.
+    value to the cache index equal to the token's position. Each token attends to the cache indices
+    up to its position. The parameters must be UNROLLED (`unstack_layers`).
+  axes: () -> parameter tree with a tuple of logical axis names in place of each array.
   """
 
   spec: ModelSpec
@@ -67,7 +69,9 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations; None: the compiler decides from the arguments."""
+  """Mesh over which `apply` shards activations. If None, the compiler derives shardings from the
+  arguments.
+  """
 
 
 def build_model(
@@ -123,12 +127,16 @@ def build_model(
 
 
 def is_stacked(params: Params) -> bool:
-  """Whether the layers' parameters or adapters are stacked along a leading axis (scanned)."""
+  """Returns whether the parameters or adapters of the layers are scanned: stacked along a leading
+  axis.
+  """
   return '0' not in params['layers']
 
 
 def unstack_layers(params: Params) -> Params:
-  """Converts scanned to unrolled parameters (views for NumPy arrays); keeps unrolled ones."""
+  """Converts scanned to unrolled parameters, as views if they are NumPy arrays. Unrolled parameters
+  are returned unchanged.
+  """
   if not is_stacked(params):
     return params
   flat = flatten(params['layers'])
@@ -138,7 +146,7 @@ def unstack_layers(params: Params) -> Params:
 
 
 def stack_layers(params: Params) -> Params:
-  """Converts unrolled to scanned parameters; returns scanned ones unchanged."""
+  """Converts unrolled to scanned parameters. Scanned parameters are returned unchanged."""
   if is_stacked(params):
     return params
   layers = [flatten(params['layers'][name]) for name in sorted(params['layers'], key=int)]
@@ -153,7 +161,7 @@ def _stack(leaves: list) -> Array | np.ndarray:
 
 
 def count_params(spec: ModelSpec) -> int:
-  """Returns the number of parameters of a model; a tied embedding counts once."""
+  """Returns the number of parameters of a model. A tied embedding counts once."""
   d, ff = spec.hidden_size, spec.intermediate_size
   queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
   layer = d * (2 * queries + 2 * keys) + 3 * d * ff + 2 * d

@@ -1,8 +1,8 @@
-"""Attention over a mesh: batch, heads and the queries' time are sharded, and every device computes
-its shard locally.
+"""Attention over a mesh. The batch, the heads and the time axis of queries are sharded, and every
+device computes its shard locally.
 
-Invariant: the implementation is chosen and validated in one place (`chosen`) from static
-information. The choice affects rounding only.
+Invariant: the implementation is chosen and validated only in `chosen`, from static information. The
+choice affects rounding only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', No
 def chosen(
   options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool
 ) -> Choice:
-  """Chooses the implementation for rows of `time` queries and `keys` keys, and gives the reason."""
+  """Chooses the attention implementation for rows of `time` queries and `keys` keys. The result
+  includes the reason.
+  """
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
     options.attention,
@@ -55,7 +57,9 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Computes `attention` on each device's shard; the compiler partitions masked attention."""
+  """Computes `attention` on each device's shard. Masked attention is instead partitioned by the
+  compiler.
+  """
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(
     attention, implementation=choice.implementation, block=choice.block, **rule
@@ -67,8 +71,8 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # `attention` requires the same object for the same tokens. A device's queries and keys are the
-    # same tokens only if time is not sharded.
+    # `attention` recognises queries and keys of the same tokens by the identity of their places. On
+    # a device, queries and keys are the same tokens only if time is not sharded.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 
@@ -76,8 +80,8 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """Runs splash attention over the mesh. The kernel's block list is an argument, so that each
-  device gets its queries' blocks.
+  """Runs splash attention over the mesh. The kernel contains a list of blocks to visit. It is
+  passed as a sharded argument, so that each device gets the blocks of its own queries.
   """
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
@@ -95,14 +99,14 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
 def _over(
   mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more
 ) -> Array:
-  """Maps `local` over the mesh by the sharding rules; `more` are (argument, spec) pairs."""
+  """Maps `local` over the mesh by the sharding rules. `more` consists of (argument, spec) pairs."""
 
   def spec(x, axes):
     return sharding(mesh, axes, x.shape).spec
 
   of_query = spec(query, QUERIES)
-  # If query heads are sharded but key-value heads are not, each device picks the key-value heads
-  # that its query heads share.
+  # If query heads are sharded but key-value heads are not, each device selects the key-value heads
+  # that its query heads use.
   picks = of_query[2] is not None and spec(key, KEYS)[2] is None
 
   def each(query, key, value, *rest):
@@ -126,8 +130,8 @@ def _over(
 
 
 def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
-  """Selects the key-value heads of this device's query heads, repeated so that each serves equally
-  many query heads.
+  """Selects the key-value heads that this device's query heads use. Heads are repeated so that each
+  selected head serves equally many query heads.
   """
   heads, group = query.shape[2], total // key.shape[2]
   run = math.gcd(heads, group)

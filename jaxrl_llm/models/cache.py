@@ -1,8 +1,8 @@
-"""KV cache: keys and values of a row's past tokens, indexed by position.
+"""KV cache, which contains the keys and values of each row's past tokens, indexed by position.
 
-Invariant: an entry is written before any token that may attend to it (index <= position) is
-computed, so entries beyond a row's last position (prefill padding, tokens of a previous occupant)
-are never read.
+Invariant: an entry is written before the computation of any token that may attend to it (index <=
+position). Entries beyond a row's last position, such as prefill padding or tokens of an earlier
+sequence in the same row, are therefore never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ LayerCache = dict[str, Float[Array, 'batch length kv_heads head_dim']]
 """One layer's rotated keys `k` and values `v`."""
 
 Cache = tuple[LayerCache, ...]
-"""A `LayerCache` per layer: separate buffers, so a donated or looped cache is updated in place."""
+"""One `LayerCache` per layer. The buffers are separate, so that a cache which is donated or carried
+through a loop is updated in place.
+"""
 
 
 def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) -> Cache:
@@ -29,7 +31,9 @@ def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) ->
 
 
 def places(cache: LayerCache) -> Places:
-  """Returns the places of the entries: all in one segment, each at its index."""
+  """Returns the places of the cache entries. All entries are in segment 1, and each entry's
+  position is its index.
+  """
   batch, length = cache['k'].shape[:2]
   indices = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   return Places(jnp.ones_like(indices), indices)
@@ -41,7 +45,9 @@ def write(
   value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
 ) -> LayerCache:
-  """Writes each token's key and value at its position in its row; drops tokens past the end."""
+  """Writes each token's key and value at the token's position in its row. Tokens beyond the cache's
+  length are dropped.
+  """
   rows = jnp.arange(positions.shape[0])[:, None]
   return {
     name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')

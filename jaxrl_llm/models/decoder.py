@@ -1,7 +1,7 @@
 """The decoder as a Linen module with unrolled or scanned layers.
 
-Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute
-the same function; only the arrangement of the parameters differs.
+Invariant: unrolled layers (`layers/<i>/...`) and scanned layers (`layers/...` with a leading layer
+axis) compute the same function. Only the arrangement of the parameters differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A kernel used as a lookup table (embedding) or multiplied with hidden states (head)."""
+  """A kernel that serves either as a lookup table (embedding) or as a factor of hidden states
+  (head).
+  """
 
   rows: int
   columns: int
@@ -56,13 +58,13 @@ def remat_layer(remat: str, *, in_scan: bool) -> type[nn.Module]:
   """Returns the layer class with the rematerialisation policy of `ModelOptions.remat`."""
   if remat == 'none':
     return Layer
-  # Inside a scan no common subexpressions are merged across iterations, so barriers are
-  # unnecessary.
+  # Barriers against common-subexpression elimination are unnecessary inside a scan, because the
+  # compiler does not merge subexpressions of different iterations.
   return nn.remat(Layer, prevent_cse=not in_scan, policy=POLICIES[remat])
 
 
 class UnrolledLayers(nn.Module):
-  """Sequential layers, named by their index."""
+  """Layers in sequence, each with its own parameters and named by its index."""
 
   spec: ModelSpec
   options: ModelOptions
@@ -82,8 +84,8 @@ class UnrolledLayers(nn.Module):
 def scanned_layers(
   spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str
 ) -> nn.Module:
-  """Builds a module that scans one layer over stacked parameters. Only training uses it, so it
-  takes no cache.
+  """Builds a module that scans one layer over stacked parameters. Only training uses this module,
+  so it has no KV cache.
   """
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
@@ -97,7 +99,9 @@ def scanned_layers(
 
 
 class Decoder(nn.Module):
-  """Maps tokens to hidden states after the final norm and, given a cache, to the updated cache."""
+  """Maps tokens to hidden states after the final norm. Given a cache, also returns the updated
+  cache.
+  """
 
   spec: ModelSpec
   options: ModelOptions
@@ -118,7 +122,7 @@ class Decoder(nn.Module):
     frequencies = inverse_frequencies(
       head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling
     )
-    # Flatten tokens of all rows into one dimension, unless time is sharded over devices.
+    # Flatten the tokens of all rows into one dimension, unless time is sharded over devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
@@ -127,6 +131,7 @@ class Decoder(nn.Module):
     x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
-      # This only creates the parameter in `init`; callers compute the product with it themselves.
+      # This call only creates the parameter in `init`. Callers multiply hidden states with it
+      # themselves.
       table(head_size(spec), name='head')()
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -1,7 +1,8 @@
-"""Model families: an entry holds all that distinguishes a family; a new family needs no other code.
+"""Model families. The table entry of a family defines everything that distinguishes it, so a new
+family needs no other code.
 
-Invariant: no module checks a family's name; the decoder and the weights' names follow from the
-`ModelSpec`.
+Invariant: no module checks a family's name. The decoder and the names of the weights follow from
+the `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -23,37 +24,43 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """What `transformers` fixes for a model_type, and its defaults for absent keys of config.json."""
+  """Properties that `transformers` fixes for a model_type, and its defaults for keys that are
+  absent from config.json.
+  """
 
   name: str
   """`model_type` in config.json."""
   description: str
   architectures: Mapping[str, str]
-  """`transformers` class, as in `architectures` in config.json, keyed by head."""
+  """Name of the `transformers` class for each head, as it appears in `architectures` in
+  config.json.
+  """
   attention_bias: Literal['never', 'qkv', 'optional'] = 'never'
-  """Biases of attention. never: none; qkv: on query, key and value; optional: on all four
-  projections if config.json's `attention_bias` is true.
+  """Biases of the attention projections. 'never': no biases. 'qkv': biases on query, key and value.
+  'optional': biases on all four projections if `attention_bias` in config.json is true.
   """
   mlp_bias: bool = False
   """Whether the key `mlp_bias` of config.json adds biases to the MLP."""
   qk_norm: bool = False
   """Whether queries and keys are normalised per head."""
   full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Settings of config.json that switch sliding windows off; empty: the class has no windows."""
+  """Settings in config.json that switch sliding windows off. If empty, the family has no sliding
+  windows.
+  """
   sliding_window: int | None = None
-  """Default of the key `sliding_window`, in tokens; None: no window."""
+  """Default of the key `sliding_window`, in tokens. None means no window."""
   num_key_value_heads: int | None = None
-  """Default number of key-value heads; None: one per query head."""
+  """Default number of key-value heads. If None, the default is one per query head."""
   head_dim: int | None = None
-  """Default size of a head; None: hidden_size / num_attention_heads."""
+  """Default size of a head. If None, the default is hidden_size / num_attention_heads."""
   heads_divide_hidden: bool = False
   """Whether `transformers` refuses a hidden_size that is not a multiple of num_attention_heads."""
   max_position_embeddings: int
   rope_theta: float = 10_000.0
   rms_norm_eps: float = 1e-6
   tokenizers: tuple[str, ...] = ()
-  """Names of the tokenizer class that AutoTokenizer creates for this family, even if a directory
-  names another class. Empty: AutoTokenizer creates the class that the directory names.
+  """Names of the tokenizer class that AutoTokenizer creates for this family, even if the model
+  directory names another class. If empty, AutoTokenizer creates the class that the directory names.
   """
 
 
@@ -106,15 +113,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def find_family(name: str) -> Family:
-  """Returns a family by name. Raises UserError that lists the known families."""
+  """Returns the family with this name. For an unknown name, raises UserError with the known
+  families.
+  """
   if name not in FAMILIES:
     raise UserError(f'model family: got {name!r}, wanted one of {", ".join(FAMILIES)}')
   return FAMILIES[name]
 
 
 def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
-  """Returns a spec small enough for a CPU: 2 layers of width 64, 4 heads of 32, 2 key-value heads,
-  tied embeddings.
+  """Returns a spec small enough for a CPU: 2 layers of width 64, 4 heads of size 32, 2 key-value
+  heads, and tied embeddings.
 
   Args:
     family: name in FAMILIES.

@@ -1,7 +1,7 @@
-"""Model FLOPs: the floating-point operations that the model's arithmetic requires.
+"""Model FLOPs: the number of floating-point operations that the model's arithmetic requires.
 
-Invariant: recomputation (remat), padding and masked scores are not counted, so that the share of a
-device's peak measures useful work (MFU).
+Invariant: recomputation (remat), padding and masked scores are not counted. The share of a device's
+peak (MFU) therefore measures useful work only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
-  """Number of parameters in matrix products per token: projections, MLP and head. Lookups, norms
-  and biases do not count.
+  """Returns the number of parameters that each token is multiplied with: those of projections, MLP
+  and head. Lookups, norms and biases do not count.
 
-  A tied embedding counts once, as the head.
+  A tied embedding counts once, because only its use as the head is a matrix product.
   """
   d = spec.hidden_size
   attention = d * spec.head_dim * 2 * (spec.num_attention_heads + spec.num_key_value_heads)
@@ -24,18 +24,23 @@ def matmul_params(spec: ModelSpec) -> int:
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-  """Number of (query, visible key) pairs in sequences of these lengths: Σ n (n + 1) / 2."""
+  """Returns the number of (query, visible key) pairs in sequences of these lengths: Σ n (n + 1) /
+  2.
+  """
   return sum(n * (n + 1) // 2 for n in lengths)
 
 
 def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True) -> int:
-  """Operations of a forward pass or, with `backward`, of a training step: three times as many.
+  """Returns the number of operations of a forward pass or, with `backward`, of a training step. A
+  training step has three times as many operations.
 
-  forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and
-  an addition for each parameter and token, and two of each (for the scores, and for their product
-  with the values) per pair, head and dimension. The backward pass has two products where the
-  forward pass has one. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, counting only pairs
-  within the causal mask.
+  forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs
+
+  The first summand is a multiplication and an addition for each parameter and token. The second is
+  two multiplications and two additions per pair, head and dimension: one of each for the score, and
+  one of each for the product of weight and value. For each product in the forward pass, the
+  backward pass has two. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, but only pairs
+  within the causal mask are counted.
 
   Args:
     tokens: number of tokens in all sequences, without padding.

@@ -1,8 +1,9 @@
-"""Output heads: one kernel `[out, embed]`, which is the embedding itself if tied.
+"""Output heads. A head is one kernel `[out, embed]`; if the head is tied, this kernel is the
+embedding.
 
-Invariant: callers contract hidden states with `head_kernel(params)`; the decoder never does, so
-that `[batch, time, vocab]` need not be materialised. A value or scalar head is one newly
-initialised row, normal(initializer_range), as `transformers` initialises `score`.
+Invariant: callers multiply hidden states with `head_kernel(params)` themselves. The decoder never
+does, so that `[batch, time, vocab]` need not be materialised. The head 'value' or 'scalar' is one
+newly initialised row, normal(initializer_range), as `transformers` initialises `score`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def head_size(spec: ModelSpec) -> int:
 
 
 def is_tied(spec: ModelSpec) -> bool:
-  """Whether the embedding serves as the head's kernel."""
+  """Returns whether the embedding serves as the head's kernel."""
   return spec.head == 'lm' and spec.tie_word_embeddings
 
 
 def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
-  """Returns the spec with another head. Single-output heads are never tied, nor is an 'lm' head
-  that replaces one of them.
+  """Returns the spec with another head. The heads 'value' and 'scalar' are never tied. An 'lm' head
+  that replaces one of them is not tied either.
   """
   return dataclasses.replace(
     spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings
@@ -41,7 +42,9 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:
-  """Initialises the head kernel, normal(initializer_range): `[1, embed]` for 'value', 'scalar'."""
+  """Initialises the head's kernel from normal(initializer_range). Its shape is `[1, embed]` for
+  'value' and 'scalar', and `[vocab, embed]` for 'lm'.
+  """
   shape = (head_size(spec), spec.hidden_size)
   return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))
 
@@ -54,14 +57,14 @@ def replace_head(
   """Replaces the head in a parameter tree.
 
   Args:
-    params: scanned or unrolled tree; its head, if any, is dropped, everything else is shared, not
-      copied.
-    spec: spec of the result, as from `with_head`.
+    params: scanned or unrolled tree. Its head, if any, is dropped; all other arrays are shared with
+      the result, not copied.
+    spec: spec of the resulting model, as returned by `with_head`.
     kernel: kernel of the new head, already in the right dtype and on the right devices.
 
   Raises:
-    ValueError: the kernel's shape does not match the spec, or the spec is tied, so that its head is
-      the embedding.
+    ValueError: the kernel's shape does not match the spec, or the spec is tied, so that there is no
+      separate head.
   """
   if is_tied(spec):
     raise ValueError(f'a {spec.family} spec with tied embeddings has no separate head to replace')
@@ -79,7 +82,9 @@ def head_kernel(params: Params, spec: ModelSpec) -> Float[Array, 'out embed']:
 def outputs(
   hidden: Float[Array, '*batch embed'], kernel: Float[Array, 'out embed']
 ) -> Float[Array, '*batch out']:
-  """Computes hidden · kernelᵀ in at least float32: logits, or values with a last axis of size 1."""
+  """Computes hidden · kernelᵀ in at least float32. The result are logits, or values with a last
+  axis of size 1.
+  """
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
   return jnp.einsum(
     '...d,od->...o', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide

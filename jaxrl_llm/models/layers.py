@@ -1,9 +1,9 @@
-"""Linen modules of the decoder: projection, norm, attention block, MLP, layer.
+"""Linen modules of the decoder: projection, norm, attention block, MLP and layer.
 
-Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time,
-features]` in products with kernels (XLA:CPU multiplies two-dimensional operands fastest), or
-`[batch, time, features]` if time is sharded over devices; only attention distinguishes batch from
-time.
+Invariant: kernels are `[out, in]`, as Hugging Face stores them. In products with kernels,
+activations are `[batch · time, features]`, because XLA:CPU multiplies two-dimensional operands
+fastest. If time is sharded over devices, they are `[batch, time, features]` instead. Only attention
+distinguishes batch from time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl_llm.ops.swiglu import swiglu
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
-"""Names, in rematerialisation policies, of a layer's input and of a product with a kernel."""
+"""Names that rematerialisation policies use for a layer's input and for a product with a kernel."""
 
 
 class Context(NamedTuple):
@@ -36,18 +36,22 @@ class Context(NamedTuple):
 
   rotation: Rotation
   places: Places
-  """Places of the call's own tokens."""
+  """Places of the tokens in this call."""
 
 
 def cut(
   x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None
 ) -> Array:
-  """Shards activations over the mesh by token and by the logical axis `features`."""
+  """Shards activations over the mesh by token, and the last dimension by the logical axis
+  `features`.
+  """
   return constrain(x, mesh, *('batch', 'time')[: x.ndim - 1], features)
 
 
 class Projection(nn.Module):
-  """y = x · kernelᵀ (+ bias) (+ adapter term if the parameters have one, see `models.lora`)."""
+  """y = x · kernelᵀ, plus a bias with `use_bias`, plus an adapter term if the parameters contain an
+  adapter (see `models.lora`).
+  """
 
   features: int
   use_bias: bool
@@ -68,13 +72,13 @@ class Projection(nn.Module):
     return y + self._adapted(x) if self.has_variable('params', 'lora_a') else y
 
   def _adapted(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
-    """alpha/rank · (x · Aᵀ) · Bᵀ, without materialising B · A."""
+    """Returns alpha/rank · (x · Aᵀ) · Bᵀ without materialising B · A."""
     a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
     return linear(self.options.lora.scale * linear(x, a), b)
 
 
 class RMSNorm(nn.Module):
-  """x / √(mean(x²) + eps) · scale, over the last axis; the statistic is at least float32."""
+  """x / √(mean(x²) + eps) · scale over the last axis. The mean is computed in at least float32."""
 
   eps: float
   param_dtype: jnp.dtype
@@ -88,8 +92,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-  """Self-attention over the call's own tokens or, given a cache, over its contents after writing
-  these tokens.
+  """Self-attention. Without a cache, tokens attend to the tokens of the same call. Given a cache,
+  the tokens' keys and values are first written to the cache, and tokens attend to its entries.
   """
 
   spec: ModelSpec
@@ -129,7 +133,9 @@ class Attention(nn.Module):
   def _heads(
     self, name: str, heads: int, x: Float[Array, '*tokens embed'], context: Context
   ) -> Float[Array, 'batch time {heads} head_dim']:
-    """Projects to heads; normalises queries and keys if the spec has qk_norm, and rotates them."""
+    """Projects `x` to heads. Queries and keys are then normalised if the spec has qk_norm, and
+    rotated.
+    """
     spec = self.spec
     project = Projection(
       heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name
@@ -163,7 +169,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-  """Pre-norm residual block: attention, then MLP."""
+  """Pre-norm residual block: attention followed by MLP."""
 
   spec: ModelSpec
   options: ModelOptions

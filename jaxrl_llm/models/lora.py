@@ -1,8 +1,9 @@
-"""LoRA adapters as data: separate from the base parameters, joined with them, or merged into them.
+"""LoRA adapters as data: they can be kept separate from the base parameters, joined with them, or
+merged into them.
 
-Invariant: a model with adapters is a nested dict like any other. `split` and `join` only take it
-apart and reassemble it, without copying arrays. The trainable parameters are the first result of
-`split`.
+Invariant: the parameters of a model with adapters are a nested dict like those of any other model.
+`split` and `join` only take this dict apart and reassemble it, without copying arrays. The
+trainable parameters are the first result of `split`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _A, _B, _KERNEL = '/lora_a', '/lora_b', '/kernel'
 
 
 def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
-  """Creates adapters for a tree of kernels, initially without effect: as in PEFT, A is uniform in
-  ±1/√in, and B is 0.
+  """Creates adapters for the kernels of a parameter tree. As in PEFT, A is uniform in ±1/√in and B
+  is 0, so the adapters have no effect at first.
 
-  Both are at least float32, as required of master weights.
+  A and B are at least float32, as trainable parameters should be.
   """
   targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
   adapters = {}
@@ -50,8 +51,8 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
 def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Params, Params | None]:
   """Splits parameters into trainable and frozen base parameters.
 
-  Adapters are trainable, and so is the newly initialised head of a model whose head is not 'lm'.
-  Without adapters all parameters are trainable and the base is None.
+  With adapters, the trainable parameters are the adapters and, if the model's head is not 'lm', the
+  newly initialised head. Without adapters, all parameters are trainable and the base is None.
 
   Args:
     params: tree of arrays or of their shapes, shardings or axes.
@@ -67,20 +68,23 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
 
 
 def join(params: Params, others: Params | None) -> Params:
-  """Joins both trees, the inverse of `split`; if both have an array, that of `params` is used."""
+  """Joins both trees, as the inverse of `split`. An array that is in both trees is taken from
+  `params`.
+  """
   return params if others is None else unflatten(flatten(others) | flatten(params))
 
 
 def is_adapter(name: str) -> bool:
-  """Whether a flat name belongs to an adapter's array."""
+  """Returns whether a flat name belongs to an array of an adapter."""
   return name.endswith((_A, _B))
 
 
 def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
-  """Yields (name, array) of the equivalent model without adapters, sorted by name; computed lazily.
+  """Yields the (name, array) pairs of the equivalent model without adapters, sorted by name. Each
+  array is computed only when it is requested.
 
-  Kernels with an adapter become W + alpha/rank · B·A, computed and returned in at least float32;
-  all other arrays, or all arrays if `lora` is None, are passed through.
+  A kernel with an adapter becomes W + alpha/rank · B·A, computed and returned in at least float32.
+  All other arrays are passed through unchanged, as are all arrays if `lora` is None.
   """
   flat = flatten(params)
   for name in sorted(flat):

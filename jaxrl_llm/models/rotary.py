@@ -1,8 +1,8 @@
 """Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3
 frequency scaling.
 
-Invariant: angles, sines and cosines are computed in float32, or float64 for float64 models,
-whatever the compute dtype.
+Invariant: whatever the compute dtype, angles, sines and cosines are computed in float32, or in
+float64 for float64 models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from jaxrl_llm.models.spec import RopeScaling
 
 
 class Rotation(NamedTuple):
-  """Cosines and sines of each token's angles, one per rotated pair, shared by layers and heads."""
+  """Cosines and sines of each token's rotation angles, one angle per rotated pair. All layers and
+  heads share them.
+  """
 
   cos: Float[Array, 'batch time 1 pairs']
   sin: Float[Array, 'batch time 1 pairs']
@@ -27,17 +29,23 @@ class Rotation(NamedTuple):
 def inverse_frequencies(
   *, head_dim: int, rope_theta: float, scaling: RopeScaling | None
 ) -> Float[np.ndarray, 'pairs']:
-  """Computes the radians per position of each of the head_dim / 2 rotated pairs.
+  """Returns the rotation per position, in radians, of each of the head_dim / 2 rotated pairs.
 
-  fᵢ = θ^(-2i / head_dim). linear: fᵢ / factor. llama3, by wavelength λᵢ = 2π / fᵢ and the original
-  length L: λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with
-  s = (L / λ - low) / (high - low). Source: transformers' modeling_rope_utils,
-  `_compute_llama3_parameters` and its neighbours. Each step is rounded to float32 as there: at
-  position 100,000 an error of 2 ulp in a frequency changes the angle by 0.01 radians.
+  Without scaling, fᵢ = θ^(-2i / head_dim). With kind 'linear', the result is fᵢ / factor. With kind
+  'llama3', it depends on the wavelength λᵢ = 2π / fᵢ, the original length L, and the factors low
+  (low_freq_factor) and high (high_freq_factor):
+
+    λ < L / high:  f
+    λ > L / low:   f / factor
+    otherwise:     (1 - s) f / factor + s f,  s = (L / λ - low) / (high - low)
+
+  Source: `_compute_llama3_parameters` and its neighbours in modeling_rope_utils of transformers.
+  Every step is rounded to float32 as in that code, because at position 100,000 an error of 2 ulp in
+  a frequency changes the angle by 0.01 radians.
   """
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-  # NumPy's float32 power differs from torch's by an ulp; the float64 power, rounded, nearly always
-  # matches it.
+  # NumPy's float32 power can differ from torch's by an ulp. The float64 power, rounded to float32,
+  # nearly always equals torch's.
   frequencies = np.float32(1.0) / np.power(rope_theta, exponents.astype(np.float64)).astype(
     np.float32
   )
@@ -61,7 +69,9 @@ def inverse_frequencies(
 def rotation(
   positions: Int[Array, 'batch time'], frequencies: Float[np.ndarray, 'pairs'], *, dtype: jnp.dtype
 ) -> Rotation:
-  """Computes cosines and sines at `positions` (0 at a segment's start) in at least float32."""
+  """Computes cosines and sines at `positions` in at least float32. Positions start at 0 in each
+  segment.
+  """
   angles = positions[..., None, None].astype(jnp.promote_types(dtype, jnp.float32)) * frequencies
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 
@@ -69,7 +79,7 @@ def rotation(
 def rotate(
   x: Float[Array, 'batch time heads head_dim'], by: Rotation
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Rotates each pair (x[i], x[i + head_dim / 2]) by its angle."""
+  """Rotates each pair (x[i], x[i + head_dim / 2]) by the angle of the pair."""
   first, second = jnp.split(x.astype(by.cos.dtype), 2, axis=-1)
   turned = jnp.concatenate(
     [first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1

@@ -1,8 +1,8 @@
 """Model architecture (`ModelSpec`) and compute options (`ModelOptions`), validated on construction.
 
-Invariant: the spec alone determines the parameters' names and shapes; the options never do, except
-that `scan_layers` stacks the layers along a leading axis, `param_dtype` is the dtype of new
-parameters, and `lora` adds adapters.
+Invariant: the spec alone determines the names and shapes of the parameters. The options affect
+parameters in three ways only: `scan_layers` stacks the layers along a leading axis, `param_dtype`
+is the dtype of new parameters, and `lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes: far above any real model's, but parameters can still be listed in a second."""
+"""Maximum sizes. They are far above those of any real model, but small enough that the parameters
+can be listed within a second.
+"""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -33,13 +35,17 @@ class RopeScaling:
 
   kind: Literal['linear', 'llama3']
   factor: float
-  """Divisor of the frequencies (llama3: of the low ones)."""
+  """Divisor of the frequencies. For llama3, only low frequencies are divided."""
   low_freq_factor: float = 1.0
-  """llama3: wavelengths above (original length / low_freq_factor) are fully scaled."""
+  """For llama3: frequencies with wavelengths above (original length / low_freq_factor) are divided
+  by the full factor.
+  """
   high_freq_factor: float = 4.0
-  """llama3: wavelengths below (original length / high_freq_factor) are not scaled."""
+  """For llama3: frequencies with wavelengths below (original length / high_freq_factor) are not
+  scaled.
+  """
   original_max_position_embeddings: int = 0
-  """llama3: context length in tokens before scaling."""
+  """For llama3: context length in tokens before scaling."""
 
   def __post_init__(self):
     if self.factor <= 0:
@@ -59,8 +65,8 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """Architecture of a decoder, with Hugging Face's names. Families differ only in these values, not
-  in decoder code.
+  """Architecture of a decoder, with Hugging Face's names. Families differ only in these values; all
+  of them use the same decoder code.
   """
 
   family: str
@@ -71,12 +77,14 @@ class ModelSpec:
   num_attention_heads: int
   num_key_value_heads: int
   head_dim: int
-  """Size of a head; need not be hidden_size / num_attention_heads."""
+  """Size of a head. It need not be hidden_size / num_attention_heads."""
   rope_theta: float
   rope_scaling: RopeScaling | None = None
   rms_norm_eps: float
   tie_word_embeddings: bool
-  """Whether the unembedding is the embedding; only the 'lm' head can be tied."""
+  """Whether the embedding also serves as the output head. Only the 'lm' head can be tied in this
+  way.
+  """
   max_position_embeddings: int
   qkv_bias: bool
   qk_norm: bool
@@ -86,7 +94,9 @@ class ModelSpec:
   initializer_range: float = 0.02
   """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: one value per token; scalar: one score per sequence."""
+  """Output head. 'lm': logits over the vocabulary. 'value': one value per token. 'scalar': one
+  score per sequence.
+  """
 
   def __post_init__(self):
     for name, most in _MOST.items():
@@ -110,14 +120,14 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-  """LoRA adapters (arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ."""
+  """LoRA adapters (arXiv:2106.09685) added to frozen kernels: y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ."""
 
   rank: int = 16
-  """Rows of A and columns of B."""
+  """Rank of the adapters: the number of rows of A and of columns of B."""
   alpha: int = 32
-  """The adapter term is scaled by alpha/rank."""
+  """Scale of the adapter term before division by the rank: the term is multiplied by alpha/rank."""
   targets: tuple[str, ...] = PROJECTIONS
-  """Projections with an adapter."""
+  """Names of the projections that have an adapter."""
 
   def __post_init__(self):
     for name in ('rank', 'alpha'):
@@ -142,21 +152,25 @@ class ModelOptions:
   """Compute options of a model. Results are the same for all options, up to rounding."""
 
   scan_layers: bool = False
-  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on CPU."""
+  """Whether one compiled layer is scanned over stacked parameters. This compiles faster, but runs
+  10-15 % slower on CPU.
+  """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """Activations of each layer saved for the backward pass.
+  """Activations of each layer that are saved for the backward pass. The others are recomputed.
 
-  none: all (no recomputation); full: only the layer's input; dots: the results of the layer's
-  products with kernels; offload: only the layer's input, in host memory.
+  'none' saves all activations. 'full' saves only the input of the layer. 'dots' saves the results
+  of the layer's products with kernels. 'offload' saves only the input of the layer, in host memory.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
-  """Attention implementation; auto: chosen by platform and length, see `ops.attention.choose`."""
+  """Attention implementation. 'auto' chooses by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
-  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are at least float32."""
+  """Dtype of activations and KV cache. Statistics (softmax, norms, rotary embedding) are computed
+  in at least float32.
+  """
   param_dtype: str = 'float32'
-  """Dtype of newly initialised parameters; adapters are at least float32."""
+  """Dtype of newly initialised parameters. Adapters are at least float32."""
   lora: LoraConfig | None = None
-  """Adapter configuration; None: no adapters, the whole model is trained."""
+  """Configuration of adapters. If None, there are no adapters, and the whole model is trained."""
 
   def __post_init__(self):
     for name, value in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
