@@ -1,6 +1,8 @@
-"""Attention with shared key-value heads: its interface, reference implementation, and alternatives.
+"""Attention with shared key-value heads: its interface, its reference implementation, and the
+choice among implementations.
 
-Invariant: a query that sees no key yields 0 and has no gradient; finite inputs never produce NaN.
+Invariant: the output of a query that sees no key is 0 and has no gradient. Finite inputs never
+produce NaN.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
 """Number of scores per head (queries × keys of a row) up to which masked attention is as fast as
-blockwise attention on a CPU. At 512 × 512 blockwise takes at most a third of the time, for any
-number of heads and segments.
+blockwise attention on a CPU. At 512 × 512, blockwise attention takes at most a third of the time of
+masked attention, for any number of heads and segments.
 """
 
 
@@ -30,8 +32,8 @@ class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Block size in tokens for blockwise attention. On a CPU, blocks are small enough for the caches;
-  elsewhere, large enough to hide the cost of a step.
+  """Block size in tokens for blockwise attention. On a CPU, blocks are small enough to fit in the
+  caches. On other platforms, they are large enough to hide the fixed cost of a step.
   """
 
 
@@ -47,17 +49,17 @@ def choose(
   softcap: float | None = None,
   shards: int = 1,
 ) -> Choice:
-  """Chooses the implementation of an attention, with the reason.
+  """Chooses the implementation of an attention. The result includes the reason.
 
   Args:
-    asked: implementation from the configuration. A fused kernel named here applies only if
-      `same_tokens` is true; attention over a cache uses the choice of 'auto'.
+    asked: implementation from the configuration. A fused kernel named here is used only if
+      `same_tokens` is true; attention over a KV cache is chosen as with 'auto'.
     platform: platform of the devices.
     time: number of queries per row.
     keys: number of keys per row.
     same_tokens: whether queries and keys belong to the same tokens.
     dtype: dtype of queries, keys and values.
-    shards: number of shards of the queries' time.
+    shards: number of shards of the queries' time axis.
 
   Raises:
     UserError: the configured kernel does not support these inputs.
@@ -97,21 +99,23 @@ def attention(
   block: int = BLOCK,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """softmax(query · key / √head_dim over the keys that a query sees) · value.
+  """Returns softmax(query · key / √head_dim) · value, where the softmax is over the keys that a
+  query sees.
 
-  Query heads g·n … g·n + n - 1 share key-value head g (n = heads / kv_heads). Scores and statistics
-  are at least float32.
+  Key-value head g is shared by the query heads g·n … g·n + n - 1, where n = heads / kv_heads.
+  Scores and softmax statistics are computed in at least float32.
 
   Args:
-    of_queries: places of the queries' tokens; `visible` defines the rule.
-    of_keys: places of the keys' tokens. A fused kernel requires the very object `of_queries` here,
-      which marks queries and keys as the same tokens. Each row must then hold its segments one
-      after the other, with consecutive positions.
-    window: number of tokens that a query sees, including its own; None: back to the segment's
-      start.
-    softcap: scores s become softcap · tanh(s / softcap).
-    implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward
-      and backward; 'splash' and 'pallas_gpu' are the fused kernels of TPUs and GPUs. See `choose`.
+    of_queries: places of the queries' tokens. `visible` defines which keys a query sees.
+    of_keys: places of the keys' tokens. For a fused kernel, this must be the same object as
+      `of_queries`, which states that queries and keys belong to the same tokens. The segments of
+      each row must then follow one another, with consecutive positions.
+    window: number of tokens that a query sees, including its own. If None, a query sees all tokens
+      back to the start of its segment.
+    softcap: if given, scores s become softcap · tanh(s / softcap).
+    implementation: 'masked' materialises all scores. 'blockwise' materialises one block of scores
+      at a time, in the forward and the backward pass. 'splash' and 'pallas_gpu' are the fused
+      kernels for TPUs and GPUs. See `choose`.
     block: block size in tokens, for 'blockwise'.
     interpret: runs a kernel in interpreter mode on any platform, for tests.
 
@@ -145,17 +149,18 @@ def masked(
   window: int | None = None,
   softcap: float | None = None,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Reference implementation: computes all scores at once and masks those of unseen keys.
+  """Reference implementation, which computes all scores at once and masks those of unseen keys.
 
-  Keys and values are never copied. Weights are cast to the values' dtype for the second product.
-  Normalising after that product, as in flash attention (arXiv:2205.14135), saves a pass over the
-  scores.
+  Keys and values are never copied. The softmax weights are cast to the dtype of the values for the
+  product with them. The result is normalised after this product, as in flash attention
+  (arXiv:2205.14135), which saves a pass over the scores.
   """
   batch, time, heads, head_dim = query.shape
   kv_heads, keys = key.shape[2], key.shape[1]
   group = heads // kv_heads
   statistics = jnp.promote_types(query.dtype, jnp.float32)
-  # Heads that share keys become rows of one matrix product: XLA runs plain batched products best.
+  # Let the query heads that share keys be rows of one matrix product, because XLA executes plain
+  # batched products fastest.
   rows = jnp.moveaxis(query.reshape(batch, time, kv_heads, group, head_dim), 1, 3)
   rows = rows.reshape(batch, kv_heads, group * time, head_dim)
   scores = jnp.einsum('bkqh,bskh->bkqs', rows, key, preferred_element_type=statistics)
@@ -168,8 +173,8 @@ def masked(
   mixed = jnp.einsum(
     'bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics
   )
-  # The total of a query that sees a key is at least 1, the weight of its largest score; the bound
-  # 1e-9 only affects queries that see none.
+  # If a query sees a key, its total is at least 1, the weight of its largest score. The bound 1e-9
+  # therefore only affects queries that see none.
   mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
   mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

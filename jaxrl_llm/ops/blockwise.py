@@ -1,18 +1,19 @@
-"""FlashAttention-2 in plain JAX: memory linear in time, forward and backward, on any platform.
+"""FlashAttention-2 in plain JAX. On any platform, forward and backward pass need memory linear in
+time.
 
 Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
-Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised,
-S = Q Kᵀ / √head_dim for a block of queries Q and a block of keys K.
+Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised at a time: S
+= Q Kᵀ / √head_dim for a block of queries Q and a block of keys K.
 
-Forward, for each Q over the blocks K, V that it may see (starting with row_max = -∞, row_sum = 0,
-acc = 0):
+Forward pass: for each Q, iterate over the blocks K, V that Q may see. Start with row_max = -∞,
+row_sum = 0 and acc = 0.
 
   row_max' = max(row_max, rowmax(S));  P = exp(S - row_max');  rescale = exp(row_max - row_max')
   row_sum' = rescale · row_sum + rowsum(P);  acc' = rescale · acc + P V
   at the end:  O = acc / row_sum;  lse = row_max + log(row_sum)
 
-Backward, from O, lse (the log of the sum of exponentials) and dO, with P recomputed instead of
-stored; ∘ is the product by element:
+Backward pass: the inputs are O, lse (the log of the sum of exponentials) and dO. P is recomputed
+instead of stored. The symbol ∘ is the elementwise product.
 
   delta = rowsum(dO ∘ O)
   P = exp(S - lse);  dP = dO Vᵀ;  dS = P ∘ (dP - delta)
@@ -31,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 BLOCK = 128
-"""Number of queries, and of keys, in a block."""
+"""Number of queries in a block, and number of keys in a block."""
 
 
 _Queries = Float[Array, 'batch time heads head_dim']
@@ -64,8 +65,8 @@ def blockwise(
   """Computes `attention` block by block.
 
   Each block of queries iterates over the blocks of keys from the first to the last that it may see.
-  If rows hold packed segments in order, these are only the blocks of its own segments, up to
-  itself: neither later tokens nor other segments cost anything. Rows of the batch are processed
+  If rows contain packed segments in order, these are only the blocks of its own segments, up to
+  itself. Later tokens and other segments then cost nothing. Rows of the batch are processed
   sequentially, each with its own range of blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
@@ -102,7 +103,7 @@ def _forward(
 def _backward(
   rule: _Rule, residuals: _Residuals, dout: _Queries
 ) -> tuple[_Queries, _Keys, _Keys, None, None]:
-  """Returns the gradients of queries, keys and values; places have none."""
+  """Returns the gradients of queries, keys and values. Places have no gradient."""
   *arguments, out, lse = residuals
   rows = _Rows.of(*arguments, rule)
   delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1, keepdims=True)
@@ -123,8 +124,8 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """Arguments in blocks. Heads that share keys become rows of one matrix product (`rows` = heads /
-  kv_heads · block).
+  """Arguments split into blocks. The query heads that share keys become rows of one matrix product,
+  so that `rows` = heads / kv_heads · block.
   """
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']
@@ -164,7 +165,7 @@ class _Rows(NamedTuple):
 def _blocked(
   x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
 ) -> Float[Array, 'batch blocks kv_heads rows n']:
-  """Pads time with zeros and splits it into blocks. In a block, each key-value head has `rows` =
+  """Pads time with zeros and splits it into blocks. In each block, a key-value head has `rows` =
   heads / kv_heads · block rows.
   """
   batch, time, heads, n = x.shape
@@ -176,7 +177,7 @@ def _blocked(
 def _unblocked(
   x: Float[Array, 'batch blocks kv_heads rows n'], *, like: Float[Array, 'batch time heads n']
 ) -> Float[Array, 'batch time heads n']:
-  """Inverts `_blocked`, with the shape and dtype of `like`."""
+  """Inverts `_blocked`. The result has the shape and dtype of `like`."""
   batch, time, heads, n = like.shape
   blocks, kv_heads = x.shape[1:3]
   x = x.reshape(batch, blocks, kv_heads, heads // kv_heads, -1, n).transpose(0, 1, 4, 2, 3, 5)
@@ -195,12 +196,12 @@ def _placed(places: Places, block: int) -> Places:
 def _ranges(
   of_queries: Places, of_keys: Places, window: int | None
 ) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
-  """Returns `_Rows.first` and `_Rows.end`; both are 0 for a block of queries that may see no keys.
+  """Returns `_Rows.first` and `_Rows.end`. Both are 0 for a block of queries that may see no keys.
 
-  A block of keys is skipped if it lies wholly after the last query of the block of queries, or
-  wholly before the first key that the first of these queries sees. Tokens are ordered by segment,
-  then by position. No visible key is skipped, whatever the order of the tokens; for packed tokens
-  the range is exact except for padding.
+  Tokens are ordered by segment, then by position. A block of keys is skipped if all its keys come
+  after the last query of the block of queries, or before the first key that the first of these
+  queries sees. No visible key is skipped, whatever the order of the tokens. For packed tokens, the
+  range is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))
@@ -213,11 +214,11 @@ def _ranges(
 
 
 def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
-  """Returns, per block, the lowest segment, its lowest position, the highest segment and its
-  highest position.
+  """Returns four values for each block: the lowest segment, the lowest position in that segment,
+  the highest segment, and the highest position in that segment.
 
-  Padding is ignored; in a block with nothing else, the lowest segment is above all real segments
-  and the highest is 0.
+  Padding is ignored. For a block that contains only padding, the lowest segment is above all real
+  segments and the highest is 0.
   """
   segments, positions = places
   top = jnp.iinfo(segments.dtype).max
@@ -235,7 +236,9 @@ def _scores(
   of_keys: Places,
   rule: _Rule,
 ) -> tuple[Float[Array, 'kv_heads rows keys'], Bool[Array, 'rows keys']]:
-  """Returns the unmasked, scaled and capped scores of a block and its visibility mask."""
+  """Returns the scores of a block, scaled and capped but not masked, and the visibility mask of the
+  block.
+  """
   statistics = jnp.promote_types(query.dtype, jnp.float32)
   scores = (
     jnp.einsum('krh,ksh->krs', query, key, preferred_element_type=statistics)
@@ -248,7 +251,7 @@ def _scores(
 
 
 def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
-  """Returns outputs and lse of one row of the batch."""
+  """Returns the outputs and the lse (log of the sum of exponentials) of one row of the batch."""
 
   def attend_block(queries):
     query, of_queries, first, end = queries
@@ -273,8 +276,8 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
       jnp.zeros(column, statistics),
     )
     acc, row_max, row_sum = jax.lax.fori_loop(first, end, add_keys, start)
-    # The sum of a query that sees a key is at least 1; the bound 1e-9 only affects queries that see
-    # none.
+    # If a query sees a key, its sum is at least 1. The bound 1e-9 therefore only affects queries
+    # that see none.
     row_sum = jnp.maximum(row_sum, 1e-9)
     return (acc / row_sum).astype(query.dtype), row_max + jnp.log(row_sum)
 

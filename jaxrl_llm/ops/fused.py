@@ -1,8 +1,8 @@
 """Fused attention kernels shipped with JAX: splash attention (TPU) and a Triton kernel (GPU).
 
-Invariant: both mask by index (causally) and by segment, so queries and keys must be the same
-tokens, in order; see `attention`. A kernel is imported where it is used, because the import takes
-most of a second.
+Invariant: both kernels mask by index (causally) and by segment, so queries and keys must be the
+same tokens in the same order; see `attention`. The module of a kernel is imported where it is used,
+because the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxrl_llm.ops.places import Places
 
 BLOCKS = (512, 256, 128)
 """Block sizes of splash attention in tokens, largest first. `splash_length` pads rows to a multiple
-of one of them; for the GPU kernel, rows are padded to a multiple of the smallest.
+of one of these sizes. For the GPU kernel, rows are padded to a multiple of the smallest size.
 """
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 
 def why_not_splash(dtype: Any) -> str | None:
-  """Returns the reason why splash attention does not support this dtype; None if it does. Any
-  length and head size is supported.
+  """Returns the reason why splash attention does not support this dtype; None if it does. All
+  lengths and head sizes are supported.
   """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
     return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
@@ -36,7 +36,9 @@ def why_not_splash(dtype: Any) -> str | None:
 def why_not_pallas_gpu(
   dtype: Any, *, window: int | None, softcap: float | None, shards: int
 ) -> str | None:
-  """Returns why the GPU kernel does not support inputs in `shards` time shards; None if it does."""
+  """Returns the reason why the GPU kernel does not support such inputs; None if it does. `shards`
+  is the number of shards of the time axis.
+  """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
@@ -49,9 +51,11 @@ def why_not_pallas_gpu(
 
 
 def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the padded length of a row of `time` tokens, so that whole blocks fill each shard."""
-  # The largest block for which no shard grows by more than an eighth. The length must also be
-  # divisible by shards².
+  """Returns the length to which a row of `time` tokens is padded, so that each shard consists of
+  whole blocks.
+  """
+  # Choose the largest block with which no shard grows by more than an eighth. The length must also
+  # be divisible by shards².
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
   step = math.lcm(shards * block, shards**2)
@@ -69,15 +73,16 @@ def splash_kernel(
   """Builds the kernel for rows of `length` tokens and any number of heads.
 
   The kernel is a callable pytree that lists the blocks to visit. Blocks above the diagonal or
-  beyond the window are never visited. The backward pass uses two kernels, one for queries and one
-  for keys and values: the single-kernel variant keeps a gradient of the queries per block of keys,
-  which is quadratic in time.
+  beyond the window are never visited. The backward pass uses two kernels, one for the gradient of
+  queries and one for those of keys and values. The alternative, a single kernel, would store a
+  gradient of the queries for each block of keys, which needs memory quadratic in time.
 
   Args:
     length: result of `splash_length`.
-    shards: number of shards of the queries' time, if the kernel runs under `jax.shard_map`. Pass
-      the kernel there as an argument, with its `manual_sharding_spec`.
-    interpret: runs in interpreter mode on any platform, for tests.
+    shards: number of shards of the queries' time axis, if the kernel runs under `jax.shard_map`. In
+      that case, pass the kernel to the mapped function as an argument, with its
+      `manual_sharding_spec`.
+    interpret: whether the kernel runs in interpreter mode, which works on any platform; for tests.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as library
 
@@ -110,7 +115,9 @@ def run_splash(
   segment_ids: Int[Array, 'batch time'],
   key_segment_ids: Int[Array, 'batch keys'],
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Runs a `splash_kernel` on rows padded to its length, or on this device's shard of such rows."""
+  """Runs a `splash_kernel` on rows that are padded to the kernel's length, or on this device's
+  shard of such rows.
+  """
   from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
   wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
@@ -135,7 +142,7 @@ def splash(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Splash attention on one device; see `attention` and `splash_kernel`."""
+  """Computes splash attention on one device; see `attention` and `splash_kernel`."""
   time = query.shape[1]
   length = splash_length(time)
   kernel = splash_kernel(length, window=window, softcap=softcap, interpret=interpret)
@@ -151,23 +158,23 @@ def pallas_gpu(
   *,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Runs JAX's Triton kernel, which compares segments on the fly.
+  """Runs JAX's Triton kernel, which compares segment ids inside the kernel.
 
-  cuDNN is not used: JAX's public interface to it supports segments only as a bias, `[batch, 1,
-  time, time]` in memory, the very array that this kernel avoids. The kernel compiles only where a
-  GPU is present and has not yet run on one; tests compare it with the reference in Pallas's
-  interpreter mode. JAX 0.12 announces the kernel's removal.
+  cuDNN is not used, because JAX's public interface to it supports segments only as a bias array
+  `[batch, 1, time, time]`. The Triton kernel avoids exactly this array. The kernel compiles only
+  where a GPU is present and has not yet run on one; tests compare it with the reference
+  implementation in Pallas's interpreter mode. JAX 0.12 announces that the kernel will be removed.
 
   Args:
-    interpret: runs the kernel in interpreter mode on any platform, for tests.
+    interpret: whether the kernel runs in interpreter mode, which works on any platform; for tests.
   """
   from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
   batch, time, heads, head_dim = query.shape
   length, kv_heads = -(-time // BLOCKS[-1]) * BLOCKS[-1], key.shape[2]
   query, key, value, ids = (fill(x, length) for x in (query, key, value, places.segment_ids))
-  # Mapped over the heads that share keys. The kernel indexes the unmapped keys and values, without
-  # copying them.
+  # Map the kernel over the query heads that share a key-value head. Keys and values are not mapped,
+  # so they are indexed without being copied.
   shared = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
   options = head_dim**-0.5, True, BlockSizes.get_default(), 'triton', None, 2, None, interpret
   mixed = jax.vmap(lambda q: mha(q, key, value, ids, *options), in_axes=3, out_axes=3)(shared)
@@ -177,12 +184,14 @@ def pallas_gpu(
 def fill(
   x: Shaped[Array, 'batch time *rest'], length: int
 ) -> Shaped[Array, 'batch {length} *rest']:
-  """Pads time with zeros to `length`; segment ids are 0 at padding."""
+  """Pads the time axis with zeros to `length`. The segment id 0 means padding."""
   return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
 
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Zeroes outputs at padding, so that they have no gradient: in kernels, padding sees padding."""
+  """Sets the outputs at padding to 0. In the kernels, padding sees padding, and without this step
+  these outputs would have gradients.
+  """
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

@@ -1,7 +1,9 @@
-"""Product of activations and a kernel `[out, in]`; its gradient is summed in the kernel's dtype.
+"""Product of activations and a kernel `[out, in]`. The gradient of the kernel is summed in the
+kernel's dtype.
 
-Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it
-is summed over tokens or devices. Only the two factors of that product are rounded.
+Invariant: if a float32 kernel is used in bfloat16, its gradient is never rounded to bfloat16 while
+it is summed over tokens or devices. Only the two factors of the product that yields the gradient
+are rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float
 def linear(
   x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']
 ) -> Float[Array, '*tokens out']:
-  """x · kernelᵀ in the activations' dtype."""
+  """Returns x · kernelᵀ in the dtype of the activations."""
   return _product(x, kernel.astype(x.dtype), x.ndim - 1, 1, x.dtype)
 
 
@@ -31,7 +33,7 @@ def _backward(kept, dy):
 
 
 def _by_kernel(x, dy, dtype: jnp.dtype):
-  """Σ over the tokens of dy · xᵀ."""
+  """Returns the sum of dy · xᵀ over the tokens, which is the gradient of the kernel."""
   tokens = tuple(range(x.ndim - 1))
 
   def product(a, b):

@@ -1,4 +1,5 @@
-"""Token logprobs, values and scores from hidden states, never materialising `[batch, time, vocab]`.
+"""Logprobs, values and scores of tokens from hidden states. `[batch, time, vocab]` is never
+materialised.
 
 No other module shifts tokens relative to hidden states.
 """
@@ -18,31 +19,33 @@ from jaxrl_llm.ops.reduce import segment_sums
 
 class TokenLogprobs(NamedTuple):
   """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`.
-  Entries are 0 at a segment's first token and where not wanted.
+  Entries are 0 at the first token of a segment and at tokens that are not wanted.
   """
 
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
-  """Entropy in nats of the distribution that `tokens[t]` was drawn from."""
+  """Entry t is the entropy, in nats, of the distribution from which `tokens[t]` was drawn."""
 
 
 class TokenValues(NamedTuple):
-  """Entry t: value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
+  """Values before each token. Entry t is the value of the state `tokens[:t]`, before `tokens[t]`;
+  it is 0 at the first token of a segment.
+  """
 
   values: Float[Array, 'chunks time']
 
 
 class StateValues(NamedTuple):
-  """Values of every state of each segment, including the one after its last token."""
+  """Values of every state of each segment, including the state after the last token."""
 
   values: Float[Array, 'chunks time']
   """Entry t is the value of the state `tokens[:t]`, as in `TokenValues`."""
   next_values: Float[Array, 'chunks time']
-  """Entry t is the value of the state `tokens[:t + 1]`, after `tokens[t]`; 0 at padding."""
+  """Entry t is the value of the state `tokens[:t + 1]`, after `tokens[t]`. It is 0 at padding."""
 
 
 class SequenceScores(NamedTuple):
-  """One score per segment, read at its last token; 0 for absent segments."""
+  """One score per segment, computed at the segment's last token; 0 for absent segments."""
 
   scores: Float[Array, 'chunks segments']
 
@@ -50,13 +53,14 @@ class SequenceScores(NamedTuple):
 def plan_token_chunk(
   *, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1
 ) -> int:
-  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`, at least one
-  position per time shard.
+  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`. The result is at
+  least one position per time shard.
 
   Args:
     chunks: number of rows per device.
     time: number of positions in a whole row.
-    vocab: vocabulary size per device: the local shard if the vocabulary is sharded.
+    vocab: vocabulary size per device, which is the size of the local shard if the vocabulary is
+      sharded.
     budget_bytes: memory per device for the logits of one chunk.
     time_shards: as in `token_logprobs`.
   """
@@ -77,31 +81,35 @@ def token_logprobs(
   time_shards: int = 1,
   row_shards: int = 1,
 ) -> TokenLogprobs:
-  """Computes the tokens' logprobs under softmax(hidden @ kernel.T / temperature), and that
-  distribution's entropy.
+  """Computes the logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and the
+  entropy of this distribution.
 
   Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the
-  backward pass. With `wanted`, only as many chunks are computed as the wanted positions fill. With
-  all positions in one chunk, which is preferable if memory allows, a compiler that sees both passes
-  computes the logits only once. If `kernel` is sharded over its vocabulary, so are the logits:
-  devices exchange only maxima, sums and the targets' logits.
+  backward pass. With `wanted`, the wanted positions are gathered first, and only as many chunks are
+  computed as these positions fill. If memory allows, one chunk for all positions is preferable: a
+  compiler that sees both passes then computes the logits only once. If the vocabulary axis of
+  `kernel` is sharded, the logits are sharded likewise, and devices exchange only maxima, sums and
+  the targets' logits.
 
-  Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have
-  gradients, the temperature has none.
+  Statistics are computed in at least float32, whatever the dtype of `hidden`. `hidden` and `kernel`
+  have gradients, but the temperature has none.
 
   Args:
-    hidden: states after the final norm; state t predicts token t + 1.
+    hidden: states after the final norm. State t predicts token t + 1.
     kernel: the unembedding, `[vocab, embed]`.
     tokens: tokens to score.
-    segment_ids: segment of each token, 0 for padding; the first token of each segment has no
-      logprob (it gets 0).
-    temperature: temperature of each token's sample, by which the logits are divided.
-    wanted: tokens to compute; others get 0. None: all.
-    token_chunk: positions computed at a time; must divide `time`.
-    time_shards: number of equal contiguous shards of time over devices; a chunk takes equally many
-      positions of each shard, so that no data move between shards. Must divide `token_chunk`.
-    row_shards: number of shards of the rows. The kernel's gradient is summed over both kinds of
-      shards once, after all chunks, instead of in every chunk. Must divide the rows.
+    segment_ids: segment of each token; 0 for padding. The first token of each segment has no
+      logprob, and its entry is 0.
+    temperature: for each token, the temperature of its sample. Logits are divided by the
+      temperature.
+    wanted: tokens to compute. The entries of all other tokens are 0. If None, all are computed.
+    token_chunk: number of positions that are computed at a time. It must divide `time`.
+    time_shards: number of equal contiguous shards of time over devices. It must divide
+      `token_chunk`. A chunk consists of equally many positions of each shard, so that no data move
+      between shards.
+    row_shards: number of shards of the rows over devices. It must divide the number of rows. The
+      kernel's gradient is summed over row and time shards once, after all chunks, instead of in
+      every chunk.
   """
   rows, time = tokens.shape
   if time % token_chunk:
@@ -156,7 +164,9 @@ def token_values(
   kernel: Float[Array, 'one embed'],
   segment_ids: Int[Array, 'chunks time'],
 ) -> TokenValues:
-  """Computes hidden · kernel at the position before each token, in at least float32."""
+  """Computes the value before each token, hidden · kernel at the previous position, in at least
+  float32.
+  """
   return TokenValues(_delayed(_scalar(hidden, kernel), segment_ids))
 
 
@@ -165,7 +175,7 @@ def state_values(
   kernel: Float[Array, 'one embed'],
   segment_ids: Int[Array, 'chunks time'],
 ) -> StateValues:
-  """Computes hidden · kernel before and after each token, in at least float32."""
+  """Computes the values before and after each token, as hidden · kernel in at least float32."""
   after = _scalar(hidden, kernel)
   return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
@@ -196,7 +206,9 @@ def _scalar(hidden, kernel):
 
 
 def _delayed(x, segment_ids):
-  """Shifts entry t - 1 to t within segments; 0 at a segment's first token and at padding."""
+  """Shifts entry t - 1 to t within each segment. The result is 0 at the first token of a segment
+  and at padding.
+  """
   continues = (segment_ids > 0) & (segment_ids == jnp.roll(segment_ids, 1, axis=1))
   continues &= jnp.arange(segment_ids.shape[1]) > 0
   return jnp.where(continues, jnp.roll(x, 1, axis=1), 0.0)
@@ -204,8 +216,8 @@ def _delayed(x, segment_ids):
 
 @jax.custom_vjp
 def _moved(states, order, places):
-  """Reorders the states of each part. `places` is the inverse of `order`, with which the backward
-  pass gathers gradients instead of scattering them.
+  """Reorders the states of each part by `order`. `places` is the inverse permutation, by which the
+  backward pass gathers the gradients instead of scattering them.
   """
   return jnp.take_along_axis(states, order[..., None], axis=2)
 
@@ -218,20 +230,21 @@ _moved.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head(positions, hidden, kernel, targets, temperature, used):
-  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets`.
+  """Returns the logprobs of `targets` and the entropies, both `[row part, time part, position]`
+  like `targets`.
 
-  `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions`
-  positions per part; the other positions are 0.
+  `hidden` is `[row part, time part, position, embed]`. Each of the `used` chunks computes
+  `positions` positions per part. The results of all other positions are 0.
 
   Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The
-  derivative of log p[target] by z is onehot(target) - p, as in any softmax cross-entropy; that of H
-  is -p · (log p + H), because ∂p[i] / ∂z[j] = p[i] · (δ[i, j] - p[j]). So with cotangents g and h
-  of the logprobs and entropies,
+  derivative of log p[target] with respect to z is onehot(target) - p, as in any softmax
+  cross-entropy. The derivative of H is -p · (log p + H), because ∂p[i] / ∂z[j] = p[i] · (δ[i, j] -
+  p[j]). With cotangents g of the logprobs and h of the entropies, it follows that
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
 
-  and the only residuals besides the arguments are each token's log-normalizer and H. Logits are
-  recomputed, as in arXiv:2411.09009.
+  The only residuals besides the arguments are therefore each token's log-normalizer and H. Logits
+  are recomputed, as in arXiv:2411.09009.
   """
   return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
 
@@ -244,7 +257,8 @@ def _head_forward(positions, hidden, kernel, targets, temperature, used):
     logits = _logits(states, compute, scale)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     logp = logits - normalizer[:, None]
-    # With a sharded vocabulary, a comparison and a sum partition locally; a gather might not.
+    # If the vocabulary is sharded, a comparison and a sum are computed locally on each shard,
+    # whereas a gather might not be.
     chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     return _with_chunk(
       results, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions
@@ -279,8 +293,8 @@ def _head_backward(positions, kept, cotangents):
     )
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
-  # The kernel's gradient is accumulated as [embed, vocab]: the vocabulary is then last, as in
-  # d_logits, and only the final sum is transposed. Until then, each part has its own sum.
+  # Accumulate the kernel's gradient as [embed, vocab], with the vocabulary last as in d_logits, so
+  # that only the final sum needs a transposition. Until then, each part has its own sum.
   start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
@@ -291,15 +305,15 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _repeat(used, chunk, start, *, once: bool):
-  """Runs the used chunks in sequence. A single chunk runs without a loop, so that compilers can
+  """Runs the used chunks in sequence. A single chunk is run without a loop, so that compilers can
   reuse its logits in the backward pass.
   """
   return chunk(0, start) if once else jax.lax.fori_loop(0, used, chunk, start)
 
 
 def _chunk(arrays, i, positions):
-  """Returns chunk `i` of arrays `[row part, time part, position, ...]`, each as `[positions of all
-  parts, ...]`.
+  """Returns chunk `i` of arrays `[row part, time part, position, ...]`. The positions of all parts
+  are joined in the first axis of each result.
   """
 
   def part(x):
@@ -309,7 +323,7 @@ def _chunk(arrays, i, positions):
 
 
 def _with_chunk(arrays, chunks, i, positions):
-  """Replaces chunk `i` in the arrays; the inverse of `_chunk`."""
+  """Replaces chunk `i` in the arrays. This is the inverse of `_chunk`."""
 
   def part(x, chunk):
     return chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)

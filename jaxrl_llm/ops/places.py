@@ -1,4 +1,4 @@
-"""Token places, and the visibility rule that every attention implementation follows."""
+"""Places of tokens, and the visibility rule that every attention implementation follows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Int
 
 MASKED, FLOOR = -1e30, -1e29
-"""Score of an unseen key, and lower bound of a query's maximum score. exp(MASKED - FLOOR) is 0, so
-unseen keys have weight 0 even if a query sees none. The scores of finite inputs are far above
-both.
+"""MASKED is the score of an unseen key, and FLOOR is the lower bound of a query's maximum score.
+exp(MASKED - FLOOR) is 0, so unseen keys have weight 0 even for a query that sees no key. The scores
+of finite inputs are far above both constants.
 """
 
 
 class Places(NamedTuple):
-  """Places of tokens in rows. Segment 0 is padding, which neither sees nor is seen by any token."""
+  """Places of tokens in rows. Segment 0 is padding: no token sees padding, and padding sees no
+  token.
+  """
 
   segment_ids: Int[Array, '*batch time']
   positions: Int[Array, '*batch time']
@@ -24,8 +26,9 @@ class Places(NamedTuple):
 def visible(
   of_queries: Places, of_keys: Places, *, window: int | None = None
 ) -> Bool[Array, '*batch time keys']:
-  """Entry [..., t, s] is True if query t sees key s, which must be in its segment, not later, and
-  within `window`.
+  """Returns which keys each query sees. Entry [..., t, s] is True if key s is in the same segment
+  as query t, is not later, and is within `window`. If `window` is None, the distance is not
+  limited.
   """
   segments, positions = (x[..., :, None] for x in of_queries)
   key_segments, key_positions = (x[..., None, :] for x in of_keys)

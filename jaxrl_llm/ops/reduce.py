@@ -1,8 +1,8 @@
-"""Sums over packed tokens: named loss terms with their denominators, and usual loss aggregations.
+"""Sums over packed tokens: loss terms with their denominators, and the usual loss aggregations.
 
-A loss is never a mean of means. Each term is (numerator, denominator), both summed over
-micro-batches and ranks and divided once, so that the loss does not depend on how sequences were
-packed and split.
+A loss is never a mean of means. Each term has a numerator and a denominator. Both are summed over
+micro-batches and ranks, and divided only once, so that the loss does not depend on how sequences
+were packed and split.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Aggregation = Literal[
 
 
 class Term(NamedTuple):
-  """A named part of a loss, which contributes `weight * sum(numerator) / sum(denominator)`.
+  """A part of a loss. It contributes `weight * sum(numerator) / sum(denominator)`.
 
-  The denominator depends on the data alone, never on the model's outputs.
+  The denominator depends only on the data, never on the model's outputs.
   """
 
   numerator: Float[Array, '']
@@ -30,8 +30,8 @@ class Term(NamedTuple):
 
 
 class Stat(NamedTuple):
-  """A metric `total / count`, with both summed over micro-batches, ranks and optimizer steps before
-  the division.
+  """A metric `total / count`. Both numbers are summed over micro-batches, ranks and optimizer steps
+  before the division.
   """
 
   total: Float[Array, '']
@@ -41,7 +41,9 @@ class Stat(NamedTuple):
 def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
-  """Sums `values` over each segment 1..`segments` of each chunk; omits segment 0, the padding."""
+  """Sums `values` over each segment 1..`segments` of each chunk. Segment 0, the padding, is
+  omitted.
+  """
 
   def sum_chunk(v, s):
     return jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
@@ -52,7 +54,7 @@ def segment_sums(
 def by_segment(
   per_segment: Float[Array, 'chunks segments'], segment_ids: Int[Array, 'chunks time']
 ) -> Float[Array, 'chunks time']:
-  """Gives each token its segment's value. Padding gets the value of segment 1."""
+  """Returns for each token the value of its segment. Padding gets the value of segment 1."""
   return jnp.take_along_axis(per_segment, jnp.maximum(segment_ids - 1, 0), axis=1)
 
 
@@ -69,13 +71,13 @@ def aggregate(
 
   - token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476).
   - seq-mean-token-sum: sum over tokens / number of sequences.
-  - seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO,
+  - seq-mean-token-mean: sum of the token means of all sequences / number of sequences (GRPO,
     arXiv:2402.03300).
-  - seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`); Dr.GRPO
-    (arXiv:2503.20783) if the factor is the maximum response length.
+  - seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`). If the
+    factor is the maximum response length, this is Dr.GRPO's aggregation (arXiv:2503.20783).
 
-  Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences
-  without a valid token. `values` at masked positions may be anything, finite or not.
+  Denominators are whole numbers, so that their sums are exact in any order. Sequences without a
+  valid token are not counted. `values` may be anything at masked positions, even NaN.
   """
   values = jnp.where(mask, values, 0.0)
   tokens = mask.astype(jnp.float32)
@@ -93,5 +95,5 @@ def aggregate(
 
 
 def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:
-  """Returns the mean of `values` where `mask` is True, as a metric."""
+  """Returns the mean of `values` where `mask` is True, as a metric of sum and count."""
   return Stat(jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32))

@@ -1,7 +1,7 @@
 """The MLP's gate, silu(gate) · up, with a backward pass that needs only `gate` and `up`.
 
-Invariant: the only residuals are the arguments. Automatic differentiation would save one more array
-of the MLP's width per layer.
+Invariant: the only residuals are the arguments. Automatic differentiation would also save one more
+array of the MLP's width per layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def swiglu(gate: Float[Array, '*shape'], up: Float[Array, '*shape']) -> Float[Array, '*shape']:
-  """silu(gate) · up."""
+  """Returns silu(gate) · up."""
   return jax.nn.silu(gate) * up
 
 
@@ -22,8 +22,9 @@ def _forward(gate, up):
 
 
 def _backward(kept, dy):
-  """With s = sigmoid(gate): d gate = dy · up · s · (1 + gate · (1 - s)), d up = dy · gate · s; in
-  at least float32.
+  """Returns the gradients of `gate` and `up`, computed in at least float32.
+
+  With s = sigmoid(gate), d gate = dy · up · s · (1 + gate · (1 - s)) and d up = dy · gate · s.
   """
   gate, up, wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (*kept, dy))
   s = jax.nn.sigmoid(gate)
