@@ -1,8 +1,8 @@
 """Communication volume of a compiled program, parsed from its text.
 
 A collective in the body of a loop counts once per iteration if the compiler knows the number of
-iterations (scanned layers). In other loops it counts once: the number of micro-batches, and of
-chunks of the head, is known only at run time.
+iterations, as for scanned layers. In other loops it counts only once: the number of micro-batches
+and the number of chunks of the head are known only at run time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Bytes of the unsharded arrays per device: the operands of reduce-scatters, the results of all
-  other collectives.
+  """Bytes per device, measured by the unsharded arrays. These are the operands of reduce-scatters
+  and the results of all other collectives.
   """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
@@ -28,14 +28,17 @@ KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*\) -> [^\n]*)?\{$')
 _OPERATION = re.compile(rf'^(?:ROOT )?%?[\w.\-]+ = (.+?) ({"|".join(KINDS)})(-start)?\(')
 _BETWEEN = re.compile(r'^(?:ROOT )?%?[\w.\-]+ = (.+?) send\(.*_xla_megascale_transfer_type="(\w+)"')
-"""A transfer between TPU slices, which the compiler turns into pairs of sends and receives."""
+"""Matches a transfer between TPU slices, which the compiler turns into pairs of sends and receives.
+"""
 _CALLED = re.compile(
   r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)'
 )
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
-"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's shard."""
+"""In TPU programs, the first part of the name of a fusion that performs an all-reduce and keeps
+only the device's shard of the result.
+"""
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
@@ -61,20 +64,24 @@ class _Computation:
   def __init__(self) -> None:
     self.own: list[_Collective] = []
     self.fused: list[str] = []
-    """Names of fusions, which count as part of this computation."""
+    """Names of the fusions called here. Their collectives count as part of this computation."""
     self.calls: list[tuple[str, int | None, str | None]] = []
-    """Called computations: name, number of calls if stated, and the loop condition if any."""
+    """Called computations. Each entry is the name, the number of calls (None if not stated), and
+    the name of the loop condition (None if the computation is not the body of a loop).
+    """
     self.types: dict[str, str] = {}
-    """Result types, keyed by operation."""
+    """Result type of each operation, keyed by the operation's name."""
     self.constants: dict[str, int] = {}
     self.bound: int | None = None
-    """If this is a loop condition: exclusive upper bound of the counter, which starts at 0 and
-    increments by one.
+    """Exclusive upper bound of the loop counter, if this computation is a loop condition. The
+    counter starts at 0 and increases by one per iteration.
     """
 
 
 def traffic(text: str) -> Mapping[str, Traffic]:
-  """Returns the traffic by kind of collective in `compiled.as_text()`; absent kinds are omitted."""
+  """Returns the traffic of each kind of collective in `text`, the result of `compiled.as_text()`.
+  Kinds that do not occur are omitted.
+  """
   program, entry = _parse(text)
   counts: collections.Counter[str] = collections.Counter()
   sizes: collections.Counter[str] = collections.Counter()
@@ -82,8 +89,8 @@ def traffic(text: str) -> Mapping[str, Traffic]:
 
   def visit(name: str, times: int) -> None:
     computation = program[name]
-    # TPU programs split a transfer into several fusions of one channel: its start, overlapped work,
-    # its end.
+    # TPU programs split a transfer into several fusions with the same channel: its start, the work
+    # that overlaps with it, and its end. Count these fusions once.
     fused = {
       sent.channel or object(): sent
       for fusion in computation.fused
@@ -146,7 +153,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
   elif below := _BELOW.match(line):
     computation.bound = computation.constants.get(below[1])
   elif (sent := _BETWEEN.match(line)) is not None:
-    # The operand, without the context and the token of the asynchronous start.
+    # The send returns the operand, a context and a token. Only the operand is counted.
     array = _arrays(sent[1])[0]
     kind = f'{sent[2].lower().replace("_", "-")} between slices'
     computation.own.append(_Collective(kind, array.bytes, array, None))
@@ -165,9 +172,10 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
 def _whole(
   kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]
 ) -> list[_Array]:
-  """Returns the arrays counted in `Traffic.bytes`."""
+  """Returns the arrays that count in `Traffic.bytes`."""
   if started and kind != 'all-reduce':
-    # An asynchronous start returns a tuple of operands, as many results, and context scalars.
+    # An asynchronous start returns a tuple of operands, an equal number of results, and context
+    # scalars.
     both = [array for array in _arrays(result) if not array.text.endswith('[]')]
     halves = both[: len(both) // 2], both[len(both) // 2 :]
     return max(halves, key=lambda half: sum(array.bytes for array in half))

@@ -1,4 +1,4 @@
-"""Times within which the processes of a job notice that one of them is gone or stuck."""
+"""Deadlines by which the processes of a job notice that one of them is gone or stuck."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Mapping
 from jaxrl_llm.core.errors import UserError
 
 GRACE = 'JAXRL_GRACE_S'
-"""Environment variable of launchers, read if `grace_s` is None."""
+"""Environment variable that launchers set. It is read if `grace_s` is None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinationConfig:
-  """Deadlines among the processes of a job and after a signal; none affects results."""
+  """Deadlines among the processes of a job and after a signal. They do not affect results."""
 
   join_s: float = 300.0
-  """Maximum wait in seconds, at the start, for all processes to reach process 0."""
+  """Maximum time in seconds that all processes may take to connect to process 0 at the start."""
   heartbeat_s: int = 20
-  """Seconds without a sign of life after which JAX counts a process or its host as lost and the
-  others end.
+  """Number of seconds without a sign of life after which JAX considers a process or its host lost.
+  The other processes then exit.
   """
   beat_s: float = 5.0
-  """Seconds between exchanges while process 0 is busy; a dead peer or a signal that reached one
-  process is noticed at the next.
+  """Seconds between exchanges while process 0 is busy. A dead process, or a signal that reached
+  only one process, is noticed at the next exchange.
   """
   silence_s: float = 1800.0
-  """Maximum wait in seconds for another process at an exchange; must exceed the longest work
-  between two exchanges (the engine's start, compilation).
+  """Maximum wait in seconds for another process at an exchange. It must exceed the longest work
+  between two exchanges, such as the engine's start or compilation.
   """
   device_s: float = 3600.0
-  """Maximum seconds of one piece of device work in a job of several processes; above
-  `silence_s`.
+  """Maximum duration in seconds of one call on the devices in a job of several processes. It must
+  exceed `silence_s`.
   """
   leave_s: float = 30.0
-  """Maximum seconds that process 0 waits at the end for the other processes to leave."""
+  """Maximum time in seconds that process 0 waits at the end for the other processes to leave."""
   grace_s: float | None = None
-  """Seconds between SIGTERM and SIGKILL that the job's system grants: when nine tenths are over, a
-  process that is still stopping exits without a further commit. None: the variable JAXRL_GRACE_S,
-  or else no limit.
+  """Seconds between SIGTERM and SIGKILL that the job's system grants. A process that is still
+  stopping after nine tenths of this time exits without a further commit. If None, the variable
+  JAXRL_GRACE_S is used, and without the variable there is no limit.
   """
 
   def __post_init__(self):
     for name in ('join_s', 'heartbeat_s', 'beat_s', 'silence_s', 'device_s', 'leave_s', 'grace_s'):
       value = getattr(self, name)
-      # Not `value <= 0`, which NaN is not either.
+      # `not 0 < value` also rejects NaN, which `value <= 0` would accept.
       if value is not None and not 0 < value < _MOST_S:
         raise UserError(f'coordination.{name}: {value}, wanted seconds above 0, below {_MOST_S:g}')
     for name, longer in (('beat_s', 'silence_s'), ('silence_s', 'device_s')):
@@ -56,8 +56,8 @@ class CoordinationConfig:
 
 
 def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> float | None:
-  """Returns the grace period in seconds, from the configuration or else the variable; None: no
-  limit. Raises UserError for a variable that is no number of seconds.
+  """Returns the grace period in seconds, from the configuration or otherwise from the environment
+  variable. None means no limit. Raises UserError if the variable is not a valid number of seconds.
   """
   text = environment.get(GRACE)
   if config.grace_s is not None or not text:
@@ -69,4 +69,4 @@ def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> floa
 
 
 _MOST_S = 1e6
-"""About twelve days; larger numbers overflow timers of libraries."""
+"""About twelve days. Larger numbers overflow timers of libraries."""

@@ -1,9 +1,9 @@
-"""Agreement among the trainer's processes: process 0 decides, and all get the same value at the
-same program point.
+"""Agreement among the trainer's processes. Process 0 decides, and all processes get the same value
+at the same point of the program.
 
-While process 0 is busy, it exchanges heartbeats with the waiting processes. A dead peer is
-therefore noticed at the next heartbeat, and process 0 learns of a signal that reached only another
-process.
+While process 0 is busy, it exchanges heartbeats with the waiting processes. A dead process is
+therefore noticed at the next heartbeat. By a heartbeat, process 0 also learns of a signal that only
+another process received.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 
 _BLOCK = 1 << 16
-"""Block size of a broadcast in bytes, fixed so that nothing recompiles after the first."""
+"""Size of a block of a broadcast, in bytes. It is fixed, so that nothing is recompiled after the
+first broadcast.
+"""
 _BEAT, _VALUE, _ABORT = 0, 1, 2
 
 
 class Coordinator:
-  """Broadcasts decisions in a `jax.distributed` job; with one process it returns them directly."""
+  """Broadcasts decisions in a `jax.distributed` job. With one process, decisions are returned
+  directly.
+  """
 
   def __init__(
     self,
@@ -41,11 +45,11 @@ class Coordinator:
     """
     Args:
       device: thread that runs all collectives.
-      on_signal: called in process 0 with a signal that any process reported, at each exchange from
-        then on.
+      on_signal: called in process 0 with a signal that any process reported. After the report, it
+        is called at every exchange.
       beat_s: seconds between heartbeats while process 0 is busy.
-      silence_s: maximum wait for another process at an exchange; must exceed the longest work
-        between two exchanges (the engine's start, compilation).
+      silence_s: maximum wait in seconds for another process at an exchange. It must exceed the
+        longest work between two exchanges, such as the engine's start or compilation.
     """
     self._device, self._on_signal = device, on_signal
     self._beat_s, self._silence_s = beat_s, silence_s
@@ -56,18 +60,20 @@ class Coordinator:
     return jax.process_index() == 0
 
   def report_signal(self, signum: int) -> None:
-    """Reports to process 0, from the next exchange on, a signal that this process received."""
+    """Reports to process 0 a signal that this process received. The report is repeated at every
+    exchange from the next one on.
+    """
     self._signal = signum
 
   async def broadcast(self, decision: Awaitable[Json] | None) -> Any:
-    """Returns the value of process 0's `decision` in every process.
+    """Returns in every process the value of process 0's `decision`.
 
     Args:
-      decision: awaitable of a JSON value in process 0, None in the others.
+      decision: awaitable of a JSON value in process 0; None in the other processes.
 
     Raises:
-      PeerFailed: another process is gone; or, outside process 0, `decision` raised in process 0
-        (which itself raises the original exception).
+      PeerFailed: another process is gone. Processes other than 0 also raise it if `decision` raises
+        in process 0, which itself raises the original exception.
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
@@ -101,7 +107,9 @@ class Coordinator:
         return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 
   async def _headers(self, kind: int, length: int) -> tuple[int, int]:
-    """Exchanges (kind, length, signal) among all processes; returns process 0's kind and length."""
+    """Exchanges (kind, length, signal) among all processes. Returns the kind and length of process
+    0.
+    """
     header = np.array([kind, length, self._signal], np.int32)
     headers = await self._exchange(multihost_utils.process_allgather, header)
     signals = [int(s) for s in headers[:, 2] if s]
@@ -127,7 +135,7 @@ async def _encoded(decision: Awaitable[Json]) -> bytes:
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:
-  """Broadcasts process 0's `payload` of `length` bytes to every process, block by block."""
+  """Broadcasts process 0's `payload` of `length` bytes to every process, one block at a time."""
   blocks = -(-length // _BLOCK)
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)

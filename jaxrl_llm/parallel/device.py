@@ -1,6 +1,7 @@
-"""Device thread: the only thread that uses a process's devices, so the event loop never blocks.
+"""Device thread: the only thread that uses a process's devices, so that device work never blocks
+the event loop.
 
-A collective that fails because another process is gone raises PeerFailed, whatever error the
+If a collective fails because another process is gone, PeerFailed is raised, whatever error the
 runtime raises.
 """
 
@@ -19,25 +20,28 @@ from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
-"""Substrings of runtime errors when another process is gone; error types vary by platform."""
+"""Substrings that identify runtime errors caused by the loss of another process. The types of these
+errors differ between platforms.
+"""
 
 
 class PeerFailed(RunError):
-  """Raised when another process of the job failed or is gone; this process is healthy."""
+  """Raised when another process of the job failed or is gone, while this process is healthy."""
 
   exit_code = 75
-  """EX_TEMPFAIL: tells a supervisor that the cause is elsewhere."""
+  """EX_TEMPFAIL, from which a supervisor sees that the cause is in another process."""
 
 
 class DeviceThread:
-  """Runs device work in submission order. Collectives match across processes, because all processes
-  submit them in the same order.
+  """Runs device work in the order of submission. All processes submit collectives in the same
+  order, so the collectives of different processes match.
   """
 
   def __init__(self, *, deadline_s: float = CoordinationConfig.device_s):
     """
     Args:
-      deadline_s: maximum seconds for a call in a multi-process job.
+      deadline_s: maximum duration of a call in seconds, in a job of several processes. With one
+        process there is no limit.
     """
     self._deadline_s = deadline_s
     self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='device')

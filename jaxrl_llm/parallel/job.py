@@ -1,6 +1,4 @@
-"""Joining and leaving the `jax.distributed` job that the environment or the command line
-describes.
-"""
+"""Joins and leaves the `jax.distributed` job that the environment or the command line describes."""
 
 from __future__ import annotations
 
@@ -22,21 +20,22 @@ from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.watch import PeerWatch
 
 _GOOGLE = '0x1ae0'
-"""Vendor of TPU chips on the PCI bus, and of other devices of Google's machines."""
+"""PCI vendor of TPU chips, and also of other devices in Google's machines."""
 _CHIPS = ('0x0027', '0x0056', '0x005e', '0x0062', '0x0063', '0x006f', '0x0076')
-"""PCI devices that are TPU chips, v2 to 7x."""
+"""PCI device ids of TPU chips, from v2 to 7x."""
 
 
 def this_job(
   *, coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> JobDescription | None:
-  """Returns the place of this process in its job, or None if it trains alone.
+  """Returns the description of this process's job, or None if the process trains alone.
 
   Args:
-    coordinator, processes, process: values of the flags.
+    coordinator, processes, process: values of the command-line flags; None for flags that are not
+      given.
 
   Raises:
-    UserError: the job is half described, or with nonsense.
+    UserError: the description of the job is incomplete or contradictory.
   """
   return describe(
     os.environ,
@@ -49,17 +48,19 @@ def this_job(
 
 
 class Membership:
-  """Part of this process in a job that it has joined."""
+  """Membership of this process in a job that it has joined."""
 
   def __init__(self, config: CoordinationConfig):
     self._config = config
     self._watch = PeerWatch(config.heartbeat_s)
 
   def leave(self, workdir: pathlib.Path) -> None:
-    """Leaves the job, process 0 last: the other processes abort when the coordinator goes away.
+    """Leaves the job. Process 0 leaves last, because the other processes abort when the coordinator
+    in process 0 goes away.
 
     Args:
-      workdir: directory that all processes share, where each leaves a file for process 0.
+      workdir: directory that all processes share. Each process other than 0 creates a file there
+        when it has left.
     """
     count, index = jax.process_count(), jax.process_index()
     waits_for = 'the other processes of the job to finish'
@@ -67,7 +68,8 @@ class Membership:
     with watched(
       name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=self._config.silence_s
     ):
-      # The same in all processes, and never that of another start of the run.
+      # This random number is the same in all processes and differs from that of any other start of
+      # the run.
       start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
 
     def marker(i):
@@ -86,22 +88,25 @@ class Membership:
 
 
 def join(job: JobDescription, config: CoordinationConfig) -> Membership:
-  """Joins the job; must precede every other use of JAX's devices.
+  """Joins the job. This function must be called before any other use of JAX's devices.
 
   Raises:
-    UserError: JAX cannot join it. If the other processes do not come within `config.join_s`, the
-      process ends instead.
+    UserError: JAX cannot join the job. If the other processes do not connect within
+      `config.join_s`, this process exits instead of raising.
   """
-  # With this, a peer's death raises in the next collective instead of silently ending this process.
+  # With recoverability enabled, the death of another process raises an error in the next
+  # collective. Otherwise the death would silently end this process.
   jax.config.update('jax_enable_recoverability', True)
-  # JAX's own handler would swallow a SIGTERM that arrives before the run handles it.
+  # Disable JAX's preemption service. Its signal handler would swallow a SIGTERM that arrives before
+  # the run installs its own handler.
   jax.config.update('jax_enable_preemption_service', False)
   devices = {}
   if LOCAL_DEVICES not in os.environ:
-    # An empty list: all that are visible. JAX's default would be one for each process.
+    # An empty list selects all visible devices. JAX's default would be one device per process.
     devices['local_device_ids'] = [] if job.local_device is None else [job.local_device]
   owner = 'this process' if job.process is None else f'process {job.process}'
-  # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
+  # This deadline expires before JAX's own timeout, which would abort with a stack trace of JAX's
+  # internals.
   with watched(name='join', owner=owner, waits_for=f'{job} to connect', deadline_s=config.join_s):
     try:
       jax.distributed.initialize(
@@ -120,7 +125,7 @@ def join(job: JobDescription, config: CoordinationConfig) -> Membership:
 
 
 def _has_tpu() -> bool:
-  """Whether this machine has TPU chips that JAX will use."""
+  """Returns whether this machine has TPU chips that JAX will use."""
   platforms = os.environ.get('JAX_PLATFORMS', '')
   if (platforms and 'tpu' not in platforms) or importlib.util.find_spec('libtpu') is None:
     return False

@@ -1,4 +1,6 @@
-"""The device mesh, built only by this module; the compiler propagates shardings over its axes."""
+"""The device mesh, which is built only in this module. The compiler propagates shardings over the
+axes of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,38 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.slices import arrange
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Mesh axes by increasing communication; the last one joins devices adjacent in the machine."""
+"""Mesh axes in the order of increasing communication. Devices along the last axis are adjacent in
+the machine.
+"""
 BATCH_AXES = (DATA, FSDP)
-"""Mesh axes over which sequences are distributed; the product of their sizes is the number of
-data-parallel ranks.
+"""Mesh axes over which sequences are distributed. The product of the sizes of these axes is the
+number of data-parallel ranks.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis; at most one is None and takes all remaining devices."""
+  """Number of devices along each mesh axis. At most one axis is None and gets all remaining
+  devices.
+  """
 
   data: int | None = 1
-  """Data parallelism: replicas of the parameters, each with different sequences."""
+  """Data parallelism. Each replica of the parameters gets different sequences."""
   fsdp: int | None = None
-  """Fully sharded data parallelism: parameters and optimizer state are sharded, parameters are
-  gathered where used, and each shard has different sequences.
+  """Fully sharded data parallelism. Parameters and optimizer state are sharded, and parameters are
+  gathered where they are used. Each shard gets different sequences.
   """
   sequence: int | None = 1
-  """Context parallelism: the tokens of each sequence are sharded, and keys and values are gathered.
+  """Context parallelism. The tokens of each sequence are sharded, and keys and values are gathered.
   Parameters are sharded as with fsdp.
   """
   tensor: int | None = 1
-  """Tensor parallelism: heads, MLP and vocabulary are sharded."""
+  """Tensor parallelism. Attention heads, MLP and vocabulary are sharded."""
   slices: int | None = None
-  """Number of slices with a fast network within and a slow one between them, which only `data`
-  crosses. None: TPU devices know theirs, all others are one; a number makes groups of consecutive
-  processes the slices.
+  """Number of slices. The network within a slice is fast and the network between slices is slow, so
+  only the axis `data` crosses slices. If None, TPU devices report their slice, and devices of other
+  platforms form one slice. On other platforms, a number divides the processes into that many slices
+  of consecutive processes.
   """
 
   def __post_init__(self):
@@ -48,10 +55,12 @@ class MeshConfig:
 
 
 def available_devices() -> list[jax.Device]:
-  """Returns all processes' devices. Raises UserError if JAX finds none on permitted platforms."""
+  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted
+  platforms.
+  """
   try:
     return jax.devices()
-  except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
+  except (RuntimeError, AssertionError) as error:  # AssertionError: the platform has no plugin.
     reason = str(error).partition('\n')[0]
     raise UserError(
       f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} finds no such '
@@ -63,8 +72,8 @@ def available_devices() -> list[jax.Device]:
 
 
 def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
-  """Returns the mesh's size along each axis of `AXES` on `count` devices. Raises UserError if it
-  does not fit them.
+  """Returns the size of the mesh along each axis of `AXES` for `count` devices. Raises UserError if
+  the configuration does not match the number of devices.
   """
   sizes = [getattr(config, axis) for axis in AXES]
   if sizes.count(None) > 1:
@@ -82,7 +91,9 @@ def mesh_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
 
 
 def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-  """Builds a mesh with the four axes over all devices of all processes."""
+  """Builds a mesh with the four axes of `AXES`. If `devices` is None, the mesh has all devices of
+  all processes.
+  """
   devices = available_devices() if devices is None else devices
   sizes = mesh_sizes(config, len(devices))
   arranged = arrange(devices, sizes, config.slices)
@@ -90,5 +101,5 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
 
 
 def data_parallel_ranks(mesh: Mesh) -> int:
-  """Returns the number of ranks that get different sequences."""
+  """Returns the number of data-parallel ranks, which get different sequences."""
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,4 +1,6 @@
-"""Sharding rules: a table from logical axes (the meaning of a dimension) to their mesh axes."""
+"""Sharding rules. A table maps each logical axis (the meaning of a dimension) to the mesh axes over
+which such a dimension is sharded.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Returns an array's sharding: a dimension is split over as many of its mesh axes as divide it.
+  """Returns the sharding of an array. Each dimension is sharded over as many of its mesh axes as
+  divide its size, from the first axis on.
 
   Args:
     mesh: device mesh.
@@ -62,13 +65,15 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
 def constrain(
   x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None
 ) -> Shaped[Array, '*shape']:
-  """Constrains the sharding of `x` by the table, inside a jitted function; no mesh: no effect."""
+  """Constrains the sharding of `x` by the table, inside a jitted function. Without a mesh, `x` is
+  returned unchanged.
+  """
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-  """Returns the shardings of a parameter tree, from its trees of axis names and shapes
-  (`jax.eval_shape`).
+  """Returns the shardings of a parameter tree. `axes` is the tree of the arrays' axis names, and
+  `shapes` the tree of their shapes, as from `jax.eval_shape`.
   """
   return jax.tree.map(
     lambda names, array: sharding(mesh, names, array.shape),
@@ -83,7 +88,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def sharding_of_batch(mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of arrays `[micro_batches, chunks, ...]`: chunks are sharded over
+  """Returns the sharding of arrays `[micro_batches, chunks, ...]`. Chunks are sharded over the
   data-parallel ranks.
   """
   return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

@@ -1,7 +1,8 @@
-"""Slices: groups of devices with a fast network within and a slow one between them.
+"""Slices: groups of devices with a fast network within each group and a slow network between
+groups.
 
-Only the first axis of a mesh, data, crosses slices, so that mainly the sums of gradients do; all
-other axes stay within one.
+Only the first axis of a mesh, data, crosses slices; all other axes stay within a slice. The traffic
+between slices therefore consists mainly of sums of gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _AUTO = (AxisType.Auto,) * len(_AXES)
 
 @runtime_checkable
 class SliceDevice(Protocol):
-  """What the order of a mesh needs to know of a device."""
+  """The properties of a device that determine its place in a mesh."""
 
   platform: str
   process_index: int
@@ -31,15 +32,18 @@ class SliceDevice(Protocol):
 def arrange(
   devices: Sequence[SliceDevice], sizes: Sequence[int], count: int | None
 ) -> Shaped[np.ndarray, 'data fsdp sequence tensor']:
-  """Returns the devices in the order of the mesh: data across slices, everything else within.
+  """Returns the devices in the order of the mesh. The axis data crosses slices; all other axes stay
+  within a slice.
 
   Args:
-    devices: all devices of the mesh; those of TPUs have a `slice_index` too.
-    sizes: sizes of the axes, whose product is the number of devices.
-    count: number of slices; None: TPU devices know their slice, others are one.
+    devices: all devices of the mesh. TPU devices may also have a `slice_index`.
+    sizes: sizes of the mesh axes. Their product is the number of devices.
+    count: number of slices. If None, TPU devices report their slice, and other devices form one
+      slice.
 
   Raises:
-    UserError: `data` is not a multiple of the slices, or the devices are in no `count` equal ones.
+    UserError: `data` is not a multiple of the number of slices, or the devices do not form `count`
+      slices of equal size.
   """
   groups = slices(devices, count)
   data, *within = sizes
@@ -48,7 +52,7 @@ def arrange(
       f'mesh: data={data} is not a multiple of the number of slices, {len(groups)}, and only data '
       'may cross slices; change learner.mesh.data, or start with another number of slices'
     )
-  # Within a slice, JAX puts neighbours of the mesh beside each other in the machine.
+  # Within a slice, JAX arranges neighbours in the mesh so that they are neighbours in the machine.
   shape = (data // len(groups), *within)
   return np.concatenate(
     [jax.make_mesh(shape, _AXES, axis_types=_AUTO, devices=group).devices for group in groups]
@@ -56,7 +60,9 @@ def arrange(
 
 
 def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[SliceDevice]]:
-  """Returns the devices by slice, slices in their order; arguments are those of `arrange`."""
+  """Returns the devices of each slice, with the slices in their order. The arguments are those of
+  `arrange`.
+  """
   if devices[0].platform == 'tpu':
     known: dict[int, list[SliceDevice]] = {}
     for device in devices:
@@ -78,7 +84,9 @@ def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[Slice
 
 
 def _process_groups(devices: Sequence[SliceDevice], count: int) -> list[list[SliceDevice]]:
-  """Returns groups of consecutive processes; of consecutive devices if there is one process."""
+  """Returns `count` groups of the devices of consecutive processes. If there is only one process,
+  its devices are divided into groups of consecutive devices.
+  """
   processes = sorted({device.process_index for device in devices})
   units = len(devices) if len(processes) == 1 else len(processes)
   if units % count:

@@ -1,7 +1,7 @@
 """Descriptions of absent devices for ahead-of-time compilation: TPU slices and GPUs.
 
-Compiling for them needs libtpu or JAX's CUDA plugin (`jaxrl install --environment=aot`), but no
-such device.
+Compilation for such devices needs libtpu or JAX's CUDA plugin (`jaxrl install --environment=aot`),
+but none of the devices themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHIPS: Mapping[str, Chip] = {
 }
 _MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
 _TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
-"""Number of dimensions of a slice's shape."""
+"""Number of dimensions of the shape of a slice, for each TPU type."""
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 \
 shared_memory_per_core: 233472
@@ -61,13 +61,15 @@ class Topology(NamedTuple):
   chip: str
   """Key of `CHIPS`."""
   shape: tuple[int, ...]
-  """Shape of a TPU slice; of GPUs, hosts × GPUs, or GPUs alone."""
+  """Shape of a TPU slice. For GPUs: hosts × GPUs per host, or only the number of GPUs."""
   slices: int
-  """Number of equal TPU slices; 1 for GPUs."""
+  """Number of TPU slices, which all have this shape; 1 for GPUs."""
 
 
 def parse_topology(name: str) -> Topology:
-  """Parses 'v5e:4x4' or '2*v5e:4x4' (two slices); GPUs: 'h100:8' (a host) or 'h100:2x8' (two)."""
+  """Parses the name of a topology. TPUs are named as in 'v5e:4x4', or '2*v5e:4x4' for two slices.
+  GPUs are named as in 'h100:8' for one host, or 'h100:2x8' for two hosts.
+  """
   match = re.fullmatch(r'(?:(\d{1,4})\*)?(\w+):(\d{1,6}(?:x\d{1,6})*)', name, re.ASCII)
   chip = match and match[2]
   shape = tuple(map(int, match[3].split('x'))) if match else ()
@@ -93,7 +95,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def has_compiler(chip: str) -> bool:
-  """Whether this environment can compile for the chip."""
+  """Returns whether this environment can compile for the chip."""
   try:
     return importlib.util.find_spec(_MODULES[CHIPS[chip].platform]) is not None
   except ModuleNotFoundError:
@@ -101,10 +103,11 @@ def has_compiler(chip: str) -> bool:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-  """Returns the devices of a topology, for building a mesh and compiling; they cannot hold arrays.
+  """Returns the devices of a topology, which serve to build a mesh and to compile. These devices
+  cannot store arrays.
 
   Raises:
-    UserError: the compiler does not know the topology; the error quotes the compiler's message.
+    UserError: the compiler does not know the topology. The error quotes the compiler's message.
   """
   chip, shape, slices = parse_topology(name)
   try:
@@ -115,7 +118,8 @@ def topology_devices(name: str) -> list[jax.Device]:
         platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}'
       )
     else:
-      # A single chip is less than a full host on any TPU, so the host's size must be given.
+      # On every TPU type, a single chip is less than a full host, so the size of the host must be
+      # given.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
       description = topologies.get_topology_desc(
         platform='tpu', topology_name=name.partition('*')[2] or name, num_slices=slices, **single

@@ -1,9 +1,9 @@
-"""Watch over the other processes of a job: ends this process, and names the lost one, when a
-process has given no sign of life.
+"""Watch over the other processes of a job. If one of them has given no sign of life for some time,
+this process names the lost process and exits.
 
-A killed process closes its connections, so that the next collective fails at once. A stopped one,
-or one whose host or network is gone, closes nothing: without the watch, the others would wait for
-the deadline of the collective.
+A killed process closes its connections, so the next collective fails at once. A process that is
+stopped, or whose host or network is gone, closes no connections. Without the watch, the other
+processes would then wait until the deadline of the collective.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.parallel.device import PeerFailed
 
 _LOOKS = 8
-"""Looks within `heartbeat_s`."""
+"""Number of checks within `heartbeat_s` seconds."""
 _FIRST_S = 2.0
-"""Seconds for which process 0 lets the others name the lost one, since its end aborts them."""
+"""Seconds that process 0 waits before it exits. Its exit aborts the other processes, which need
+this time to name the lost process first.
+"""
 
 
 class PeerWatch:
-  """Thread that compares the processes of the job with those that JAX's service finds alive.
+  """Thread that compares the processes of the job with those that JAX's coordination service finds
+  alive.
 
-  Only JAX's own threads send signs of life, so that no computation in Python delays them.
+  Signs of life are sent only by JAX's own threads, so computations in Python do not delay them.
   """
 
   def __init__(self, heartbeat_s: float):
     """
     Args:
-      heartbeat_s: seconds without a sign of life, as in `jax.distributed.initialize`.
+      heartbeat_s: seconds without a sign of life after which a process counts as lost, as in
+        `jax.distributed.initialize`.
     """
     self._heartbeat_s = heartbeat_s
     self._stopped = threading.Event()
@@ -44,7 +48,7 @@ class PeerWatch:
     threading.Thread(target=self._look_always, name='peer watch', daemon=True).start()
 
   def stop(self) -> None:
-    """Ends the watch; every process must, before the first one leaves."""
+    """Ends the watch. Every process must call this method before any process leaves the job."""
     self._stopped.set()
 
   def _look_always(self) -> None:
@@ -55,8 +59,10 @@ class PeerWatch:
         self._end(lost)
 
   def _alive(self, wanted: Collection[int]) -> set[int]:
-    """Waits until every process that is alive looks too; returns their numbers."""
-    # JAX ends this process itself if process 0 is lost.
+    """Waits until every living process has called this method too. Returns the numbers of the
+    living processes.
+    """
+    # If process 0 is lost, JAX itself ends this process. Print a warning shortly before.
     late = threading.Timer(0.9 * self._heartbeat_s, self._warn)
     late.daemon = True
     if jax.process_index() > 0:
