@@ -181,7 +181,9 @@ def _trajectories(
 def _within_groups(
   rewards: Sequence[float | None], groups: Sequence[str], rule: Callable[[_Rewards], _Rewards]
 ) -> GroupAdvantages:
-  """Applies `rule` to the scored rewards of each group with at least two different rewards."""
+  """Applies `rule` to the scored rewards of each group with at least two different rewards. All
+  other samples get advantage 0.
+  """
   members: dict[str, list[int]] = {}
   for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
     if reward is not None:

@@ -146,7 +146,7 @@ class Algorithm(NamedTuple):
   critic_loss: Loss | None = None
   """Loss on the critic's values. If None, the algorithm has no critic."""
   critic_warmup: int = 0
-  """Number of initial batches that train only the critic."""
+  """Number of batches at the beginning of the stage that train only the critic."""
   no_effect: tuple[str, ...] = ()
   """Messages about options that are set but have no effect. They are logged when a stage is built.
   """

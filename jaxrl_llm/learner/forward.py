@@ -1,4 +1,4 @@
-"""Forward pass of a packed micro-batch, and passes without gradient over all micro-batches of an
+"""Forward pass of a packed micro-batch, and passes without gradient over the micro-batches of an
 optimizer step.
 """
 

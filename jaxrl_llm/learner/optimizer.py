@@ -1,4 +1,4 @@
-"""AdamW with a learning-rate schedule, and application of updates."""
+"""AdamW with a learning-rate schedule, and the function that applies an update."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OptimizerConfig:
   'linear' decay from the peak to `end_lr_fraction` of it at the end of the stage.
   """
   warmup_steps: int = 0
-  """Number of updates over which the learning rate rises linearly. Update n, counted from 1, has n
-  / warmup_steps of the peak.
+  """Number of updates over which the learning rate rises linearly. Update n, counted from 1, has
+  the fraction n / warmup_steps of the peak.
   """
   end_lr_fraction: float = 0.0
   b1: float = 0.9

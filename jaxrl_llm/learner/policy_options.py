@@ -79,7 +79,7 @@ class ShapingOptions:
   group. If 0, there is no length reward.
   """
   length_reward_warmup_steps: int = 0
-  """Number of initial batches without the length reward."""
+  """Number of batches at the beginning of the stage that are trained without the length reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-  """DAPO (arXiv:2503.14476): GRPO with a higher upper clip range, token-mean aggregation and
+  """DAPO (arXiv:2503.14476): GRPO with a higher upper clip bound, token-mean aggregation and
   masking of unmixed groups. To add DAPO's length penalty, set overlong_buffer_len.
   """
 
@@ -265,7 +265,7 @@ class PpoConfig(PolicyGradientConfig):
   values are not clipped.
   """
   critic_warmup: int = 0
-  """Number of initial batches that train only the critic."""
+  """Number of batches at the beginning of the stage that train only the critic."""
   bootstrap_truncated: bool = False
   """Whether the return of a truncated answer ends with the critic's value at the cut. If False, the
   return ends with 0, as after an end token.

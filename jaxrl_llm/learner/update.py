@@ -1,5 +1,5 @@
-"""The jitted optimizer step, which accumulates gradients over micro-batches and then applies them
-or skips the update.
+"""The jitted optimizer step. It accumulates gradients over micro-batches, and then applies them or
+skips the update.
 
 Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
 not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
@@ -132,8 +132,8 @@ def _denominators(
   """Returns each term's denominator over the whole step. The denominators need no forward pass, so
   the loss is called with model outputs of zero.
 
-  If no token counts, the denominator is 0. It is replaced by 1, so that the term is 0 instead of 0
-  / 0.
+  The denominator is 0 if no token counts. It is then replaced by 1, so that the term is 0 and not
+  NaN.
   """
 
   def denominators(chunks: Chunks):

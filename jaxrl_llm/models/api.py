@@ -79,7 +79,7 @@ def build_model(
 ) -> Model:
   """Builds the functions of a model from its spec, compute options and mesh."""
   options = ModelOptions() if options is None else options
-  # Raises UserError for an unavailable kernel.
+  # This call raises UserError if the configured kernel is unavailable.
   chosen(options, mesh, time=1, keys=1, same_tokens=True)
   decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))

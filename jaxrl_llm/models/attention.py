@@ -23,7 +23,9 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import RULES, sharding
 
 QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', None)
-"""Logical axes of queries and keys: every device has all keys and values of its sequences."""
+"""Logical axes of queries, and of keys and values. The time axis of keys and values is not sharded,
+so every device has all keys and values of its sequences.
+"""
 
 
 def chosen(

@@ -128,8 +128,8 @@ def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
   Args:
     family: name in FAMILIES.
     vocab_size: rows of the embedding.
-    **overrides: other values for fields of ModelSpec; `rope_scaling` may be a mapping of
-      RopeScaling's fields.
+    **overrides: values of other fields of ModelSpec, which replace the defaults. `rope_scaling` may
+      be a mapping of RopeScaling's fields.
   """
   fixed = find_family(family)
   known = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}

@@ -31,7 +31,7 @@ PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """Scaling of rotary frequencies to longer contexts."""
+  """Scaling of rotary frequencies for longer contexts."""
 
   kind: Literal['linear', 'llama3']
   factor: float

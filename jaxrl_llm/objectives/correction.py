@@ -1,4 +1,5 @@
-"""Off-policy correction: constant weights and masks for tokens that another policy sampled.
+"""Off-policy correction: weights and masks, without gradient, for tokens that another policy
+sampled.
 
 These weights and masks change the numerator of the loss, never its denominator. The denominator
 still counts rejected tokens: if the loss were divided by the number of kept tokens instead, its
@@ -22,7 +23,7 @@ from jaxrl_llm.ops.reduce import by_segment, segment_sums
 Correction = Literal['token', 'sequence', 'icepop']
 
 _LOG_LIMIT = 20.0
-"""Limit of a log ratio before it is exponentiated, as in verl."""
+"""Limit of the absolute value of a log ratio before it is exponentiated, as in verl."""
 _ICEPOP_LOWER = 0.5
 
 

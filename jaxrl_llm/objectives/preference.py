@@ -94,7 +94,7 @@ def bradley_terry_loss(
 ) -> Float[Array, 'pairs']:
   """Returns a reward model's loss, -log σ(r_chosen - r_rejected - m).
 
-  Sources: Bradley and Terry 1952, where m = 0; Llama 2 (arXiv:2307.09288), eq. 2.
+  Sources: Bradley and Terry 1952 for m = 0; Llama 2 (arXiv:2307.09288), eq. 2, for other m.
 
   Args:
     margin: r_chosen - r_rejected.

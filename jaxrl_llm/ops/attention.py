@@ -117,7 +117,8 @@ def attention(
       at a time, in the forward and the backward pass. 'splash' and 'pallas_gpu' are the fused
       kernels for TPUs and GPUs. See `choose`.
     block: block size in tokens, for 'blockwise'.
-    interpret: runs a kernel in interpreter mode on any platform, for tests.
+    interpret: whether a fused kernel runs in interpreter mode, which works on any platform; for
+      tests.
 
   Raises:
     ValueError: the kernel does not support these inputs; the message says why.

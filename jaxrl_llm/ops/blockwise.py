@@ -2,8 +2,8 @@
 time.
 
 Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
-Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised at a time: S
-= Q Kᵀ / √head_dim for a block of queries Q and a block of keys K.
+Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised at a time.
+For a block of queries Q and a block of keys K, the scores are S = Q Kᵀ / √head_dim.
 
 Forward pass: for each Q, iterate over the blocks K, V that Q may see. Start with row_max = -∞,
 row_sum = 0 and acc = 0.
@@ -37,7 +37,7 @@ BLOCK = 128
 
 _Queries = Float[Array, 'batch time heads head_dim']
 _Keys = Float[Array, 'batch keys kv_heads head_dim']
-# One row of the batch, in blocks:
+# Types of one row of the batch, split into blocks:
 _QueryBlocks = Float[Array, 'blocks kv_heads rows head_dim']
 _KeyBlocks = Float[Array, 'key_blocks kv_heads key_block head_dim']
 _Statistic = Float[Array, 'blocks kv_heads rows 1']

@@ -1,7 +1,7 @@
 """Logprobs, values and scores of tokens from hidden states. `[batch, time, vocab]` is never
 materialised.
 
-No other module shifts tokens relative to hidden states.
+Hidden state t predicts token t + 1. Only this module shifts tokens relative to hidden states.
 """
 
 from __future__ import annotations

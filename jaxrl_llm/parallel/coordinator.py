@@ -87,7 +87,7 @@ class Coordinator:
       while not (await asyncio.wait({task}, timeout=self._beat_s))[0]:
         await self._headers(_BEAT, 0)
     finally:
-      task.cancel()  # no effect on a finished task
+      task.cancel()  # This has no effect on a finished task.
       # wait decision: its own waits
       await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
@@ -107,8 +107,8 @@ class Coordinator:
         return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 
   async def _headers(self, kind: int, length: int) -> tuple[int, int]:
-    """Exchanges (kind, length, signal) among all processes. Returns the kind and length of process
-    0.
+    """Exchanges (kind, length, signal) among all processes and returns the kind and length of
+    process 0.
     """
     header = np.array([kind, length, self._signal], np.int32)
     headers = await self._exchange(multihost_utils.process_allgather, header)

@@ -51,7 +51,8 @@ class DeviceThread:
 
     Raises:
       PeerFailed: another process of the job is gone.
-      WaitExpired: another process is stuck.
+      WaitExpired: in a job of several processes, the call has taken longer than `deadline_s`,
+        because another process is stuck.
     """
     work = functools.partial(function, *args, **kwargs)
     call = asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -45,8 +45,9 @@ class MeshConfig:
   slices: int | None = None
   """Number of slices. The network within a slice is fast and the network between slices is slow, so
   only the axis `data` crosses slices. If None, TPU devices report their slice, and devices of other
-  platforms form one slice. On other platforms, a number divides the processes into that many slices
-  of consecutive processes.
+  platforms form one slice. On TPUs, a number must equal the actual number of slices. On other
+  platforms, it divides the processes, or the devices of a single process, into that many
+  consecutive groups.
   """
 
   def __post_init__(self):

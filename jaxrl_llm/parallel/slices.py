@@ -66,7 +66,7 @@ def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[Slice
   if devices[0].platform == 'tpu':
     known: dict[int, list[SliceDevice]] = {}
     for device in devices:
-      # Devices of a single slice may lack the attribute.
+      # If there is only one slice, its devices may lack the attribute `slice_index`.
       known.setdefault(getattr(device, 'slice_index', 0), []).append(device)
     if count not in (None, len(known)):
       raise UserError(
