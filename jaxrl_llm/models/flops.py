@@ -24,8 +24,8 @@ def matmul_params(spec: ModelSpec) -> int:
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-  """Returns the number of (query, visible key) pairs in sequences of these lengths: Σ n (n + 1) /
-  2.
+  """Returns Σ n (n + 1) / 2, the number of (query, visible key) pairs in causal sequences of these
+  lengths.
   """
   return sum(n * (n + 1) // 2 for n in lengths)
 

@@ -37,7 +37,7 @@ def inverse_frequencies(
 
     λ < L / high:  f
     λ > L / low:   f / factor
-    otherwise:     (1 - s) f / factor + s f,  s = (L / λ - low) / (high - low)
+    in between:    (1 - s) f / factor + s f,  s = (L / λ - low) / (high - low)
 
   Source: `_compute_llama3_parameters` and its neighbours in modeling_rope_utils of transformers.
   Every step is rounded to float32 as in that code, because at position 100,000 an error of 2 ulp in

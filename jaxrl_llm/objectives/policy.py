@@ -52,9 +52,9 @@ def sequence_log_ratio(
 
   sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over valid tokens of (logprobs - proximal)), limit)
 
-  This is GSPO-token in the paper; sg stops the gradient. sₜ has the value of the sequence's ratio
-  but the gradient of the token's own logprob, so that advantages and weights may differ between
-  tokens. The default upper limit is verl's. Where the limit applies, the gradient is 0.
+  This is GSPO-token in the paper; sg stops the gradient. sₜ has the value of the sequence's log
+  ratio but the gradient of the token's own logprob, so that advantages and weights may differ
+  between tokens. The default upper limit is verl's. Where the limit applies, the gradient is 0.
   """
   policy = jnp.where(mask, logprobs, 0.0)
   held = jax.lax.stop_gradient(policy)

@@ -29,8 +29,8 @@ def pair_sums(
   of the micro-batch.
 
   The results have length `pairs` = chunks * segments, a static upper bound of the number of pairs.
-  Pair p has index p - 1. To obtain the sum chosen + rejected for `centering_penalty`, pass `values
-  * label`.
+  Pair p has index p - 1. `centering_penalty` takes the sum chosen + rejected, which this function
+  returns for `values * label`.
 
   Args:
     values: one number per sequence. It may be anything where `pair` is 0.
@@ -66,8 +66,8 @@ def dpo_loss(
   Here h = policy_margin - reference_margin. A margin is the logprob of the chosen answer minus that
   of the rejected answer, in nats. ε = `label_smoothing` is the probability that a label is wrong.
 
-  Sources: DPO (arXiv:2305.18290), eq. 7; cDPO (Mitchell 2023) for ε; IPO (arXiv:2310.12036), eq.
-  17. For IPO, the logprob of an answer must be the average over its tokens, as IPO's authors
+  Sources: DPO (arXiv:2305.18290), eq. 7; IPO (arXiv:2310.12036), eq. 17; cDPO (Mitchell 2023) for
+  ε. For IPO, the logprob of an answer must be the average over its tokens, as IPO's authors
   confirmed to TRL.
 
   In float32, sums of thousands of logprobs lose the digits that h needs. Therefore sum logprobs -
