@@ -78,6 +78,7 @@ def tpu_job(*, nodes: int = 16, slices: int = 1, **fields) -> Job:
     name='trainer',
     command=command,
     nodes=nodes * slices,
+    slices=slices,
     resources=ProcessResources(tpu=kind, topology=fields.pop('topology', '8x8')),
   )
   rollout = ProcessGroup(

@@ -53,7 +53,9 @@ class Layout:
   tpu: str | None = None
   """Type of the trainer's TPU nodes, such as tpu-v5-lite-podslice. Only for Kubernetes."""
   topology: str | None = None
-  """Topology of the trainer's TPU slice, such as 8x8. Only for Kubernetes."""
+  """Topology of each of the trainer's TPU slices, such as 8x8. Only for Kubernetes."""
+  slices: int = 1
+  """Number of TPU slices over which the trainer's nodes are divided. Only for Kubernetes."""
   rollout_nodes: int = 0
   """Number of nodes for vLLM servers, in addition to the trainer's nodes. If 0, the job has no
   separate vLLM servers, and the trainer starts the servers that it needs.
@@ -89,7 +91,7 @@ class Layout:
     for name in ('rollout_nodes', 'explorers', 'sandboxes', 'rollout_gpus'):
       if getattr(self, name) < 0:
         raise UserError(f'--{name}={getattr(self, name)}: wanted at least 0')
-    for name in ('nodes', 'processes_per_node', 'rollout_servers'):
+    for name in ('nodes', 'processes_per_node', 'slices', 'rollout_servers'):
       if getattr(self, name) < 1:
         raise UserError(f'--{name}={getattr(self, name)}: wanted at least 1')
     if (self.tls_cert is None) != (self.tls_key is None):
@@ -141,6 +143,7 @@ def compose(
     command=train,
     nodes=layout.nodes,
     processes_per_node=layout.processes_per_node,
+    slices=layout.slices,
     resources=ProcessResources(
       cpus=layout.cpus,
       memory_gib=layout.memory_gib,
@@ -182,10 +185,10 @@ def _needed(
       needed['rollout.vllm.publish_dir'] = str(run / _PUBLISHED)
   for scorer in config.rewards.scorers:
     if layout.sandboxes and scorer.implementation == _CODE:
-      found = {'discover': '*'}
+      settings = {'discover': '*'}
       if layout.ca_file:
-        found['ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
-      for name, value in found.items():
+        settings['ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
+      for name, value in settings.items():
         needed[f'rewards.scorers.{scorer.name}.options.{name}'] = json.dumps(value)
   if layout.explorers and one_machine:
     needed['rollout.explorers.processes'] = str(layout.explorers)
@@ -207,19 +210,7 @@ def _check_mesh(config: Config, layout: Layout) -> None:
     if not re.fullmatch(r'[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,2}', layout.topology):
       raise UserError(f'--topology={layout.topology}: wanted the shape of a slice, such as 8x8')
     chips = math.prod(map(int, layout.topology.split('x')))
-    # The number of slices is not known here: how many nodes a slice has depends on the type of
-    # machine. As each slice has at least one node, there are between 1 and `layout.nodes` slices.
-    fitting = (slices * chips for slices in range(2, layout.nodes + 1))
-    if not any(_fits(config, count) for count in fitting):
-      mesh_sizes(config.learner.mesh, chips)
-
-
-def _fits(config: Config, count: int) -> bool:
-  try:
-    mesh_sizes(config.learner.mesh, count)
-  except UserError:
-    return False
-  return True
+    mesh_sizes(config.learner.mesh, layout.slices * chips)
 
 
 def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
@@ -254,7 +245,7 @@ def _services(
   Args:
     serve: command that runs `jaxrl serve`.
   """
-  found = []
+  groups = []
   registry = f'--registry={run / _REGISTRY}'
   listen = [registry, *([] if one_machine else _front(layout))]
   cpus = ProcessResources(cpus=layout.cpus, memory_gib=layout.memory_gib)
@@ -266,19 +257,19 @@ def _services(
       processes_per_node=layout.rollout_servers,
       resources=dataclasses.replace(cpus, gpus=layout.rollout_gpus),
     )
-    found.append(group)
+    groups.append(group)
   if layout.sandboxes:
     command = (*serve, '--role=sandbox', *listen)
-    found.append(
+    groups.append(
       ProcessGroup(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus)
     )
   if layout.explorers and not one_machine:  # On one machine, the trainer starts the explorers.
     trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
     command = (*serve, '--role=explorer', registry, *trust)
-    found.append(
+    groups.append(
       ProcessGroup(name='explorer', command=command, nodes=layout.explorers, resources=cpus)
     )
-  return found
+  return groups
 
 
 def _listen(layout: Layout) -> dict[str, str | bool]:

@@ -54,13 +54,15 @@ class ProcessGroup:
   """Program and its arguments, the same for every process. No shell interprets them."""
   nodes: int = 1
   processes_per_node: int = 1
+  slices: int = 1
+  """Number of TPU slices over which a trainer's nodes are divided. Only for Kubernetes."""
   resources: ProcessResources = ProcessResources()
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of these processes, in addition to `Job.env`."""
 
   def __post_init__(self):
     _check_name(f'group {self.name}', self.name)
-    for name in ('nodes', 'processes_per_node'):
+    for name in ('nodes', 'processes_per_node', 'slices'):
       if getattr(self, name) < 1:
         raise UserError(f'group {self.name}: {name} is {getattr(self, name)}, wanted at least 1')
     if not self.command:

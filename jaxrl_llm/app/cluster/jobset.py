@@ -98,8 +98,6 @@ class JobsetOptions:
   """Type of the GPU nodes, such as nvidia-h100-80gb. Only for GKE."""
   node_selector: tuple[str, ...] = ()
   """Labels that a node must have to run any pod of the job, each as KEY=VALUE."""
-  slices: int = 1
-  """Number of TPU slices over which the trainer's nodes are divided."""
   shm_gib: int | None = None
   """Maximum size of /dev/shm in GiB. It counts towards the pod's memory. If unset, the maximum is
   half of the node's memory.
@@ -124,7 +122,6 @@ class JobsetOptions:
       if value is not None and not _PRINTABLE.fullmatch(value):
         raise UserError(f'--{name}={value}: wanted printable ASCII characters without spaces')
     for name, low, high in (
-      ('slices', 1, 1024),
       ('port', 1024, 65535),
       ('shm_gib', 1, 1 << 20),
       ('user', 0, (1 << 31) - 1),
@@ -189,8 +186,8 @@ def _check(job: Job, options: JobsetOptions) -> None:
   ):
     if not getattr(options, name):
       raise UserError(f'{where}: --{name} is missing; wanted {meaning}')
-  if options.slices > 1 and not job.trainer.resources.tpu:
-    raise UserError(f'{where}: --slices={options.slices}, but the trainer has no TPU; wanted 1')
+  if job.trainer.slices > 1 and not job.trainer.resources.tpu:
+    raise UserError(f'{where}: --slices={job.trainer.slices}, but the trainer has no TPU; wanted 1')
   for name, path in (('run directory', job.workdir), *(('file', path) for path in job.files)):
     if not _is_mounted(path, options):
       raise UserError(
@@ -212,7 +209,7 @@ def _check_group(job: Job, group: ProcessGroup, options: JobsetOptions) -> None:
   for word in (*group.command, *group.env.values(), *job.env.values(), *job.files.values()):
     if '\0' in word or any('\ud800' <= c <= '\udfff' for c in word):
       raise UserError(f'{where}: {word!r} contains a null character or is not Unicode')
-  longest = f'{job.name}-{group.name}-{_slices(group, options) - 1}-{group.processes - 1}'
+  longest = f'{job.name}-{group.name}-{_slices(group) - 1}-{group.processes - 1}'
   if len(longest) > _POD_NAME:
     raise UserError(
       f'{where}: the name of its last pod, {longest}, is longer than {_POD_NAME} characters; '
@@ -222,11 +219,11 @@ def _check_group(job: Job, group: ProcessGroup, options: JobsetOptions) -> None:
   if resources.topology and not resources.tpu:
     raise UserError(f'{where}: topology {resources.topology} without a type of TPU')
   if resources.tpu:
-    _check_tpu(where, group, options)
+    _check_tpu(where, group)
 
 
-def _check_tpu(where: str, group: ProcessGroup, options: JobsetOptions) -> None:
-  tpu, topology, slices = group.resources.tpu, group.resources.topology, _slices(group, options)
+def _check_tpu(where: str, group: ProcessGroup) -> None:
+  tpu, topology, slices = group.resources.tpu, group.resources.topology, _slices(group)
   if not _LABEL.fullmatch(tpu):
     raise UserError(f'{where}: tpu {tpu!r}: wanted a type of TPU nodes: tpu-v5-lite-podslice')
   if not _TOPOLOGY.fullmatch(topology or ''):
@@ -258,11 +255,11 @@ def _is_trainer(group: ProcessGroup) -> bool:
   return group.name == TRAINER
 
 
-def _slices(group: ProcessGroup, options: JobsetOptions) -> int:
+def _slices(group: ProcessGroup) -> int:
   """Returns the number of TPU slices of a group. Each node of a service is a slice of its own."""
   if not group.resources.tpu:
     return 1
-  return options.slices if _is_trainer(group) else group.nodes
+  return group.slices if _is_trainer(group) else group.nodes
 
 
 def _size(topology: str) -> int:
@@ -320,7 +317,7 @@ def _replicated(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
   The trainer has one Kubernetes Job for each of its TPU slices. Any other group has one Job.
   """
   is_trainer = _is_trainer(group)
-  replicas = _slices(group, options) if is_trainer else 1
+  replicas = _slices(group) if is_trainer else 1
   codes = [_STUCK, _UNUSABLE] if is_trainer else [_UNUSABLE]
   hopeless = {'containerName': group.name, 'operator': 'In', 'values': codes}
   rules: list[dict] = [{'action': 'FailJob', 'onExitCodes': hopeless}]
@@ -451,7 +448,7 @@ def _is_flag(word: str) -> bool:
 def _devices(group: ProcessGroup, options: JobsetOptions) -> dict[str, str]:
   """Returns the number of accelerators of one process, keyed by the Kubernetes resource name."""
   if group.resources.tpu:
-    chips = _size(group.resources.topology) * _slices(group, options) // group.nodes
+    chips = _size(group.resources.topology) * _slices(group) // group.nodes
     return {'google.com/tpu': str(chips)}
   return {'nvidia.com/gpu': str(group.resources.gpus)} if group.resources.gpus else {}
 
@@ -462,7 +459,7 @@ def _environment(job: Job, group: ProcessGroup, options: JobsetOptions) -> list[
     fixed['NPROC'] = str(group.resources.cpus)
   values = {**fixed, **job.env, **group.env}
   entries = [{'name': name, 'value': _expanded_to(values[name])} for name in sorted(values)]
-  if not _is_trainer(group) or _slices(group, options) > 1:
+  if not _is_trainer(group) or _slices(group) > 1:
     return entries
   ours = {
     'JAX_COORDINATOR_ADDRESS': {

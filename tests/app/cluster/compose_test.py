@@ -63,6 +63,7 @@ def test_what_does_not_fit_is_one_line(overrides, layout, message, tmp_path):
   ('values', 'message'),
   [
     ({'nodes': 0}, '--nodes=0: wanted at least 1'),
+    ({'slices': 0}, '--slices=0: wanted at least 1'),
     ({'sandboxes': -1}, '--sandboxes=-1: wanted at least 0'),
     ({'tls_cert': 'c.pem'}, 'wanted both, or neither'),
   ],
@@ -73,9 +74,11 @@ def test_a_layout_without_meaning_is_one_line(values, message):
 
 
 def test_several_slices_fit_a_mesh_of_their_chips(tmp_path):
-  layout = Layout(nodes=8, tpu='tpu-v5-lite-podslice', topology='4x4')
+  layout = Layout(nodes=8, tpu='tpu-v5-lite-podslice', topology='4x4', slices=2)
   job = compose('quickstart', {'learner.mesh.fsdp': '32'}, layout, workdir=tmp_path)
-  assert job.trainer.resources.topology == '4x4'
+  assert job.trainer.slices == 2
+  with pytest.raises(UserError, match='does not match the number of devices, 32'):
+    compose('quickstart', {'learner.mesh.fsdp': '16'}, layout, workdir=tmp_path)
 
 
 def job_with(files: dict[str, str], workdir) -> Job:

@@ -32,7 +32,7 @@ JOBS = {
     cluster_jobs.tpu_job(),
     dataclasses.replace(OPTIONS, namespace='research', priority_class='high', shm_gib=32),
   ),
-  'v5e-2x64': (cluster_jobs.tpu_job(slices=2), dataclasses.replace(OPTIONS, slices=2)),
+  'v5e-2x64': (cluster_jobs.tpu_job(slices=2), OPTIONS),
 }
 
 
@@ -256,7 +256,11 @@ def test_the_current_directory_counts_where_pods_see_it(directory, wanted):
     (cluster_jobs.cpu_job(), {'image': None}, ['--image is missing', 'container image']),
     (cluster_jobs.cpu_job(), {'claim': None}, ['--claim is missing', 'PersistentVolumeClaim']),
     (cluster_jobs.cpu_job(), {'mount': '/mnt'}, ['/data/runs/cpu', '--mount=/mnt', '--workdir']),
-    (cluster_jobs.cpu_job(), {'slices': 2}, ['--slices=2', 'no TPU']),
+    (
+      cluster_jobs.job(trainer=ProcessGroup(name='trainer', command=('x',), nodes=2, slices=2)),
+      {},
+      ['--slices=2', 'no TPU'],
+    ),
     (cluster_jobs.job('1job'), {}, ["begins with '1'", 'letter']),
     (cluster_jobs.job(workdir='/data/../etc'), {}, ['/data/../etc']),
     (cluster_jobs.job(files={'/etc/key': ''}), {}, ['the file /etc/key']),
@@ -269,7 +273,7 @@ def test_the_current_directory_counts_where_pods_see_it(directory, wanted):
     (cluster_jobs.tpu_job(nodes=5), {}, ['5 nodes for 1 x 8x8 = 64 chips', '16 or 8 nodes']),
     (cluster_jobs.tpu_job(topology='8by8'), {}, ["'8by8'", 'such as 4x4']),
     (cluster_jobs.tpu_job(rollout='4x4'), {}, ['group rollout', 'several nodes', '2x4']),
-    (cluster_jobs.tpu_job(nodes=1, slices=2, topology='2x4'), {'slices': 2}, ['of one node each']),
+    (cluster_jobs.tpu_job(nodes=1, slices=2, topology='2x4'), {}, ['of one node each']),
   ],
 )
 def test_a_job_that_kubernetes_cannot_run_is_one_line(job, options, words):
@@ -291,7 +295,6 @@ def test_a_job_that_kubernetes_cannot_run_is_one_line(job, options, words):
     {'gpu_type': '-'},
     {'node_selector': ('a',)},
     {'node_selector': ('a=b c',)},
-    {'slices': 0},
     {'port': 80},
     {'shm_gib': 0},
     {'user': -1},
