@@ -73,9 +73,9 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
   The run has its own thread and event loop, so that it also works in a notebook. An interrupt
-  (Ctrl-C) ends it with a commit. In a script, the import and the call belong under `if __name__ ==
-  '__main__':`, because scorer processes import the script. Jobs of several processes are started
-  with `jaxrl train` instead.
+  (Ctrl-C) ends it with a commit; one that comes before the run begins raises KeyboardInterrupt. In
+  a script, the import and the call belong under `if __name__ == '__main__':`, because scorer
+  processes import the script. Jobs of several processes are started with `jaxrl train` instead.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
@@ -110,6 +110,8 @@ def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
   interrupted = threading.Event()
 
   async def work() -> None:
+    if not ended.set_running_or_notify_cancel():
+      return  # Interrupted before it began.
     loop = asyncio.get_running_loop()
 
     def on_start(stop: Stop) -> None:
@@ -123,10 +125,13 @@ def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
       ended.set_exception(error)
 
   # Not joined: after an expired wait, a thread of the loop may be stuck for good.
-  threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True).start()
+  thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
+    thread.start()
     return ended.result()  # wait main: the run's own waits
   except KeyboardInterrupt:
+    if ended.cancel():  # The thread has not begun; nothing was written.
+      raise
     interrupted.set()
     for interrupt in interrupts:
       interrupt()

@@ -53,9 +53,12 @@ if __name__ == '__main__':
 
   signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background processes \
 without it.
-  at_once = interrupted_train(lambda: any(thread.name == 'train' \
+  try:
+    at_once = interrupted_train(lambda: any(thread.name == 'train' \
 for thread in threading.enumerate()))
-  assert not at_once.finished, at_once
+    assert not at_once.finished, at_once
+  except KeyboardInterrupt:  # It came before the run began.
+    assert not pathlib.Path(workdir).exists()
   first = interrupted_train(lambda: list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')))
   assert not first.finished and first.metrics, first
   second = train(config, workdir)
