@@ -16,7 +16,7 @@ from fuzzing import state_of
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Sandboxes
 
-LIMITS = Limits(wall_s=60.0, cpu_s=5, memory_mib=512)
+LIMITS = Limits(wall_s=15.0, cpu_s=2, memory_mib=512)
 COUNTS = [
   pytest.param(100, marks=pytest.mark.full),
   pytest.param(1000, marks=pytest.mark.acceptance),
