@@ -469,6 +469,11 @@ class RolloutConfig:
         )
 
   @property
+  def vllm_servers(self) -> VllmConfig | None:
+    """Settings of vLLM servers if these are the engine, otherwise None."""
+    return self.vllm if self.engine == 'vllm' else None
+
+  @property
   def engine_options_key(self) -> str:
     """Key of the engine's options in the configuration."""
     return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'

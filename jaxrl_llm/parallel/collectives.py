@@ -62,7 +62,7 @@ class _Computation:
   """Collectives and calls of one computation of the program."""
 
   def __init__(self) -> None:
-    self.own: list[_Collective] = []
+    self.collectives: list[_Collective] = []
     self.fused: list[str] = []
     """Names of the fusions called here. Their collectives count as part of this computation."""
     self.calls: list[tuple[str, int | None, str | None]] = []
@@ -96,7 +96,7 @@ def traffic(text: str) -> Mapping[str, Traffic]:
       for fusion in computation.fused
       for sent in _within(program, fusion)
     }
-    for sent in (*computation.own, *fused.values()):
+    for sent in (*computation.collectives, *fused.values()):
       counts[sent.kind] += times
       sizes[sent.kind] += times * sent.bytes
       largest[sent.kind] = max(largest.get(sent.kind, sent.largest), sent.largest)
@@ -140,7 +140,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
       types=computation.types,
     )
     channel = _CHANNEL.search(line)
-    computation.own.append(
+    computation.collectives.append(
       _Collective(
         'reduce-scatter' if scattered else operation[2],
         sum(array.bytes for array in arrays),
@@ -156,7 +156,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
     # The send returns the operand, a context and a token. Only the operand is counted.
     array = _arrays(sent[1])[0]
     kind = f'{sent[2].lower().replace("_", "-")} between slices'
-    computation.own.append(_Collective(kind, array.bytes, array, None))
+    computation.collectives.append(_Collective(kind, array.bytes, array, None))
   trips, condition = _TRIPS.search(line), _CONDITION.search(line)
   for attribute, names in _CALLED.findall(line):
     called = [name.strip(' %') for name in names.split(',')]
@@ -193,7 +193,7 @@ def _arrays(text: str) -> list[_Array]:
 
 
 def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Collective]:
-  yield from program[fusion].own
+  yield from program[fusion].collectives
   for inner in program[fusion].fused:
     yield from _within(program, inner)
 

@@ -254,7 +254,7 @@ def _subtitle(runs: Sequence[ComparedRun], groups: list[Row], objective: Objecti
 
 def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
   """Returns the keys of the metrics that the page contains, see `_ALL_METRICS_RUNS`."""
-  found = {
+  keys = {
     key
     for rows in logs
     for row in rows
@@ -262,10 +262,10 @@ def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
     if key not in (writers.STAGE, writers.STEP) and is_number(value)
   }
   if len(logs) <= _ALL_METRICS_RUNS:
-    return found
+    return keys
   return {
     key
-    for key in found
+    for key in keys
     if key in (*_CHARTED, objective) or (key.startswith('val-core/') and 'stderr' not in key)
   }
 
@@ -294,10 +294,10 @@ def _series(rows: list[Row], stages: list[Row], keys: set[str], stride: int) -> 
 
 def _last(rows: list[Row]) -> dict[str, Json]:
   """Returns the last value of each evaluation metric, keyed by metric."""
-  found: dict[str, Json] = {}
+  last: dict[str, Json] = {}
   for row in rows:
-    found |= {k: short(v) for k, v in row.items() if k.startswith('val-') and is_number(v)}
-  return found
+    last |= {k: short(v) for k, v in row.items() if k.startswith('val-') and is_number(v)}
+  return last
 
 
 def _differences(configs: Sequence[Row]) -> list[Row]:
@@ -357,14 +357,14 @@ def _answers(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[R
 
   Only tasks that at least two of the runs have answered are included, up to `ANSWER_BYTES`.
   """
-  found = [
+  suites_of_runs = [
     {suite['suite']: suite for suite in transcripts.answers(run.workdir, of)[0]}
     for run, of in zip(runs, stages, strict=True)
   ]
   result = []
-  for name in dict.fromkeys(name for suites in found for name in suites):
+  for name in dict.fromkeys(name for suites in suites_of_runs for name in suites):
     rows: dict[str, Row] = {}
-    for i, suites in enumerate(found):
+    for i, suites in enumerate(suites_of_runs):
       for row in suites[name]['rows'] if name in suites else ():
         entry = rows.setdefault(
           row['prompt'],
@@ -380,7 +380,7 @@ def _answers(runs: Sequence[ComparedRun], stages: Sequence[list[Row]]) -> list[R
       if size <= ANSWER_BYTES or not kept:
         kept.append(row)
     if kept:
-      total = max(suites[name]['total'] for suites in found if name in suites)
+      total = max(suites[name]['total'] for suites in suites_of_runs if name in suites)
       result.append({'suite': name, 'rows': kept, 'total': total})
   return result
 

@@ -214,7 +214,7 @@ def _check_mesh(config: Config, layout: Layout) -> None:
 
 
 def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
-  if layout.rollout_nodes and config.rollout.engine != 'vllm':
+  if layout.rollout_nodes and config.rollout.vllm_servers is None:
     raise UserError(
       f'--rollout_nodes={layout.rollout_nodes}: rollout.engine is {config.rollout.engine!r}, '
       "wanted 'vllm': add --config.rollout.engine=vllm, or leave --rollout_nodes out"

@@ -52,11 +52,11 @@ def _write_private(path: pathlib.Path, content: str) -> None:
 
 def check_private(path: pathlib.Path) -> None:
   """Raises UserError unless `path` is a file of this user that no other user can read or write."""
-  found = path.lstat()
-  if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+  status = path.lstat()
+  if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
     raise UserError(f'{path}: wanted a regular file of this user; remove it')
-  if found.st_mode & 0o077:
+  if status.st_mode & 0o077:
     raise UserError(
-      f'{path}: other users can read or write it (mode {stat.S_IMODE(found.st_mode):03o}); wanted '
+      f'{path}: other users can read or write it (mode {stat.S_IMODE(status.st_mode):03o}); wanted '
       '600: remove it, a new key is made'
     )

@@ -525,8 +525,8 @@ def submit(manifest: str, job: Job, options: JobsetOptions) -> str:
 
   If the submission fails, the objects that it has created are deleted.
   """
-  found = _kubectl(['get', 'jobset', job.name, '--ignore-not-found', '--output=name'], options)
-  if found.strip():
+  existing = _kubectl(['get', 'jobset', job.name, '--ignore-not-found', '--output=name'], options)
+  if existing.strip():
     raise UserError(
       f'job {job.name}: the cluster has a JobSet of this name; cancel it first (--cancel='
       f'{job.name}), or choose another name'
@@ -553,9 +553,9 @@ def _named(name: str) -> str:
 
 def status(name: str, options: JobsetOptions) -> str:
   """Returns a line such as "RUNNING; restarts 1; trainer: 2 ready; rollout: 1 ready, 1 failed"."""
-  found = _kubectl(['get', 'jobset', _named(name), '--output=json'], options)
+  described = _kubectl(['get', 'jobset', _named(name), '--output=json'], options)
   try:
-    return _status_line(json.loads(found))
+    return _status_line(json.loads(described))
   except (ValueError, TypeError, AttributeError, KeyError) as error:
     raise UserError(f'kubectl get jobset {name}: {one_line(error)}; wanted a JobSet') from error
 

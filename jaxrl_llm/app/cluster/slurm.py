@@ -274,14 +274,14 @@ def _node(job: Job, options: SlurmOptions) -> list[str]:
   for group in job.groups:
     if group.resources.tpu:
       raise UserError(f'group {group.name}: Slurm has no TPUs; wanted the launcher jobset')
-  found = [f'--ntasks-per-node={tasks}', f'--cpus-per-task={-(-cpus // tasks)}']
+  requests = [f'--ntasks-per-node={tasks}', f'--cpus-per-task={-(-cpus // tasks)}']
   if memory:
-    found.append(f'--mem={memory}G')
+    requests.append(f'--mem={memory}G')
   elif options.exclusive:
-    found.append('--mem=0')
+    requests.append('--mem=0')
   if gpus:
-    found.append(f'--gpus-per-node={gpus}')
-  return [*found, '--exclusive'] if options.exclusive else found
+    requests.append(f'--gpus-per-node={gpus}')
+  return [*requests, '--exclusive'] if options.exclusive else requests
 
 
 def _steps(job: Job, options: SlurmOptions) -> str:
@@ -345,18 +345,18 @@ def status(job_id: str, options: SlurmOptions) -> str:
   _check_id(job_id)
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
   try:
-    found = _call([*command, '--format=%i %T %r %M %N'])
+    lines = _call([*command, '--format=%i %T %r %M %N'])
   except UserError:
-    found = ''
-  if not found.strip() and shutil.which('sacct'):
+    lines = ''
+  if not lines.strip() and shutil.which('sacct'):
     command = ['sacct', '--allocations', '--noheader', '--parsable2', f'--jobs={job_id}']
     try:
-      found = _call([*command, '--format=JobID,State,ExitCode,Elapsed,NodeList']).replace('|', ' ')
+      lines = _call([*command, '--format=JobID,State,ExitCode,Elapsed,NodeList']).replace('|', ' ')
     except UserError:
-      found = ''
-  if not found.strip():
+      lines = ''
+  if not lines.strip():
     raise UserError(f'--status={job_id}: Slurm knows no such job (any more)')
-  return '; '.join(' '.join(line.split()) for line in found.splitlines())
+  return '; '.join(' '.join(line.split()) for line in lines.splitlines())
 
 
 def logs(job_id: str, options: SlurmOptions) -> None:
@@ -370,8 +370,8 @@ def logs(job_id: str, options: SlurmOptions) -> None:
       f'WORKDIR/{LAUNCHES}/slurm-{job_id}.out'
     ) from None
   for line in described.splitlines():
-    if found := re.search(r' StdOut=(.*?)(?: Power=| [A-Z][A-Za-z]*=|$)', line):
-      path = pathlib.Path(found[1])
+    if match := re.search(r' StdOut=(.*?)(?: Power=| [A-Z][A-Za-z]*=|$)', line):
+      path = pathlib.Path(match[1])
       print(path.read_text(errors='replace') if path.exists() else f'{path}: not written yet')
 
 

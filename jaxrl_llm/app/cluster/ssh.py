@@ -307,8 +307,8 @@ def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, be
       with log.open('rb') as file:
         file.seek(begin)
         said = file.read(_STATE_BYTES).decode(errors='replace').splitlines()
-      found = [line.partition('error: ')[2] for line in said if 'error: ' in line]
-      raise UserError(one_line(found[0] if found else (said or ['the launcher ended'])[-1]))
+      errors = [line.partition('error: ')[2] for line in said if 'error: ' in line]
+      raise UserError(one_line(errors[0] if errors else (said or ['the launcher ended'])[-1]))
     if ended:
       return
     time.sleep(_LOOK_S)
@@ -365,8 +365,8 @@ def _fifo(state: Mapping) -> str | None:
     return None
   try:
     with _opened(path) as descriptor:
-      found = os.fstat(descriptor)
-      return path if stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid() else None
+      status = os.fstat(descriptor)
+      return path if stat.S_ISFIFO(status.st_mode) and status.st_uid == os.geteuid() else None
   except OSError as error:
     # ENXIO means that no process has the FIFO open for reading any more.
     if error.errno in (errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):

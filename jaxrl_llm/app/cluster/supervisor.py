@@ -192,10 +192,10 @@ def _start(
     (f's{i}', service, shared) for i, service in enumerate(services)
   ]
   for i in range(count):
-    own = {'JAX_PROCESS_ID': str(i)}
+    numbered = {'JAX_PROCESS_ID': str(i)}
     if gpus:
-      own['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, range(i * gpus, (i + 1) * gpus)))
-    members.append((str(i), command, {**shared, **job, **own}))
+      numbered['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, range(i * gpus, (i + 1) * gpus)))
+    members.append((str(i), command, {**shared, **job, **numbered}))
   processes: dict[str, subprocess.Popen] = {}
   for label, argv, env in members:
     try:

@@ -157,16 +157,16 @@ def _define(
 
 def _read(cls: type, values: flags.FlagValues) -> Any:
   """Returns the dataclass with the values of its flags; the other fields keep their defaults."""
-  found = {}
+  fields = {}
   for field in dataclasses.fields(cls):
     value, annotation = values[field.name].value, field_types(cls)[field.name]
     if isinstance(value, bool):
-      found[field.name] = value
+      fields[field.name] = value
     elif isinstance(value, list):
-      found[field.name] = tuple(value)
+      fields[field.name] = tuple(value)
     elif value is not None:
       is_text = str in members(annotation)
-      found[field.name] = value if is_text else parse_text(value, annotation, f'--{field.name}')
+      fields[field.name] = value if is_text else parse_text(value, annotation, f'--{field.name}')
     elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
       raise UserError(f'--{field.name}: missing; see --help')
-  return cls(**found)
+  return cls(**fields)

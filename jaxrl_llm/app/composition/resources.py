@@ -184,8 +184,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   store.recover(step)
   registry, engine = setup.registry, None
   if config.generates:
-    found = {'registry': registry, 'events': process.events}
-    engine = build_engine(config, workdir, prepared, process.device, **found)
+    services = {'registry': registry, 'events': process.events}
+    engine = build_engine(config, workdir, prepared, process.device, **services)
   built = build_scorers(config.rewards, registry)
   scorers = ScorerPool(built, config.rewards, live=workdir / live.FILE, registry=registry)
   rolling = build_rollouts(setup, prepared, engine, scorers, registry=registry)

@@ -252,8 +252,8 @@ class StageTrials:
           )
         )
       else:
-        found = f'{len(tried)} of {len(tasks)} tasks tried; the suite takes about {seconds:,.1f} s'
-        findings.append(ok(check, found, **detail))
+        result = f'{len(tried)} of {len(tasks)} tasks tried; the suite takes about {seconds:,.1f} s'
+        findings.append(ok(check, result, **detail))
     return findings
 
   @property
@@ -271,10 +271,10 @@ class StageTrials:
 def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -> Iterator[Finding]:
   stage = trial.stage
   if error is not None:
-    found, _, remedy = one_line(error, 1000).rpartition('; ')
-    found += '' if trial.first else ', after stages that were cut short here'
+    result, _, remedy = one_line(error, 1000).rpartition('; ')
+    result += '' if trial.first else ', after stages that were cut short here'
     yield (failure if trial.first else warning)(
-      f'signal {stage.name}', found, remedy, stage=stage.name
+      f'signal {stage.name}', result, remedy, stage=stage.name
     )
   if not trial.rows:
     return
@@ -322,7 +322,7 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
     mean_reward=float(np.mean(rewards)),
   )
   check, what = f'signal {stage.name}', 'batch' if single else 'groups'
-  found = (
+  result = (
     f'{share:.0%} of {kept + dropped} {what} have rewards that do not differ (mean reward '
     f'{np.mean(rewards):.3g})'
   )
@@ -331,13 +331,13 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
     'group_size, or a reward with partial credit'
   )
   if share == 1.0 and trial.first and not (isinstance(source, Rollouts) and source.experts):
-    yield failure(check, found, remedy, **detail)
+    yield failure(check, result, remedy, **detail)
   elif share > _SCARCE and not trial.first:
-    yield ok(check, f'{found}; not judged, since the stages before it were cut short', **detail)
+    yield ok(check, f'{result}; not judged, since the stages before it were cut short', **detail)
   elif share > _SCARCE:
-    yield warning(check, found, remedy, **detail)
+    yield warning(check, result, remedy, **detail)
   else:
-    yield ok(check, found, **detail)
+    yield ok(check, result, **detail)
 
 
 def _samples(trial: StageTrial) -> Iterator[Finding]:
@@ -352,30 +352,30 @@ def _samples(trial: StageTrial) -> Iterator[Finding]:
     truncated=truncated,
     mean_response_tokens=float(np.mean(lengths)),
   )
-  found = f'{truncated:.0%} of {len(samples)} samples reach the length limit'
+  result = f'{truncated:.0%} of {len(samples)} samples reach the length limit'
   if truncated > _TRUNCATED:
     yield warning(
       f'truncated {stage}',
-      found,
+      result,
       'raise rollout.max_response_length, or check that the policy ends its answers (eos)',
       **detail,
     )
   else:
-    yield ok(f'truncated {stage}', found, **detail)
+    yield ok(f'truncated {stage}', result, **detail)
   lost = trial.dropped['dropped/unscorable'] + trial.dropped['dropped/scorer_failed']
   inside = sum(member.reward.value is None for member in trial.samples)
   share = (lost + inside) / (len(samples) + lost)
-  found = f'{share:.0%} of {len(samples) + lost} samples cannot be scored'
+  result = f'{share:.0%} of {len(samples) + lost} samples cannot be scored'
   detail = dict(stage=stage, unscorable=share)
   if share:
     yield (failure if share > 0.5 else warning)(
       f'unscorable {stage}',
-      found,
+      result,
       'look at the warnings of the scorers in the log, and try jaxrl score',
       **detail,
     )
   else:
-    yield ok(f'unscorable {stage}', found, **detail)
+    yield ok(f'unscorable {stage}', result, **detail)
 
 
 def _mismatch(trial: StageTrial) -> Iterator[Finding]:
@@ -387,11 +387,11 @@ def _mismatch(trial: StageTrial) -> Iterator[Finding]:
   most = max(row['sampling/sampling_logp_difference/max'] for row in worst)
   detail = dict(stage=stage, k3_kl=k3, max_difference=most)
   if trial.exceeded:
-    found, _, remedy = '; '.join(trial.exceeded.values()).partition('; ')
-    yield failure(f'mismatch {stage}', found, remedy, **detail)
+    result, _, remedy = '; '.join(trial.exceeded.values()).partition('; ')
+    yield failure(f'mismatch {stage}', result, remedy, **detail)
   else:
-    found = f'trainer and sampler differ by {k3:.2g} nats a token (k3), at most by {most:.2g}'
-    yield ok(f'mismatch {stage}', found, **detail)
+    result = f'trainer and sampler differ by {k3:.2g} nats a token (k3), at most by {most:.2g}'
+    yield ok(f'mismatch {stage}', result, **detail)
 
 
 def _gradients(trial: StageTrial) -> Iterator[Finding]:
@@ -436,20 +436,20 @@ def duration(
   evaluating = evaluations * sum(suites_s.values())
   hours = (total + evaluating) / 3600
   detail = dict(hours=hours, training_hours=total / 3600, evaluation_hours=evaluating / 3600)
-  found = (
+  result = (
     f'about {_time(total + evaluating)} for the whole run, of which evaluations {_time(evaluating)}'
   )
   if unknown:
     yield warning(
       'duration',
-      f'{found}, without {", ".join(unknown)}, whose steps could not be measured',
+      f'{result}, without {", ".join(unknown)}, whose steps could not be measured',
       'correct what is said about them above',
       **detail,
     )
   elif hours > _SLOW_H:
-    yield warning('duration', found, 'use more devices, or fewer steps', **detail)
+    yield warning('duration', result, 'use more devices, or fewer steps', **detail)
   else:
-    yield ok('duration', found, **detail)
+    yield ok('duration', result, **detail)
 
 
 def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Finding]:
@@ -466,19 +466,19 @@ def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Fi
     device_limit_bytes=used.limit,
     program_bytes=programs,
   )
-  told = f', the largest program {largest} {programs[largest] / 1e6:,.1f} MB' if largest else ''
+  program = f', the largest program {largest} {programs[largest] / 1e6:,.1f} MB' if largest else ''
   remedy = 'use policy.remat, fewer learner.chunks_per_rank, or more devices'
   if used.devices is not None:
-    found = f'{used.devices / 1e9:,.2f} GB at the peak of a device{told}'
+    result = f'{used.devices / 1e9:,.2f} GB at the peak of a device{program}'
     limit = used.limit
   else:
-    found = f'{used.process / 1e9:,.2f} GB in this process{told}'
+    result = f'{used.process / 1e9:,.2f} GB in this process{program}'
     limit = psutil.virtual_memory().total
   most = used.process if used.devices is None else used.devices
   if limit is not None and most > _FULL * limit:
-    yield warning('memory', f'{found} of {limit / 1e9:,.1f} GB', remedy, **detail)
+    yield warning('memory', f'{result} of {limit / 1e9:,.1f} GB', remedy, **detail)
   else:
-    yield ok('memory', found, **detail)
+    yield ok('memory', result, **detail)
 
 
 def _time(seconds: float) -> str:

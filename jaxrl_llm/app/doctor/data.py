@@ -133,13 +133,15 @@ def template(data: Data) -> Iterator[Finding]:
         content = task.prompt[-1]['content']
         if _words(content) not in _words(tokenizer.decode(tokens)):
           shown = tokenizer.decode(tokens)[-80:]
-          found = f'prompt {content[-80:]!r} of taskset {name} is rendered as {shown!r}'
-          yield failure('template', found, remedy, taskset=name)
+          result = f'prompt {content[-80:]!r} of taskset {name} is rendered as {shown!r}'
+          yield failure('template', result, remedy, taskset=name)
           return
         other = seen.setdefault(tuple(tokens), task)
         if other.prompt != task.prompt:
-          found = f'two prompts of taskset {name} become the same tokens, such as {content[-80:]!r}'
-          yield failure('template', found, remedy, taskset=name)
+          result = (
+            f'two prompts of taskset {name} become the same tokens, such as {content[-80:]!r}'
+          )
+          yield failure('template', result, remedy, taskset=name)
           return
   except UserError as error:
     yield failure('template', *_parted(error))
@@ -154,8 +156,8 @@ def template(data: Data) -> Iterator[Finding]:
         yield failure('template', f'prompt of {task.uid} differs between rollouts and data', remedy)
         return
       if read.strip() != answer.strip():
-        found = f'answer {answer[:80]!r} is rendered and read back as {read[:80]!r}'
-        yield failure('template', found, remedy)
+        result = f'answer {answer[:80]!r} is rendered and read back as {read[:80]!r}'
+        yield failure('template', result, remedy)
         return
       stripped = stripped or (answer if read != answer else '')
     for name in sorted(scored_tasksets(data.config) & data.tasksets.keys()):
@@ -164,18 +166,18 @@ def template(data: Data) -> Iterator[Finding]:
         read = tokenizer.decode(tokenizer.encode(truth), skip_special=False)
         count += 1
         if read.strip() != truth.strip():
-          found = (
+          result = (
             f'truth {truth[:80]!r} of taskset {name} is encoded and read back as {read[:80]!r}'
           )
-          yield failure('template', found, remedy, taskset=name)
+          yield failure('template', result, remedy, taskset=name)
           return
   except UserError as error:
     yield failure('template', *_parted(error))
     return
   if stripped:
-    found = f'space at the ends of answers is lost, as of {stripped[:80]!r}'
+    result = f'space at the ends of answers is lost, as of {stripped[:80]!r}'
     yield warning(
-      'template', found, 'remove it from the answers, or from the template', texts=count
+      'template', result, 'remove it from the answers, or from the template', texts=count
     )
   else:
     yield ok(
@@ -216,7 +218,7 @@ def lengths(data: Data) -> Iterator[Finding]:
     return
   detail = dict(longest_tokens=longest, over_limit=shares)
   over = {what: share for what, share in shares.items() if share}
-  told = ', '.join(
+  overlong = ', '.join(
     f'{share:.1%} of the {what} have more than {limits[what]} tokens (at most {longest[what]})'
     for what, share in over.items()
   )
@@ -228,9 +230,9 @@ def lengths(data: Data) -> Iterator[Finding]:
     most = ', '.join(f'{what} {length} of {limits[what]}' for what, length in longest.items())
     yield ok('lengths', f'longest {most} tokens', **detail)
   elif max(over.values()) > _MUCH:
-    yield failure('lengths', told, remedy, **detail)
+    yield failure('lengths', overlong, remedy, **detail)
   else:
-    yield warning('lengths', told, remedy, **detail)
+    yield warning('lengths', overlong, remedy, **detail)
 
 
 def duplicates(data: Data) -> Iterator[Finding]:
@@ -248,17 +250,17 @@ def duplicates(data: Data) -> Iterator[Finding]:
     near[name] = 1 - len(set(texts)) / len(texts)
   worst = max(near, key=near.get, default=None)
   detail = dict(dropped=exact, read=read, near_duplicates=near)
-  found = f'{exact:,} of {read:,} rows repeat a prompt and are dropped'
+  result = f'{exact:,} of {read:,} rows repeat a prompt and are dropped'
   if worst is not None and near[worst] > _NEAR:
     yield warning(
       'duplicates',
-      f'{found}; {near[worst]:.1%} of the tasks of {worst} differ from another only in case, '
+      f'{result}; {near[worst]:.1%} of the tasks of {worst} differ from another only in case, '
       'spacing or punctuation',
       "drop them with tasksets.processors: TaskProcessorConfig(name='dedup')",
       **detail,
     )
   elif data.used:
-    yield ok('duplicates', found, **detail)
+    yield ok('duplicates', result, **detail)
 
 
 def leakage(data: Data) -> Iterator[Finding]:
@@ -283,7 +285,7 @@ def leakage(data: Data) -> Iterator[Finding]:
   if exact or near:
     task = next(iter((exact or near).values()))
     content = task.prompt[-1]['content'][:80]
-    found = (
+    result = (
       f'of {measured:,} evaluation tasks {len(exact):,} are trained on and {len(near):,} differ '
       f'from a trained one only in case, spacing or punctuation, such as {content!r}'
     )
@@ -292,7 +294,7 @@ def leakage(data: Data) -> Iterator[Finding]:
       "from training with tasksets.processors: TaskProcessorConfig(name='dedup')"
     )
     few = not exact and len(near) / measured <= _NEAR
-    yield (warning if few else failure)('leakage', found, remedy, **detail)
+    yield (warning if few else failure)('leakage', result, remedy, **detail)
   else:
     yield ok('leakage', f'none of {measured:,} evaluation tasks is trained on', **detail)
 
@@ -325,5 +327,5 @@ def _words(text: str) -> str:
 
 def _parted(error: UserError) -> tuple[str, str]:
   """Splits an error's message into what was found and the remedy."""
-  found, _, remedy = one_line(error, 2000).rpartition('; ')
-  return (found, remedy) if found else (remedy, 'correct it')
+  result, _, remedy = one_line(error, 2000).rpartition('; ')
+  return (result, remedy) if result else (remedy, 'correct it')

@@ -53,8 +53,8 @@ class _World(NamedTuple):
 
   def kl(self, logits: Float[Array, 'symbols']) -> Float[Array, '']:
     """Returns the exact KL of a policy to the reference, in nats per symbol."""
-    own, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(self.reference)
-    return (jnp.exp(own) * (own - other)).sum()
+    log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(self.reference)
+    return (jnp.exp(log_p) * (log_p - log_q)).sum()
 
 
 def _world() -> _World:
@@ -78,8 +78,8 @@ def _world() -> _World:
   world = _World(
     jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(symbols), Chunks(**fields)
   )
-  own = np.asarray(world.logprobs(world.logits))
-  chunks = world.chunks.replace(behaviour_logprobs=own, proximal_logprobs=own)
+  logprobs = np.asarray(world.logprobs(world.logits))
+  chunks = world.chunks.replace(behaviour_logprobs=logprobs, proximal_logprobs=logprobs)
   return world._replace(chunks=jax.tree.map(jnp.asarray, chunks))
 
 
@@ -116,11 +116,11 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
       **detail,
     )
   elif any(value > _CLEAR for value in known):
-    told = (
+    effects = (
       [] if effect is None else [f'a step against the gradient lowers it by {-effect:.2g} nats']
     )
-    told += [] if through_reward is None else ['the penalty in the reward discourages it']
-    yield ok(check, f'KL to the reference: {", ".join(told)}', **detail)
+    effects += [] if through_reward is None else ['the penalty in the reward discourages it']
+    yield ok(check, f'KL to the reference: {", ".join(effects)}', **detail)
   else:
     yield warning(
       check,
@@ -168,7 +168,7 @@ def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
   the reference does not contribute.
   """
   mask = np.asarray(world.chunks.loss_mask).reshape(-1, _LENGTH)
-  own = np.asarray(world.logprobs(world.logits)).reshape(-1, _LENGTH)
+  policy = np.asarray(world.logprobs(world.logits)).reshape(-1, _LENGTH)
   other = np.asarray(world.logprobs(world.reference)).reshape(-1, _LENGTH)
   rows = [
     Row(
@@ -184,13 +184,13 @@ def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
       version_step=0,
       correct=False,
     )
-    for i in range(len(own))
+    for i in range(len(policy))
   ]
-  zeros = np.zeros_like(own)
+  zeros = np.zeros_like(policy)
   columns = dict(
     loss_mask=mask,
-    behaviour_logprobs=own,
-    proximal_logprobs=own,
+    behaviour_logprobs=policy,
+    proximal_logprobs=policy,
     values=zeros,
     next_values=zeros,
   )
@@ -203,8 +203,8 @@ def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
     annotation = algorithm.annotate(Closed(rows, 0, known, None))
     return np.stack([np.broadcast_to(a, _LENGTH) * m for a, m in zip(annotation.advantages, mask)])
 
-  caused = (advantages(other) - advantages(own))[mask]
-  ratio = (own - other)[mask].astype(np.float64)
+  caused = (advantages(other) - advantages(policy))[mask]
+  ratio = (policy - other)[mask].astype(np.float64)
   caused, ratio = caused - caused.mean(), ratio - ratio.mean()
   size = np.linalg.norm(caused) * np.linalg.norm(ratio)
   return float(-(caused @ ratio) / size) if size else None

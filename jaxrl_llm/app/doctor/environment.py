@@ -48,40 +48,40 @@ def accelerators(config: Config, parameters: int) -> Iterator[Finding]:
   """
   devices = jax.devices()
   kind, platform = devices[0].device_kind, devices[0].platform
-  found = f'{len(devices)} × {kind}'
+  result = f'{len(devices)} × {kind}'
   gpus = len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
   detail = dict(devices=len(devices), device_kind=kind, platform=platform)
   if platform == 'cpu' and gpus:
     yield warning(
       'accelerators',
-      f'{found}, and the machine has {gpus} GPUs, which JAX does not use',
+      f'{result}, and the machine has {gpus} GPUs, which JAX does not use',
       "install JAX's plugin (pip install 'jax[cuda12]'), and do not set JAX_PLATFORMS=cpu",
       **detail,
     )
   elif platform == 'cpu' and parameters > _SLOW_ON_CPUS:
     yield warning(
       'accelerators',
-      f'{found} for {parameters:,} parameters',
+      f'{result} for {parameters:,} parameters',
       'start it on a machine with GPUs or TPUs; a CPU takes minutes for each step',
       **detail,
     )
   else:
-    yield ok('accelerators', found, **detail)
+    yield ok('accelerators', result, **detail)
 
 
 def servers(config: Config) -> Iterator[Finding]:
   """Checks that vLLM can be imported in its environment if the run starts servers."""
-  if config.rollout.engine != 'vllm':
+  vllm = config.rollout.vllm_servers
+  if vllm is None:
     return
-  vllm = config.rollout.vllm
   if vllm.addresses:
     yield ok('vllm', f'attached servers at {", ".join(vllm.addresses)}; their owner starts them')
     return
   try:
     python = check_transfer(vllm)
   except UserError as error:
-    found, _, remedy = str(error).rpartition('; ')
-    yield failure('vllm', found, remedy)
+    result, _, remedy = str(error).rpartition('; ')
+    yield failure('vllm', result, remedy)
     return
   try:
     imported = subprocess.run(
@@ -123,10 +123,10 @@ def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> I
   Args:
     free: free space in bytes. If None, it is measured.
   """
-  if config.rollout.engine != 'vllm':
+  vllm = config.rollout.vllm_servers
+  if vllm is None:
     return
-  configured = config.rollout.vllm.publish_dir
-  root = pathlib.Path(configured or SHARED_MEMORY)
+  root = pathlib.Path(vllm.publish_dir or SHARED_MEMORY)
   needed = _VERSIONS * publication_bytes(config, spec)
   if not root.is_dir():
     yield failure(
@@ -134,20 +134,20 @@ def shared_memory(config: Config, spec: ModelSpec, free: int | None = None) -> I
     )
     return
   free = shutil.disk_usage(root).free if free is None else free
-  found = f'{free / 1e9:,.2f} GB free in {root}, two publications take {needed / 1e9:,.2f} GB'
+  result = f'{free / 1e9:,.2f} GB free in {root}, two publications take {needed / 1e9:,.2f} GB'
   detail = dict(free_bytes=free, needed_bytes=needed)
   if free < needed:
     yield failure(
       'shared_memory',
-      found,
+      result,
       'enlarge it (mount -o remount,size=…; docker run --shm-size=…), or name a directory in '
       'rollout.vllm.publish_dir',
       **detail,
     )
   elif free < needed * _SPARE:
-    yield warning('shared_memory', found, 'free some of it before the run', **detail)
+    yield warning('shared_memory', result, 'free some of it before the run', **detail)
   else:
-    yield ok('shared_memory', found, **detail)
+    yield ok('shared_memory', result, **detail)
 
 
 def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
@@ -158,8 +158,8 @@ def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
   Args:
     devices: devices of the trainer.
   """
-  vllm = config.rollout.vllm
-  if config.rollout.engine != 'vllm' or vllm.addresses or devices[0].platform != 'gpu':
+  vllm = config.rollout.vllm_servers
+  if vllm is None or vllm.addresses or devices[0].platform != 'gpu':
     return
   visible = os.environ.get('CUDA_VISIBLE_DEVICES')
   ours = None if visible is None else visible.split(',')
@@ -169,18 +169,18 @@ def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
   trainer = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.75')) if preallocates else 0.0
   each = float(vllm.args.get('gpu_memory_utilization', _VLLM_SHARE))
   total = trainer + beside * each
-  found = f'the trainer reserves {trainer:.0%} of a GPU, {beside} servers on it {each:.0%} each'
+  result = f'the trainer reserves {trainer:.0%} of a GPU, {beside} servers on it {each:.0%} each'
   detail = dict(trainer_share=trainer, servers=beside, server_share=each)
   if beside and total > 1:
     yield failure(
       'sharing',
-      found,
+      result,
       'give the servers GPUs of their own (rollout.vllm.devices, CUDA_VISIBLE_DEVICES), or lower '
       'rollout.vllm.args.gpu_memory_utilization and XLA_PYTHON_CLIENT_MEM_FRACTION',
       **detail,
     )
   else:
-    yield ok('sharing', found, **detail)
+    yield ok('sharing', result, **detail)
 
 
 def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
@@ -192,17 +192,16 @@ def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   limit = limit if limit is not None else soft if soft != resource.RLIM_INFINITY else 1 << 30
   needed = _DESCRIPTORS + _EACH * config.rewards.workers
-  if config.rollout.engine == 'vllm':
-    vllm = config.rollout.vllm
+  if vllm := config.rollout.vllm_servers:
     needed += (len(vllm.addresses) or vllm.servers) * (vllm.max_in_flight + _EACH)
-  found = f'at most {limit:,} open files, the run may open {needed:,}'
+  result = f'at most {limit:,} open files, the run may open {needed:,}'
   detail = dict(limit=limit, needed=needed)
   if limit < needed:
     yield failure(
-      'descriptors', found, f'ulimit -n {max(needed, 4096)} (hard limit {hard:,})', **detail
+      'descriptors', result, f'ulimit -n {max(needed, 4096)} (hard limit {hard:,})', **detail
     )
   else:
-    yield ok('descriptors', found, **detail)
+    yield ok('descriptors', result, **detail)
 
 
 def cores(config: Config) -> Iterator[Finding]:
@@ -210,19 +209,19 @@ def cores(config: Config) -> Iterator[Finding]:
   count = len(os.sched_getaffinity(0))
   explorers = config.rollout.explorers.processes if config.rollout.explorers is not None else 0
   workers = config.rewards.workers if config.rewards.scorers else 0
-  found = f'{count} for {workers} scorer workers' + (
+  result = f'{count} for {workers} scorer workers' + (
     f', {explorers} explorers' if explorers else ''
   )
   detail = dict(cores=count, scorer_workers=workers, explorers=explorers)
   if workers + explorers > count:
     yield warning(
       'cores',
-      f'{found}: more processes than cores',
+      f'{result}: more processes than cores',
       'lower rewards.workers or rollout.explorers.processes, or give the job more cores',
       **detail,
     )
   else:
-    yield ok('cores', found, **detail)
+    yield ok('cores', result, **detail)
 
 
 def disk(
@@ -242,7 +241,7 @@ def disk(
   # At most these commits exist: the newest `keep`, the best, and the one that is being written.
   needed = committed * (config.checkpoint.keep + 2) + exported
   free = shutil.disk_usage(place).free if free is None else free
-  found = (
+  result = (
     f'{free / 1e9:,.1f} GB free at {place}; {config.checkpoint.keep + 2} commits and the export '
     f'take {needed / 1e9:,.1f} GB'
   )
@@ -251,11 +250,11 @@ def disk(
   if not os.access(place, os.W_OK):
     yield failure('disk', f'{place} cannot be written', 'choose another --workdir', **detail)
   elif free < needed:
-    yield failure('disk', found, remedy, **detail)
+    yield failure('disk', result, remedy, **detail)
   elif free < needed * _SPARE:
-    yield warning('disk', found, remedy, **detail)
+    yield warning('disk', result, remedy, **detail)
   else:
-    yield ok('disk', found, **detail)
+    yield ok('disk', result, **detail)
 
 
 def _product(shape: Sequence[int]) -> int:

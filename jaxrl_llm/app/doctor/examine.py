@@ -86,8 +86,8 @@ def _settled(
     config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
     build_scorers(config.rewards)
   except UserError as error:
-    found, _, remedy = str(error).rpartition('; ')
-    findings.add(failure('configuration', found or remedy, remedy if found else 'correct it'))
+    result, _, remedy = str(error).rpartition('; ')
+    findings.add(failure('configuration', result or remedy, remedy if result else 'correct it'))
     return None
   return config
 
@@ -100,8 +100,8 @@ def _data(
     preferences = load_all_preferences(config, tasksets)
     with findings.guarding('tokenizer'):
       tokenizer = load_tokenizer(config, tasksets, preferences, scratch)
-      found = f'{tokenizer.vocab_size:,} tokens'
-      findings.add(ok('tokenizer', found, vocab_size=tokenizer.vocab_size))
+      result = f'{tokenizer.vocab_size:,} tokens'
+      findings.add(ok('tokenizer', result, vocab_size=tokenizer.vocab_size))
       return Data(config=config, tasksets=tasksets, preferences=preferences, tokenizer=tokenizer)
   return None
 
@@ -134,8 +134,8 @@ async def _opened(
       if data is not None:
         findings.add(*texts.leakage(data))
       if not findings.failed(*_EXPLAINS):
-        found, _, remedy = str(error).rpartition('; ')
-        findings.add(failure('configuration', found or remedy, remedy if found else 'correct it'))
+        result, _, remedy = str(error).rpartition('; ')
+        findings.add(failure('configuration', result or remedy, remedy if result else 'correct it'))
       _cut_short(findings)
       return
     tasksets = past.prepared.tasksets
@@ -264,10 +264,10 @@ async def _tried(past: Reopened, data: Data, state: LoopState, findings: Finding
       cause = first_cause(error)
       if not isinstance(cause, UserError):
         logging.exception('doctor: a batch failed')
-      found, _, remedy = one_line(cause, 1000).rpartition('; ')
+      result, _, remedy = one_line(cause, 1000).rpartition('; ')
       name = '' if isinstance(cause, RunError) else f'{type(cause).__name__}: '
       findings.add(
-        failure('batch', f'{name}{found or remedy}', remedy if found else 'see the log above')
+        failure('batch', f'{name}{result or remedy}', remedy if result else 'see the log above')
       )
     if trials.trials:
       used = trials.memory

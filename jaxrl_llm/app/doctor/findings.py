@@ -25,37 +25,37 @@ class Finding:
   check: str
   """Name of the check. If it concerns one part of the run, such as a stage: `<check> <part>`."""
   status: FindingStatus
-  found: str
+  result: str
   """Description of the result in words."""
   remedy: str = ''
   """What the user should do. It is empty if nothing needs to be done."""
   detail: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Values from which `found` was made, keyed by name. Names of quantities end in their unit."""
+  """Values from which `result` was made, keyed by name. Names of quantities end in their unit."""
 
   @property
   def line(self) -> str:
     then = f'; {self.remedy}' if self.remedy else ''
-    return f'{self.status:8} {one_line(f"{self.check}: {self.found}{then}", 2000)}'
+    return f'{self.status:8} {one_line(f"{self.check}: {self.result}{then}", 2000)}'
 
   def to_json(self) -> dict[str, Json]:
     """Returns the finding as a JSON mapping: its texts, followed by its details."""
-    order = ('check', 'status', 'remedy', 'found')
+    order = ('check', 'status', 'remedy', 'result')
     return {**{name: str(getattr(self, name)) for name in order}, **self.detail}
 
 
-def ok(check: str, found: str, **detail: Any) -> Finding:
-  return Finding(check=check, status=FindingStatus.OK, found=found, detail=detail)
+def ok(check: str, result: str, **detail: Any) -> Finding:
+  return Finding(check=check, status=FindingStatus.OK, result=result, detail=detail)
 
 
-def warning(check: str, found: str, remedy: str, **detail: Any) -> Finding:
+def warning(check: str, result: str, remedy: str, **detail: Any) -> Finding:
   return Finding(
-    check=check, status=FindingStatus.WARNING, found=found, remedy=remedy, detail=detail
+    check=check, status=FindingStatus.WARNING, result=result, remedy=remedy, detail=detail
   )
 
 
-def failure(check: str, found: str, remedy: str, **detail: Any) -> Finding:
+def failure(check: str, result: str, remedy: str, **detail: Any) -> Finding:
   return Finding(
-    check=check, status=FindingStatus.FAILURE, found=found, remedy=remedy, detail=detail
+    check=check, status=FindingStatus.FAILURE, result=result, remedy=remedy, detail=detail
   )
 
 
@@ -97,5 +97,5 @@ class Findings:
       cause = first_cause(error)
       if not isinstance(cause, tuple(errors)):
         raise
-      found, _, remedy = str(cause).rpartition('; ')
-      self.add(failure(check, found or remedy, remedy if found else 'see the message'))
+      result, _, remedy = str(cause).rpartition('; ')
+      self.add(failure(check, result or remedy, remedy if result else 'see the message'))

@@ -129,7 +129,7 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
     exchanged_correct=accepted,
     unscorable=unscorable,
   )
-  found = (
+  result = (
     f'{shares[best]:.0%} of the truths get full marks, as {best("…")!r}, and {accepted:.0%} of '
     'those of other tasks'
   )
@@ -137,15 +137,15 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
   if unscorable > 1 - _FULL and shares[best] < _FULL:
     return failure(check, f'{unscorable:.0%} cannot be scored ({evidence})', look, **detail)
   if by_truth and shares[best] < _FULL:
-    return (failure if shares[best] < 0.5 else warning)(check, found, look, **detail)
+    return (failure if shares[best] < 0.5 else warning)(check, result, look, **detail)
   if by_truth and accepted > _CHANCE:
-    return (failure if accepted > 0.5 else warning)(check, found, look, **detail)
+    return (failure if accepted > 0.5 else warning)(check, result, look, **detail)
   if not by_truth and (shares[best] < 0.5 or accepted > 0.5):
     text = (
-      f'scorer {decisive} decides what is correct without comparing it with the truth ({found})'
+      f'scorer {decisive} decides what is correct without comparing it with the truth ({result})'
     )
     return ok(check, text, **detail)
-  return ok(check, found, **detail)
+  return ok(check, result, **detail)
 
 
 async def _of_demonstrations(
@@ -168,14 +168,14 @@ async def _of_demonstrations(
   judged = await judge(tried)
   share = _share(bool(reward.correct) for _, reward in judged)
   check, detail = f'scorers {stage}', dict(stage=stage, demonstrations=len(tried), correct=share)
-  found = f'{share:.0%} of the demonstrations that end with the truth get full marks'
+  result = f'{share:.0%} of the demonstrations that end with the truth get full marks'
   if share >= 0.9:
-    return [ok(check, found, **detail)]
+    return [ok(check, result, **detail)]
   example = next(text for (_, text), (_, reward) in zip(tried, judged) if not reward.correct)
   return [
     (failure if share < 0.5 else warning)(
       check,
-      f'{found}, and {example[-80:]!r} does not: the scorer looks for the answer elsewhere',
+      f'{result}, and {example[-80:]!r} does not: the scorer looks for the answer elsewhere',
       "set the scorer's extraction to the form of the demonstrations, or change their templates",
       **detail,
     )

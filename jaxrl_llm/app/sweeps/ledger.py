@@ -221,8 +221,8 @@ class Ledger:
       UserError: if the value of any other property differs from the stored one.
     """
     known = self.meta()
-    found = {key: _current(value) for key, value in known.items()}
-    changes = difference(found, dict(meta)) if known else []
+    current = {key: _current(value) for key, value in known.items()}
+    changes = difference(current, dict(meta)) if known else []
     fixed = [change for change in changes if change[0].partition('.')[0] not in may_change]
     if fixed:
       listed = '; '.join(
@@ -390,12 +390,14 @@ def values(
   measurement are left out.
   """
   better = max if meta['direction'] == 'maximize' else min
-  found: dict[int, float] = {}
+  measured: dict[int, float] = {}
   for report in sorted(reports, key=lambda report: report.step):
     if math.isfinite(report.value):
-      best = meta['at'] == 'best' and report.trial in found
-      found[report.trial] = better(found[report.trial], report.value) if best else report.value
-  return {entry.number: found[entry.number] for entry in entries if entry.number in found}
+      best = meta['at'] == 'best' and report.trial in measured
+      measured[report.trial] = (
+        better(measured[report.trial], report.value) if best else report.value
+      )
+  return {entry.number: measured[entry.number] for entry in entries if entry.number in measured}
 
 
 def _current(value: Json) -> Json:

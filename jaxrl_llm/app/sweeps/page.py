@@ -21,14 +21,14 @@ def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Pa
 
   """
   entries, meta = ledger.entries(), ledger.meta()
-  found = values(entries, ledger.reports(), meta)
+  value_of = values(entries, ledger.reports(), meta)
   runs = [
     ComparedRun(
       name=entry.id,
       workdir=ledger.workdir(entry),
       group=describe(entry.trial.point) or 'base',
       state=str(entry.state),
-      value=found.get(entry.number),
+      value=value_of.get(entry.number),
     )
     for entry in entries
     if not entry.trial.is_start and (ledger.workdir(entry) / METRICS_FILE).is_file()

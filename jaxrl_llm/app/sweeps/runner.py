@@ -80,7 +80,7 @@ class _Live:
   child: Child | StepChild
   slot: int
   measurements: Measurements
-  told: bool = False
+  stopping: bool = False
   """Whether the process has been asked to stop (SIGTERM)."""
 
 
@@ -285,7 +285,7 @@ class Runner:
   def _measure(self, live: _Live) -> None:
     """Records a trial's new measurements, and stops the trial if early stopping then says so."""
     new = self._report(live.entry, live.measurements)
-    if new and not live.told and self._decided(live.entry):
+    if new and not live.stopping and self._decided(live.entry):
       self._ledger.stopping(live.entry.number)
       self._note(f'{live.entry.id}: stopped early')
       self._tell(live)
@@ -311,7 +311,7 @@ class Runner:
     now = next(other for other in ledger.entries() if other.number == entry.number)
     if now.state == TrialState.STOPPING:
       ledger.end(entry.number, TrialState.STOPPED)
-    elif live.told:
+    elif live.stopping:
       ledger.end(entry.number, TrialState.WAITING)
     elif code == 0:
       ledger.end(entry.number, TrialState.FINISHED, exit_code=0)
@@ -345,8 +345,8 @@ class Runner:
       passed_on: whether the process has already received a signal from Slurm. It then gets no other
         one.
     """
-    if not live.told:
-      live.told = True
+    if not live.stopping:
+      live.stopping = True
       if not passed_on:
         live.child.terminate()
 

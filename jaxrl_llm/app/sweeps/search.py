@@ -159,19 +159,19 @@ def _pruner(sweep: Sweep) -> Any:
 
 
 def _distributions(axes: Mapping[str, Sequence[Json] | Uniform]) -> dict[str, Any]:
-  found = {}
+  distributions = {}
   with warnings.catch_warnings():
     # If the interval is not a multiple of the step, Optuna lowers the upper end and warns.
     warnings.simplefilter('ignore')
     for key, axis in axes.items():
       if not isinstance(axis, Uniform):
-        found[key] = optuna.distributions.CategoricalDistribution(list(axis))
+        distributions[key] = optuna.distributions.CategoricalDistribution(list(axis))
       elif axis.is_integer():
-        found[key] = optuna.distributions.IntDistribution(
+        distributions[key] = optuna.distributions.IntDistribution(
           axis.low, axis.high, log=axis.log, step=axis.step or 1
         )
       else:
-        found[key] = optuna.distributions.FloatDistribution(
+        distributions[key] = optuna.distributions.FloatDistribution(
           axis.low, axis.high, log=axis.log, step=axis.step
         )
-  return found
+  return distributions

@@ -30,11 +30,11 @@ def state_json(
   entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], meta: Mapping[str, Json]
 ) -> dict[str, Json]:
   """Returns the state of a sweep as JSON."""
-  found = values(entries, reports, meta)
+  value_of = values(entries, reports, meta)
   return {
     'objective': meta['objective'],
     'direction': meta['direction'],
-    'trials': [entry_json(entry, found.get(entry.number)) for entry in entries],
+    'trials': [entry_json(entry, value_of.get(entry.number)) for entry in entries],
     'points': [
       {
         'point': dict(group.point),
@@ -42,7 +42,7 @@ def state_json(
         'mean': group.mean,
         'stderr': group.stderr,
       }
-      for group in ranked(entries, found, meta['direction'])
+      for group in ranked(entries, value_of, meta['direction'])
     ],
   }
 
@@ -82,12 +82,12 @@ def state_table(
     rows: maximum number of trials to show. If there are more, running trials are chosen first, and
       failed ones next.
   """
-  found = values(entries, reports, meta)
+  value_of = values(entries, reports, meta)
   order = {TrialState.RUNNING: 0, TrialState.STOPPING: 0, TrialState.FAILED: 1}
   shown = sorted(entries, key=lambda entry: (order.get(entry.state, 2), entry.number))[:rows]
   table = Table('trial', 'state', *_right('step', 'objective', 'starts', 'minutes'), expand=False)
   for entry in sorted(shown, key=lambda entry: entry.number):
-    value = found.get(entry.number)
+    value = value_of.get(entry.number)
     table.add_row(
       Text(
         f'{entry.number:03d} {"start, " if entry.trial.is_start else ""}'

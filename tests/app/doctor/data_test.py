@@ -44,7 +44,7 @@ def test_healthy_data_has_no_fault(data):
 def test_a_template_whose_end_is_no_stop_token_is_a_failure(data, tmp_path):
   unended = of(data.config, tmp_path, template='chatml', eos_token='<pad>')
   (finding,) = texts.ends(unended)
-  assert finding.status == FindingStatus.FAILURE and '<|im_end|>' in finding.found
+  assert finding.status == FindingStatus.FAILURE and '<|im_end|>' in finding.result
   ended = of(data.config, tmp_path, template='chatml')
   (finding,) = texts.ends(ended)
   assert finding.status == FindingStatus.OK

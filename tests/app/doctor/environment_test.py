@@ -51,7 +51,7 @@ def test_shared_memory_must_hold_two_publications(config, free, status):
 def test_a_missing_publication_folder_is_a_failure(config, tmp_path):
   gone = served(config, publish_dir=str(tmp_path / 'gone'))
   (finding,) = environment.shared_memory(gone, tiny('qwen2', vocab_size=64))
-  assert finding.status == FindingStatus.FAILURE and 'gone' in finding.found
+  assert finding.status == FindingStatus.FAILURE and 'gone' in finding.result
 
 
 @pytest.mark.parametrize(

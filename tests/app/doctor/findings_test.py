@@ -13,7 +13,7 @@ def test_a_finding_is_one_line_and_one_object():
     'check': 'eos',
     'status': 'failure',
     'remedy': 'name one',
-    'found': 'no end\ntoken',
+    'result': 'no end\ntoken',
     'tokens': 3,
   }
   assert ok('eos', 'there').line == 'ok       eos: there'
@@ -32,6 +32,6 @@ def test_an_error_of_the_run_is_a_failure_with_the_errors_remedy():
   with findings.guarding('weights'):
     raise UserError('x: not finite; fetch it again')
   (finding,) = findings
-  assert (finding.found, finding.remedy) == ('x: not finite', 'fetch it again')
+  assert (finding.result, finding.remedy) == ('x: not finite', 'fetch it again')
   with pytest.raises(ZeroDivisionError), findings.guarding('weights'):
     raise ZeroDivisionError
