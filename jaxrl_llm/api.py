@@ -33,6 +33,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.auxiliary', 'AuxiliaryConfig'),
   ('jaxrl_llm.rollout.embedded.engine', 'EmbeddedConfig'),
   ('jaxrl_llm.rollout.explorers.crew', 'ExplorersConfig'),
+  ('jaxrl_llm.rollout.repetition', 'RepetitionDetection'),
   ('jaxrl_llm.rollout.vllm.server', 'VllmConfig'),
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),

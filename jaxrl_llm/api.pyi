@@ -76,6 +76,7 @@ from jaxrl_llm.rollout.engine import EngineSetting as EngineSetting
 from jaxrl_llm.rollout.engine import EngineSpec as EngineSpec
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig as ExplorersConfig
 from jaxrl_llm.rollout.hub import Hub as Hub
+from jaxrl_llm.rollout.repetition import RepetitionDetection as RepetitionDetection
 from jaxrl_llm.rollout.vllm.server import VllmConfig as VllmConfig
 from jaxrl_llm.rollout.vllm.spec import vllm_engine as vllm_engine
 from jaxrl_llm.rollout.workflow import SingleTurn as SingleTurn

@@ -34,6 +34,7 @@ from jaxrl_llm.rollout.catalogue import ENGINES
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.engine import EngineSpec
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
@@ -446,11 +447,19 @@ class RolloutConfig:
   """Processes that run the workflow; None: the trainer's process runs it."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
+  repetition_detection: RepetitionDetection | None = None
+  """Rule that ends a training rollout early because it repeats itself; None: no such rule.
+  Evaluations use no such rule.
+  """
 
   @property
   def max_length(self) -> int:
     """Maximum length of a sequence in tokens, prompt plus response."""
     return self.max_prompt_length + self.max_response_length
+
+  def sampling(self, temperature: float) -> Sampling:
+    """Sampling parameters of training rollouts at a temperature."""
+    return Sampling(temperature=temperature, repetition_detection=self.repetition_detection)
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
@@ -608,7 +617,7 @@ class Config:
   def check_sampling(self) -> None:
     """Raises UserError if a stage or evaluation needs sampling that its engine does not support."""
     asked = [
-      (f'stages.{stage.name}', Sampling(temperature=stage.source.temperature))
+      (f'stages.{stage.name}', self.rollout.sampling(stage.source.temperature))
       for stage in self.stages
       if isinstance(stage.source, Rollouts)
     ]

@@ -59,9 +59,10 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
     samples = [taken[row.uid].sample for row in rows]
     metrics |= spread('num_turns', [_turns(sample) for sample in samples])
-    metrics['response/aborted_ratio'] = mean_of(
-      sample.finish_reason == Finish.ABORT for sample in samples
-    )
+    for name, finish in (('aborted', Finish.ABORT), ('repetition', Finish.REPETITION)):
+      metrics[f'response/{name}_ratio'] = mean_of(
+        sample.finish_reason == finish for sample in samples
+      )
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
     versions = [row.version_step for row in rows if row.version_step is not None]
     metrics |= spread('staleness', [plan.step - version for version in versions])

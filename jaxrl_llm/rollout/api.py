@@ -18,6 +18,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 WORD = 2**32
 """Exclusive upper bound of each word of `Request.key`."""
@@ -48,6 +49,10 @@ class Sampling:
   top_k: int = -1
   """Only the k most probable tokens are kept, along with any tokens that are tied with the k-th. -1
   turns the filter off.
+  """
+  repetition_detection: RepetitionDetection | None = None
+  """Rule that ends a completion that repeats itself; None for no such rule. A stop token or the
+  length limit at the same token has precedence.
   """
 
   def __post_init__(self):

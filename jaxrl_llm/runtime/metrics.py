@@ -275,6 +275,10 @@ METRICS: dict[str, str] = {
   'response/aborted_ratio': (
     'Share of responses that the engine or the workflow aborted. Should be 0.'
   ),
+  'response/repetition_ratio': (
+    'Share of responses that rollout.repetition_detection ended. A rise precedes collapse; the '
+    'processor `repetition` penalises them.'
+  ),
   # Mismatch between trainer and sampler. It is measured before the first optimizer step of a batch,
   # on the sampled tokens that are trained on. Values after "Embedded" are typical of the engine in
   # the trainer's process, in float32.

@@ -111,6 +111,7 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'num_turns/max': 1.0,
       'num_turns/min': 1.0,
       'response/aborted_ratio': 0.0,
+      'response/repetition_ratio': 0.0,
       'perf/total_num_tokens': 18.0,  # 10 + 4 * 2
       # 18 tokens in chunks of 16 take two of them, which is one micro-batch of 32 places.
       'perf/packing_utilisation': 18 / 32,
@@ -138,9 +139,9 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
   )
 
 
-def test_turns_and_aborted_samples_are_counted(closed):
+def test_turns_and_samples_that_were_aborted_or_repeat_are_counted(closed):
   batch, taken = closed
-  third, fourth = (row.uid for row in batch.plan.rows[2:])
+  first, _, third, fourth = (row.uid for row in batch.plan.rows)
   # Six tokens: prompt, prompt, then the policy's, a tool's, the policy's, the policy's.
   sample = taken[third].sample
   two_turns = dataclasses.replace(
@@ -150,11 +151,13 @@ def test_turns_and_aborted_samples_are_counted(closed):
     ),
   )
   aborted = dataclasses.replace(taken[fourth].sample, finish_reason=Finish.ABORT)
+  endless = dataclasses.replace(taken[first].sample, finish_reason=Finish.REPETITION)
   taken = taken | {third: dataclasses.replace(taken[third], sample=two_turns)}
   taken |= {fourth: dataclasses.replace(taken[fourth], sample=aborted)}
+  taken |= {first: dataclasses.replace(taken[first], sample=endless)}
   metrics = resolve(batch_metrics(batch, taken))
   assert [metrics[f'num_turns/{kind}'] for kind in ('mean', 'max', 'min')] == [1.25, 2.0, 1.0]
-  assert metrics['response/aborted_ratio'] == 0.25
+  assert metrics['response/aborted_ratio'] == metrics['response/repetition_ratio'] == 0.25
 
 
 def test_every_metric_is_documented(closed):

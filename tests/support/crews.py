@@ -100,7 +100,7 @@ class Setting:
     how = {
       'stage': order['stage'],
       'samples': order['samples'],
-      'sampling': Sampling(**order['sampling']),
+      'sampling': wire.read_sampling(order['sampling']),
     }
     return [
       sample

@@ -13,6 +13,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Engine, Sampling
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 A, B, C, D, E = (Version(0, step) for step in range(5))
 
@@ -40,6 +41,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
   assert engine.version == B
   await _tokens_are_the_policys(engine, model, second, B, atol)
   await _samples_do_not_depend_on_their_number(engine)
+  await _repetition_ends_a_completion(engine)
   await _bad_requests_are_refused(engine)
   await _weights_may_get_another_name(engine, model, first, atol)
   await _a_caller_may_leave(engine)
@@ -90,6 +92,35 @@ async def _samples_do_not_depend_on_their_number(engine) -> None:
   assert len({tuple(c.tokens.tolist()) for c in four}) > 1, 'samples differ'
   other = await ask(engine, request(6, key=(7, 9)))
   assert other[0].tokens.tolist() != four[0].tokens.tolist(), 'the key counts'
+
+
+async def _repetition_ends_a_completion(engine) -> None:
+  """At the same token in every engine: the first that completes a repetition."""
+  found = set()
+  for size, count in ((1, 2), (3, 2)):
+    rule = RepetitionDetection(min_pattern_size=1, max_pattern_size=size, min_count=count)
+    for number in range(2):
+      asked = {'max_tokens': 40, 'samples': 4, 'stop_ids': (1,)}
+      free = await ask(engine, request(number, **asked))
+      ended = await ask(
+        engine, request(number, **asked, sampling=Sampling(repetition_detection=rule))
+      )
+      for whole, cut in zip(free, ended, strict=True):
+        tokens = whole.tokens.tolist()
+        ends = [
+          end
+          for end in range(1, len(tokens))
+          if any(
+            tokens[end - k * count : end] == tokens[end - k : end] * count
+            for k in range(1, size + 1)
+            if k * count <= end
+          )
+        ]
+        assert cut.tokens.tolist() == tokens[: ends[0] if ends else None]
+        assert cut.finish == (Finish.REPETITION if ends else whole.finish)
+        assert cut.segments[-1].end == len(cut.tokens)
+        found.add(cut.finish)
+  assert Finish.REPETITION in found
 
 
 async def _bad_requests_are_refused(engine) -> None:

@@ -286,7 +286,7 @@ def _batches(
     group_size=source.group_size,
     bound=source.bound,
     batches=stage_config.steps,
-    temperature=source.temperature,
+    sampling=config.rollout.sampling(source.temperature),
     selection=source.selection,
     processors=build_processors(source.processors),
     past=_past(stage.name, source.past, seed),

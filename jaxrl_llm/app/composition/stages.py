@@ -246,6 +246,11 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
   build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
   for processor in source.processors:
+    if processor.implementation == 'repetition' and config.rollout.repetition_detection is None:
+      raise UserError(
+        f'stages.{stage}.source.processors: {processor.name} acts on answers that '
+        'rollout.repetition_detection ended, which is not set; set it, or remove the processor'
+      )
     key = processor.options.get('key')
     if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
       raise UserError(

@@ -36,10 +36,13 @@ class Role(enum.IntEnum):
 
 
 class Finish(enum.StrEnum):
-  """Reason why a generation ended: a stop token, its length limit, or an abort."""
+  """Reason why a generation ended: a stop token, its length limit, detected repetition (see
+  `rollout.repetition`), or an abort.
+  """
 
   STOP = 'stop'
   LENGTH = 'length'
+  REPETITION = 'repetition'
   ABORT = 'abort'
 
 

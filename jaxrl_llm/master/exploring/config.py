@@ -8,6 +8,7 @@ from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.master.exploring.processors import Processor
 from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.rollout.api import Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ExplorerConfig:
   """
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
-  temperature: float = 1.0
+  sampling: Sampling = Sampling()
   processors: tuple[tuple[str, Processor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()

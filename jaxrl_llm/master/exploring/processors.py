@@ -210,6 +210,35 @@ def mask_truncated(options: Nothing) -> Processor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RepetitionOptions:
+  penalty: float = 1.0
+  """Amount by which the reward is reduced, at least 0."""
+  mask: bool = False
+  """Whether the answers are masked: they count in the group's baseline, but are not trained on."""
+
+
+def repetition(options: RepetitionOptions) -> Processor:
+  """Penalises or masks answers that `rollout.repetition_detection` ended."""
+  if not 0 <= options.penalty < math.inf:
+    raise UserError(
+      f'processor repetition: penalty {options.penalty}, wanted a finite number of at least 0'
+    )
+
+  def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
+    return [
+      dataclasses.replace(
+        with_reward(member, member.reward.value - options.penalty),
+        masked=member.masked or options.mask,
+      )
+      if member.sample.finish_reason == Finish.REPETITION
+      else member
+      for member in members
+    ]
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
   key: str
   """Name of a scorer, or of a part of its score, as in the metrics: 'judge' or 'judge/quality'."""
@@ -338,6 +367,7 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
   'dynamic_sampling': (Nothing, dynamic_sampling),
   'fresh': (FreshOptions, fresh),
   'mask_truncated': (Nothing, mask_truncated),
+  'repetition': (RepetitionOptions, repetition),
   'reward_std': (VarianceOptions, reward_std),
   'shape': (ShapeOptions, shape),
 }

@@ -15,7 +15,6 @@ from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.judging import judge, judge_group
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
-from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
@@ -109,7 +108,7 @@ class GroupRunner:
           visit,
           stage=self._config.stage,
           samples=count,
-          sampling=Sampling(temperature=self._config.temperature),
+          sampling=self._config.sampling,
         )
         async for sample, completion in runs:
           if Edge.EVAL not in open_requests:

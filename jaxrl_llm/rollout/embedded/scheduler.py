@@ -233,16 +233,22 @@ class Scheduler:
     for i, occupant in enumerate(self._slots):
       if occupant is None:
         continue
-      occupant.length += int(decoded.produced[i])
-      if decoded.remaining[i] == 0:
+      before, occupant.length = occupant.length, occupant.length + int(decoded.produced[i])
+      tokens = self._tokens[i, : occupant.length]
+      finish = _finish(tokens, occupant.queued.request) if decoded.remaining[i] == 0 else None
+      detection = occupant.queued.request.sampling.repetition_detection
+      end = None if detection is None else detection.end(tokens, start=before)
+      if end is not None and (finish is None or end < occupant.length):
+        # The tokens that the same decode call sampled after this one are discarded.
+        finish, occupant.length = Finish.REPETITION, end
+      if finish is not None:
         self._slots[i] = None
-        occupant.queued.results.put_nowait((occupant.index, self._completion(i, occupant)))
+        occupant.queued.results.put_nowait((occupant.index, self._completion(i, occupant, finish)))
         ended += 1
     return ended
 
-  def _completion(self, slot: int, occupant: Occupant) -> Completion:
+  def _completion(self, slot: int, occupant: Occupant, finish: Finish) -> Completion:
     tokens = self._tokens[slot, : occupant.length].copy()
-    finish = Finish.STOP if tokens[-1] in occupant.queued.request.stop_ids else Finish.LENGTH
     ends = [start for start, _ in occupant.segments[1:]] + [occupant.length]
     finishes = [CUT] * (len(ends) - 1) + [str(finish)]
     return Completion(
@@ -254,3 +260,8 @@ class Scheduler:
         for (start, version), end, reason in zip(occupant.segments, ends, finishes, strict=True)
       ),
     )
+
+
+def _finish(tokens: Int32[np.ndarray, 'time'], request: Request) -> Finish:
+  """Returns why a completion ended on the device, which knows only stop tokens and the limit."""
+  return Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH

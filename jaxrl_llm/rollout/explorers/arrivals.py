@@ -127,6 +127,10 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
     _check_integer(sampling, 'top_k', -1, _INT32 - 1)
     for name in ('temperature', 'top_p'):
       _check_number(sampling, name)
+    if sampling.get('repetition_detection') is not None:
+      detection = _field(sampling, 'repetition_detection', dict)
+      for name in detection:
+        _check_integer(detection, name, 0, _INT32 - 1)
     if len(row['key']) > _MAX_KEY:
       raise ValueError(f'key has {len(row["key"])} words, wanted at most {_MAX_KEY}')
     return wire.read_request(row)

@@ -26,13 +26,14 @@ from jaxrl_llm.core.net.client import Client, Lost, RemoteError, Response
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.wire import (
   attempt_row,
   pack,
   read_completion,
   read_reward,
+  read_sampling,
   read_task,
   request_row,
   unpack,
@@ -249,7 +250,7 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
   options = {
     'stage': order['stage'],
     'samples': order['samples'],
-    'sampling': Sampling(**order['sampling']),
+    'sampling': read_sampling(order['sampling']),
   }
   try:
     async with contextlib.aclosing(

@@ -20,6 +20,7 @@ from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
 GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = (
@@ -82,12 +83,12 @@ def read_task(row: Row) -> Task:
 
 
 def request_row(request: Request) -> Row:
-  return {**_fields(request), 'sampling': _fields(request.sampling)}
+  return {**_fields(request), 'sampling': sampling_row(request.sampling)}
 
 
 def read_request(row: Row) -> Request:
   tuples = {name: tuple(row[name]) for name in ('prompt', 'stop_ids', 'key')}
-  return Request(**{**row, **tuples, 'sampling': Sampling(**row['sampling'])})
+  return Request(**{**row, **tuples, 'sampling': read_sampling(row['sampling'])})
 
 
 def completion_row(completion: Completion) -> Row:
@@ -132,7 +133,21 @@ def read_reward(row: Row) -> Reward:
 
 
 def sampling_row(sampling: Sampling) -> Row:
-  return _fields(sampling)
+  detection = sampling.repetition_detection
+  return {
+    **_fields(sampling),
+    'repetition_detection': None if detection is None else _fields(detection),
+  }
+
+
+def read_sampling(row: Row) -> Sampling:
+  detection = row['repetition_detection']
+  return Sampling(
+    **{
+      **row,
+      'repetition_detection': None if detection is None else RepetitionDetection(**detection),
+    }
+  )
 
 
 def _fields(record: Any) -> Row:

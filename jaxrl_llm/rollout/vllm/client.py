@@ -9,6 +9,7 @@ server works but rejects the call, or `UserError` if no server can serve the req
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -361,12 +362,14 @@ def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
     'ignore_eos': True,
     'detokenize': False,
   }
+  if sampling.repetition_detection is not None:
+    params['repetition_detection'] = dataclasses.asdict(sampling.repetition_detection)
   if sampling.temperature > 0:
     params |= {'seed': seed, 'top_p': sampling.top_p, 'top_k': sampling.top_k}
   return params
 
 
-_FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
+_FINISHES = {str(finish): finish for finish in (Finish.STOP, Finish.LENGTH, Finish.REPETITION)}
 
 
 def _completion(
@@ -395,6 +398,7 @@ def _completion(
     raise ValueError(
       f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?'
     )
+  _check_repetition(tokens, finish, request, engine)
   spans = choice['weight_versions']
   segments = tuple(
     Segment(
@@ -408,3 +412,30 @@ def _completion(
     if span['end'] > span['start']
   )
   return Completion(tokens=tokens, logprobs=logprobs, finish=finish, segments=segments)
+
+
+def _check_repetition(
+  tokens: Int32[np.ndarray, 'time'], finish: Finish, request: Request, engine: str
+) -> None:
+  """Raises UserError if the server does not detect repetitions by the request's rule: the server
+  works, but every further answer could be wrong in the same way.
+  """
+  detection, where = request.sampling.repetition_detection, f'engine {engine}: {request.uid}'
+  if detection is None:
+    if finish == Finish.REPETITION:
+      raise UserError(
+        f'{where}: the server ended a completion for repetition, which was not asked for; set '
+        "rollout.repetition_detection to the server's rule, or remove the rule from the server"
+      )
+    return
+  end = detection.end(tokens)
+  if finish == Finish.REPETITION and end != len(tokens):
+    raise UserError(
+      f'{where}: the server ended a completion for repetition after {len(tokens)} tokens, wanted '
+      f'after {end or "more"} by rollout.repetition_detection {detection}; use vLLM 0.32'
+    )
+  if finish != Finish.REPETITION and end is not None and end < len(tokens):
+    raise UserError(
+      f'{where}: the server went on after a repetition that rollout.repetition_detection ends '
+      f'after {end} tokens; use vLLM 0.32, which knows the sampling parameter'
+    )

@@ -116,6 +116,27 @@ def test_cut_answers_stay_in_the_group_and_are_masked():
 
 
 @pytest.mark.parametrize(
+  ('options', 'rewards', 'masked'),
+  [
+    ({}, [0.25 - 1.0, 1.0], [False, False]),
+    ({'penalty': 0.5}, [0.25 - 0.5, 1.0], [False, False]),
+    ({'penalty': 0.0, 'mask': True}, [0.25, 1.0], [True, False]),
+  ],
+)
+def test_answers_that_repetition_ended_are_penalised_or_masked(options, rewards, masked):
+  members = [member(0, 0.25, finish=Finish.REPETITION), member(1, 1.0)]
+  done = run(members, ('repetition', options))
+  assert (values(done), [m.masked for m in done.members]) == (rewards, masked)
+  assert [row[:2] for row in done.lineage] == [('g/0', 'repetition')]
+
+
+@pytest.mark.parametrize('penalty', [-1.0, float('inf')])
+def test_a_penalty_that_rewards_or_is_infinite_is_refused(penalty):
+  with pytest.raises(UserError, match='processor repetition: penalty'):
+    run([member(0, 1.0)], ('repetition', {'penalty': penalty}))
+
+
+@pytest.mark.parametrize(
   ('options', 'expected'),
   [
     ({}, [1.0 + 0.75, 0.5 + 0.25]),
@@ -307,6 +328,8 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
     build(processors=shaped('judge/part'))
   with pytest.raises(UserError, match=r"processor 'math:pi': wanted a pair"):
     build(processors=(ProcessorConfig(name='own', kind='math:pi'),))
+  with pytest.raises(UserError, match=r'rollout\.repetition_detection ended, which is not set'):
+    build(processors=(ProcessorConfig(name='repetition'),))
   past = PastConfig(groups=8, max_uses=2)
   assert len(build(past=past, minibatches=4)) == 2
   with pytest.raises(UserError, match='group_size 8 does not divide into 16 minibatches'):

@@ -9,6 +9,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 PICTURES = tuple(Media(kind='image', digest=f'{i:032x}', reference=f'{i}.png') for i in range(2))
 
@@ -40,7 +41,9 @@ def attempt(media=()):
         uid='a',
         prompt=(3, 4),
         max_tokens=5,
-        sampling=Sampling(top_p=0.5),
+        sampling=Sampling(
+          top_p=0.5, repetition_detection=RepetitionDetection(max_pattern_size=8, min_count=3)
+        ),
         stop_ids=(1,),
         samples=2,
         key=(7, 0),

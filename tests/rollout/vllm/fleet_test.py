@@ -51,6 +51,7 @@ from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.front import Front, FrontConfig
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.publication import FILE
@@ -955,6 +956,42 @@ def test_a_request_that_a_server_refuses_is_asked_once(tmp_path):
         assert fleet.replicas[0].state == ReplicaState.SERVING
 
   assert 'request r1: vllm-0: /inference/v1/generate: HTTP 400: not for you' in refusal(main)
+
+
+def endless(choice):
+  count = len(choice['token_ids'])
+  choice['token_ids'] = [5] * count
+  for row in choice['logprobs']['content']:
+    row['token_id'] = 5
+
+
+RULE = RepetitionDetection(max_pattern_size=1, min_count=3)
+
+
+@pytest.mark.parametrize(
+  ('rule', 'change', 'line'),
+  [
+    (None, lambda choice: choice.update(finish_reason='repetition'), 'which was not asked for'),
+    (RULE, lambda choice: choice.update(finish_reason='repetition'), 'after .* wanted after more'),
+    (RULE, endless, 'went on after a repetition that .* ends after 3 tokens'),
+  ],
+)
+def test_a_server_that_detects_repetition_by_another_rule_is_named_and_not_repaired(
+  tmp_path, rule, change, line
+):
+  async def main():
+    async with (
+      places(tmp_path, 1) as made,
+      Between(made[0]) as between,
+      fleet_over([between], tmp_path) as fleet,
+    ):
+      between.alter_answer = lambda path, answer: path == GENERATE and change(*answer['choices'])
+      with pytest.raises(UserError, match=f'^engine vllm-0: r1: .*{line}'):
+        await ask(fleet, request(1, sampling=Sampling(repetition_detection=rule)))
+      assert fleet.counts['retries'] == fleet.counts['restarts'] == 0
+      assert fleet.replicas[0].state == ReplicaState.SERVING
+
+  run(main)
 
 
 @pytest.mark.parametrize('right', [True, False])

@@ -61,7 +61,9 @@ def _choice(sample: Sample, params: Params) -> dict[str, Any]:
   return {
     'index': sample.index,
     'finish_reason': sample.finish,
-    'stop_reason': sample.tokens[-1] if sample.finish == 'stop' else None,
+    'stop_reason': {'stop': sample.tokens[-1:], 'repetition': ['repetition_detected']}.get(
+      sample.finish, [None]
+    )[0],
     'token_ids': sample.tokens,
     'routed_experts': None,
     'sampling_mask': None,
@@ -90,7 +92,7 @@ def metrics(core: Core) -> str:
     ('counter', 'prompt_tokens_total', '', core.prompt_tokens),
     ('counter', 'generation_tokens_total', '', core.tokens),
   ]
-  for reason in ('stop', 'length', 'abort'):
+  for reason in ('stop', 'length', 'abort', 'repetition'):
     values.append(
       ('counter', 'request_success_total', f'finished_reason="{reason}",', core.finished[reason])
     )

@@ -184,6 +184,8 @@ class Core:
         return 'stop'
       if len(sample.tokens) == params.max_tokens:
         return 'length'
+      if params.repetition is not None and _repeats(sample.tokens, *params.repetition):
+        return 'repetition'
     return None
 
   @contextlib.asynccontextmanager
@@ -204,3 +206,12 @@ class Core:
   async def _until(self, reached: Callable[[], bool]) -> None:
     while not reached():
       await self._changed.wait()  # wait client: its hang-up cancels this
+
+
+def _repeats(tokens: Sequence[int], least: int, most: int, count: int) -> bool:
+  """Whether the last tokens are `count` copies of a pattern of `least` to `most` tokens."""
+  return any(
+    tokens[-size * count :] == tokens[-size:] * count
+    for size in range(least, most + 1)
+    if size * count <= len(tokens)
+  )

@@ -45,6 +45,9 @@ class Params:
   """The model's own among them, unless they are to be ignored."""
   logprobs: int | None = None
   prompt_logprobs: int | None = None
+  repetition: tuple[int, int, int] | None = None
+  """Least and greatest size of a pattern, and how often it must occur in a row to end a completion.
+  """
 
 
 class Refusal(Exception):
@@ -148,6 +151,7 @@ _DEFAULTS = {
   'ignore_eos': False,
   'logprobs': None,
   'prompt_logprobs': None,
+  'repetition_detection': None,
 }
 """The sampling parameters that are known, and what they are where a request does not say."""
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -161,6 +165,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
   'ignore_eos': (bool,),
   'logprobs': (int, NoneType),
   'prompt_logprobs': (int, NoneType),
+  'repetition_detection': (dict, NoneType),
 }
 """Their types."""
 _INT64 = 1 << 63
@@ -202,7 +207,24 @@ def _params(
     stop_ids=tuple(dict.fromkeys(stop_ids)),
     logprobs=got['logprobs'],
     prompt_logprobs=got['prompt_logprobs'],
+    repetition=_repetition(got['repetition_detection']),
   )
+
+
+def _repetition(given: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
+  if given is None:
+    return None
+  names = ('min_pattern_size', 'max_pattern_size', 'min_count')
+  if set(given) - set(names) or not all(type(value) is int for value in given.values()):
+    raise invalid('body.sampling_params.repetition_detection', f'Expected {names}, all int')
+  least, most, count = (given.get(name, 0) for name in names)
+  if not 0 <= least <= most:
+    raise Refusal(
+      'max_pattern_size, min_pattern_size must be >=0, with min_pattern_size <= max_pattern_size'
+    )
+  if most and count < 2:
+    raise Refusal('min_count must be >= 2 to enable repetition detection')
+  return (least or 1, most, count) if most else None
 
 
 def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
