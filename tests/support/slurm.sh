@@ -26,9 +26,10 @@ install_packages() {
   [ ${#missing[@]} -gt 0 ] || return 0
   [ "$(id -u)" = 0 ] || fail "missing, and installing needs root: ${missing[*]}"
   # RUNLEVEL=1: packages do not start their services.
-  apt-get update -qq
-  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-    slurmctld slurmd slurm-client munge >/dev/null
+  local wait=(-o DPkg::Lock::Timeout=120)  # For another installation to end.
+  apt-get update -qq "${wait[@]}"
+  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install "${wait[@]}" -qq -y \
+    --no-install-recommends slurmctld slurmd slurm-client munge >/dev/null
 }
 
 # free_ports COUNT: the first of COUNT successive ports that nobody listens at.

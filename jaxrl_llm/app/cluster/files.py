@@ -26,11 +26,16 @@ def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
     UserError: if a directory or file cannot be written, or if an existing file of the job belongs
       to another user or is accessible to other users.
   """
-  launches = pathlib.Path(job.workdir, LAUNCHES)
+  launches, private = pathlib.Path(job.workdir, LAUNCHES), {}
   try:
+    for name, content in job.files.items():
+      if os.path.lexists(path := pathlib.Path(name)):
+        check_private(path)
+      else:
+        private[path] = content
     launches.mkdir(parents=True, exist_ok=True)
-    for path, content in job.files.items():
-      _write_private(pathlib.Path(path), content)
+    for path, content in private.items():
+      _write_private(path, content)
     if script is not None:
       name, content = script
       (launches / name).write_text(content)

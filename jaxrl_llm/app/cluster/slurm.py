@@ -30,6 +30,8 @@ _DEADLINE_S = 60.0
 _ID = re.compile(r'[0-9]+(_[0-9]+)?')
 _OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
 _UNQUOTABLE = re.compile(r'["\\]')
+_UNKNOWN_JOB = 'Invalid job id'
+"""Text in Slurm's message on a job that it does not know, or that ended some minutes ago."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -332,7 +334,7 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
   Raises:
     UserError: if sbatch is not installed here, or if Slurm refuses the job.
   """
-  _require('sbatch')
+  check_installed()
   write_files(job, script=('slurm.sh', text))
   return _call(['sbatch', '--parsable'], text).partition(';')[0].strip()
 
@@ -346,7 +348,9 @@ def status(job_id: str, options: SlurmOptions) -> str:
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
   try:
     lines = _call([*command, '--format=%i %T %r %M %N'])
-  except UserError:
+  except UserError as error:
+    if _UNKNOWN_JOB not in str(error):
+      raise
     lines = ''
   if not lines.strip() and shutil.which('sacct'):
     command = ['sacct', '--allocations', '--noheader', '--parsable2', f'--jobs={job_id}']
@@ -355,7 +359,7 @@ def status(job_id: str, options: SlurmOptions) -> str:
     except UserError:
       lines = ''
   if not lines.strip():
-    raise UserError(f'--status={job_id}: Slurm knows no such job (any more)')
+    raise UserError(f'{job_id}: Slurm knows no such job (any more)')
   return '; '.join(' '.join(line.split()) for line in lines.splitlines())
 
 
@@ -365,8 +369,10 @@ def logs(job_id: str, options: SlurmOptions) -> None:
   try:
     described = _call(['scontrol', '--oneliner', 'show', 'job', job_id])
   except UserError as error:
+    if _UNKNOWN_JOB not in str(error):
+      raise
     raise UserError(
-      f'--logs={job_id}: {error}; the output of a former job is in '
+      f'{job_id}: Slurm knows no such job (any more); the output of a former job is in '
       f'WORKDIR/{LAUNCHES}/slurm-{job_id}.out'
     ) from None
   for line in described.splitlines():
@@ -391,6 +397,11 @@ def cancel(job_id: str, options: SlurmOptions) -> None:
 def _check_id(job_id: str) -> None:
   if not _ID.fullmatch(job_id):
     raise UserError(f'{job_id}: no id of a Slurm job; wanted a number, as --submit prints it')
+
+
+def check_installed() -> None:
+  """Raises UserError unless jobs can be submitted from this host."""
+  _require('sbatch')
 
 
 def _require(program: str) -> None:

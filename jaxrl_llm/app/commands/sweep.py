@@ -24,7 +24,13 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxrl_llm.app.cluster.job import ProcessResources
-from jaxrl_llm.app.sweeps.array import JobArray, array_text, submit_array, task_arguments
+from jaxrl_llm.app.sweeps.array import (
+  JobArray,
+  array_text,
+  check_installed,
+  submit_array,
+  task_arguments,
+)
 from jaxrl_llm.app.sweeps.ledger import Ledger, LedgerEntry, locked, values
 from jaxrl_llm.app.sweeps.page import build_page
 from jaxrl_llm.app.sweeps.plan import SweepPlan, load_plan, open_ledger, preview
@@ -185,6 +191,7 @@ def _launch(plan: SweepPlan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int
   if not FLAGS.submit:
     print(array_text(array, len(preview(plan, sweepdir))), end='')
     return 0
+  check_installed()
   with locked(sweepdir, shared=False):
     ledger = open_ledger(plan, sweepdir)
     count = len(ledger.entries())

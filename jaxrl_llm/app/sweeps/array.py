@@ -72,6 +72,13 @@ def array_text(array: JobArray, count: int) -> str:
   return slurm.array_text(_job(array), count, _options(array), at_once=array.at_once)
 
 
+def check_installed() -> None:
+  """Raises UserError unless job arrays can be submitted from this host."""
+  from jaxrl_llm.app.cluster import slurm
+
+  slurm.check_installed()
+
+
 def submit_array(array: JobArray, count: int) -> str:
   """Submits the job array and returns its id.
 

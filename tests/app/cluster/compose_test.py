@@ -104,6 +104,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
   key.chmod(0o640)
   with pytest.raises(UserError, match=r'other users can read or write it \(mode 640\)'):
     write_files(job_with({str(key): 'new'}, tmp_path))
+  assert [*tmp_path.iterdir()] == [key]
 
 
 @pytest.mark.parametrize('target', ['elsewhere', 'nowhere'])

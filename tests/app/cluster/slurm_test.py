@@ -79,7 +79,7 @@ def test_an_id_that_is_none_and_a_machine_without_slurm_are_one_line(call, monke
   with pytest.raises(UserError, match='no id of a Slurm job'):
     call('1; rm -rf /', SMALL)
   monkeypatch.setenv('PATH', str(tmp_path))
-  with pytest.raises(UserError, match=r'no such command; wanted a host|knows no such job'):
+  with pytest.raises(UserError, match='no such command; wanted a host'):
     call('1', SMALL)
 
 

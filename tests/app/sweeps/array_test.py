@@ -10,6 +10,7 @@ from paths import ROOT
 from sweeping import RATE, executed, open_sweep, sweep_file
 
 from jaxrl_llm.app.cluster.job import ProcessResources
+from jaxrl_llm.app.commands import sweep
 from jaxrl_llm.app.sweeps.array import JobArray, array_text, task_arguments
 from jaxrl_llm.core.errors import UserError
 
@@ -52,6 +53,16 @@ def test_the_script_is_one_array_whose_tasks_know_their_trials(array):
 def test_bad_options_are_one_line(array, options, message):
   with pytest.raises(UserError, match=message):
     array_text(array(options=options), 2)
+
+
+def test_an_array_without_slurm_leaves_nothing(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv('PATH', str(tmp_path))
+  sweepdir = tmp_path / 'sweep'
+  flags = ['--sweep=quickstart_lr', f'--sweepdir={sweepdir}', '--launcher=slurm', '--submit']
+  assert sweep.main(['jaxrl sweep', *flags]) == 2
+  said = capsys.readouterr().err
+  assert said.startswith('error: sbatch: no such command') and said.count('\n') == 1
+  assert not sweepdir.exists()
 
 
 TASK = """import sys
