@@ -50,8 +50,9 @@ def test_every_commit_is_measured_as_the_run_measured_it_and_nothing_is_written(
 def test_the_beginning_and_more_samples_into_a_file(run, tmp_path):
   out = tmp_path / 'rows.jsonl'
   flags = ('--config.evaluation.held_out.samples=4', '--config.evaluation.held_out.tasks=6')
-  text = evaluate(run, '--steps=0', f'--out={out}', *flags)
-  assert 'acc/pass@4' in text and set(measured(text)) == {0}
+  (found,) = json.loads(evaluate(run, '--steps=0', f'--out={out}', '--json', *flags))
+  assert (found['step'], found['suite']) == (0, 'held_out')
+  assert 0 <= found['metrics']['val-core/eval/acc/pass@4'] <= 1
   rows = [json.loads(line) for line in out.read_text().splitlines()]
   assert len(rows) == 6 * (1 + 4) and {row['step'] for row in rows} == {0}
   assert {row['mode'] for row in rows} == {'greedy', 'sample'}

@@ -14,7 +14,6 @@ after commits; 2: the input is invalid.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Collection, Sequence
@@ -93,7 +92,7 @@ TRAIN = (sys.executable, '-m', 'jaxrl_llm', 'train')
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
-  return script.exit_code(lambda: _main(argv))
+  return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -235,7 +234,7 @@ def _print_tables(console: Console, ledger: Ledger) -> None:
 def _print_status(sweepdir: pathlib.Path) -> int:
   ledger = Ledger(sweepdir)
   if FLAGS.json:
-    print(json.dumps(state_json(ledger.entries(), ledger.reports(), ledger.meta()), indent=1))
+    script.print_json(state_json(ledger.entries(), ledger.reports(), ledger.meta()))
   else:
     _print_tables(Console(highlight=False, markup=False), ledger)
   ledger.close()
@@ -246,7 +245,7 @@ def _print_trials(plan: SweepPlan, sweepdir: pathlib.Path) -> int:
   entries = preview(plan, sweepdir)
   if FLAGS.json:
     shown = [entry_json(entry, None) for entry in entries]
-    print(json.dumps({'sweepdir': str(sweepdir), 'trials': shown, 'drawn_later': plan.drawn_later}))
+    script.print_json({'sweepdir': str(sweepdir), 'trials': shown, 'drawn_later': plan.drawn_later})
     return 0
   console = Console(highlight=False, markup=False)
   console.print(trials_table(entries))

@@ -63,6 +63,8 @@ def test_an_array_without_slurm_leaves_nothing(tmp_path, monkeypatch, capsys):
   said = capsys.readouterr().err
   assert said.startswith('error: sbatch: no such command') and said.count('\n') == 1
   assert not sweepdir.exists()
+  assert sweep.main(['jaxrl sweep', '--status', '--json', f'--sweepdir={sweepdir}']) == 2
+  assert 'give the directory of a sweep' in json.loads(capsys.readouterr().out)['error']
 
 
 TASK = """import sys
