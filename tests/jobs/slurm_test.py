@@ -109,6 +109,13 @@ def test_a_configuration_error_is_the_jobs_exit_code_and_starts_nothing_again(cl
   assert cluster.exit_code(job_id) == 2, slurm_cluster.output(tmp_path / 'run', job_id)
 
 
+@pytest.mark.parametrize('flag', ['--nodes=9', '--cpus=99'])
+def test_a_job_that_no_node_could_run_is_refused_and_does_not_wait(cluster, tmp_path, flag):
+  with pytest.raises(AssertionError, match='error: sbatch: Slurm would never start the job'):
+    cluster.submit(tmp_path / 'run', flag)
+  assert not cluster.call('squeue', '--noheader').strip()
+
+
 def test_a_cancelled_job_commits_and_does_not_come_back(cluster, tmp_path):
   run = tmp_path / 'run'
   job_id = cluster.submit(run, *TWO, '--config.stages.grpo.steps=200')

@@ -30,6 +30,13 @@ _DEADLINE_S = 60.0
 _ID = re.compile(r'[0-9]+(_[0-9]+)?')
 _OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
 _UNQUOTABLE = re.compile(r'["\\]')
+_NEVER = ('BadConstraints', 'PartitionConfig', 'PartitionNodeLimit', 'PartitionTimeLimit')
+"""Reasons for which a job waits until an administrator changes the cluster."""
+_ENDED = (
+  *('BOOT_FAIL', 'CANCELLED', 'COMPLETED', 'DEADLINE', 'FAILED'),
+  *('NODE_FAIL', 'OUT_OF_MEMORY', 'PREEMPTED', 'TIMEOUT'),
+)
+"""States of jobs that have ended."""
 _UNKNOWN_JOB = 'Invalid job id'
 """Text in Slurm's message on a job that it does not know, or that ended some minutes ago."""
 
@@ -332,11 +339,35 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
   """Submits a script with sbatch and returns the job's id.
 
   Raises:
-    UserError: if sbatch is not installed here, or if Slurm refuses the job.
+    UserError: if sbatch is not installed here, or if Slurm refuses the job or would never start it.
   """
   check_installed()
   write_files(job, script=('slurm.sh', text))
-  return _call(['sbatch', '--parsable'], text).partition(';')[0].strip()
+  job_id = _call(['sbatch', '--parsable'], text).partition(';')[0].strip()
+  _check_can_start(job_id, job)
+  return job_id
+
+
+def _check_can_start(job_id: str, job: Job) -> None:
+  """Cancels a waiting job that no node of its partition could run, and raises UserError.
+
+  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end.
+  """
+  reasons = _call(['squeue', '--noheader', f'--jobs={job_id}', '--format=%r']).split()
+  never = next((reason for reason in reasons if reason in _NEVER), None)
+  if never is None:
+    return
+  _call(['scancel', job_id])
+  nodes = sum(group.nodes for group in job.groups)
+  each = ', '.join(
+    f'{group.name}: {group.nodes} nodes of {group.processes_per_node} processes with '
+    f'{group.resources.cpus or 1} cores and {group.resources.gpus} GPUs each'
+    for group in job.groups
+  )
+  raise UserError(
+    f'sbatch: Slurm would never start the job ({never}), which wants {nodes} nodes ({each}); ask '
+    'for what the partition has (sinfo), or name another --partition'
+  )
 
 
 def status(job_id: str, options: SlurmOptions) -> str:
@@ -344,6 +375,11 @@ def status(job_id: str, options: SlurmOptions) -> str:
 
   For a job array, the line lists these for each element.
   """
+  return '; '.join(_states(job_id))
+
+
+def _states(job_id: str) -> list[str]:
+  """Returns the state of a job, or those of a job array's elements, as `status` does."""
   _check_id(job_id)
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
   try:
@@ -360,7 +396,7 @@ def status(job_id: str, options: SlurmOptions) -> str:
       lines = ''
   if not lines.strip():
     raise UserError(f'{job_id}: Slurm knows no such job (any more)')
-  return '; '.join(' '.join(line.split()) for line in lines.splitlines())
+  return [' '.join(line.split()) for line in lines.splitlines()]
 
 
 def logs(job_id: str, options: SlurmOptions) -> None:
@@ -387,10 +423,11 @@ def cancel(job_id: str, options: SlurmOptions) -> None:
   A running job's script gets SIGUSR2 and then stops the trainer, which may take as long as it needs
   to commit. A plain `scancel` would let Slurm kill the trainer after the cluster's KillWait.
   """
-  _check_id(job_id)
-  running = 'RUNNING' in status(job_id, options)
+  states = _states(job_id)
+  if all(state.split()[1] in _ENDED for state in states):
+    raise UserError(f'{job_id}: the job has ended: {"; ".join(states)}')
   _call(['scancel', '--state=PENDING', job_id])
-  if running:
+  if any(state.split()[1] == 'RUNNING' for state in states):
     _call(['scancel', '--batch', '--signal=USR2', job_id])
 
 

@@ -91,6 +91,32 @@ def test_submitting_without_slurm_writes_nothing(monkeypatch, tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('reason', ['PartitionNodeLimit', 'Resources'])
+def test_a_job_that_slurm_would_never_start_is_cancelled(reason, monkeypatch, tmp_path):
+  cancelled = tmp_path / 'cancelled'
+  commands = {'sbatch': 'echo 7', 'squeue': f'echo {reason}', 'scancel': f'echo "$1" >{cancelled}'}
+  for name, command in commands.items():
+    (tmp_path / name).write_text(f'#!/bin/sh\n{command}\n')
+    (tmp_path / name).chmod(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path))
+  job = dataclasses.replace(LARGE, workdir=str(tmp_path / 'run'))
+  if reason == 'Resources':  # It waits for its turn.
+    assert slurm.submit('', job, SMALL) == '7' and not cancelled.exists()
+    return
+  with pytest.raises(UserError, match=r'never start the job \(PartitionNodeLimit\), .* 5 nodes'):
+    slurm.submit('', job, SMALL)
+  assert cancelled.read_text() == '7\n'
+
+
+@pytest.mark.parametrize('states', ['7 COMPLETED None 1:00 n1', '7 CANCELLED by 0'])
+def test_cancelling_a_job_that_has_ended_says_so(states, monkeypatch, tmp_path):
+  (tmp_path / 'squeue').write_text(f'#!/bin/sh\necho {states}\n')
+  (tmp_path / 'squeue').chmod(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path))
+  with pytest.raises(UserError, match='7: the job has ended: 7 C'):
+    slurm.cancel('7', SMALL)
+
+
 STAND_INS = {
   # Runs the tasks, and ends the others when one fails, as --kill-on-bad-exit does.
   'srun': """
