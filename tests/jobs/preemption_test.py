@@ -67,11 +67,26 @@ MOMENTS = [
 ]
 
 
-def test_sigterm_at_ten_moments_changes_no_bit(tmp_path, record_property):
-  whole = job.finished('two_processes', config=job.PPO, processes=2)
-  run, environment = tmp_path / 'run', job.environment(JAXRL_GRACE_S=f'{GRACE_S:g}')
-  for moment in MOMENTS:
-    process = job.start(run, config=job.PPO, processes=2, environ=environment)
+ASYNCHRONOUS_MOMENTS = [
+  before_anything,
+  during_the_set_up,
+  with_rows(4, 6),
+  with_rows(13, 7),
+  with_rows(16, 8),
+  during_a_commit,
+  with_rows(21, 9),
+  with_rows(26, 10),
+  during_a_commit,
+  during_the_export,
+]
+"""Most of them while rollouts of several versions are under way."""
+
+
+def stop_at(moments, run, record_property, *flags, config):
+  """Starts a run of two processes and ends it with SIGTERM, once at each of the moments."""
+  environment = job.environment(JAXRL_GRACE_S=f'{GRACE_S:g}')
+  for number, moment in enumerate(moments):
+    process = job.start(run, *flags, config=config, processes=2, environ=environment)
     moment(run, process)
     started = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
@@ -79,11 +94,24 @@ def test_sigterm_at_ten_moments_changes_no_bit(tmp_path, record_property):
     seconds = time.monotonic() - started
     line = f'{moment.__name__}: {process.returncode} after {seconds:.1f} s, {job.commits(run)}'
     print(line)
-    record_property(moment.__name__, line)
+    record_property(f'{number} {moment.__name__}', line)
     finished = moment is during_the_export and process.returncode == 0
     assert finished or process.returncode == 128 + signal.SIGTERM, said
     assert 'Traceback' not in said
+
+
+def test_sigterm_at_ten_moments_changes_no_bit(tmp_path, record_property):
+  whole = job.finished('two_processes', config=job.PPO, processes=2)
+  run = tmp_path / 'run'
+  stop_at(MOMENTS, run, record_property, config=job.PPO)
   job.train(run, config=job.PPO, processes=2)
   job.assert_equal_runs(run, whole)
   report = audit(run / 'replay')
   assert report.ok, report.lines
+
+
+def test_sigterm_at_ten_moments_of_an_asynchronous_run_loses_no_group(tmp_path, record_property):
+  run, flags = tmp_path / 'run', (*job.ASYNCHRONOUS, '--config.stages.grpo.steps=21')
+  stop_at(ASYNCHRONOUS_MOMENTS, run, record_property, *flags, config=job.QUICK)
+  job.train(run, *flags, processes=2)
+  job.check_accounts(run, steps=21, processed=False)
