@@ -75,6 +75,45 @@ class Start:
   """
 
 
+def write_step(
+  logs: Logs,
+  stage: Stage,
+  step: int,
+  batch: Batch,
+  updated: Updated,
+  seconds: Mapping[str, float],
+) -> tuple[dict[str, float], dict[str, str]]:
+  """Writes the metrics, rollouts and plan of a completed batch, and marks the batch as complete.
+
+  Returns the written metrics, and warnings on the mismatch as `step_metrics` does.
+
+  Args:
+    step: number of batches that the run has completed.
+    seconds: durations of the parts of the step, keyed by part; at least of `step` and `gen`.
+  """
+  batches = logs.batches[stage.name]
+  taken = batches.taken()
+  row, exceeded = step_metrics(batch, updated, taken, logs.mismatch)
+  row |= logs.machine_metrics()
+  row |= {f'timing_s/{name}': value for name, value in seconds.items()}
+  row['perf/time_per_step'] = seconds['step']
+  row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
+  if taken:
+    generated = sum(member.sample.response_len for member in taken.values())
+    waited = seconds['gen'] - seconds.get('update_weights', 0.0)
+    row['perf/trainer_idle_s'] = waited
+    # Older rollouts were generated before this wait began, at least in part.
+    if row.get('staleness/max') == 0:
+      row['perf/rollout_throughput'] = generated / waited
+  row = logs.metrics.write(stage.name, step, row)
+  if taken:
+    logs.rollouts.write(stage.name, step, rollout_rows(batch, updated, taken, logs.token_text))
+  with logs.store.transaction():
+    logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
+    batches.trained(batch.plan)
+  return row, exceeded
+
+
 class RunKeeper:
   """Implements `Keeper` for a run."""
 
@@ -128,30 +167,9 @@ class RunKeeper:
   def _write(
     self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]
   ) -> None:
-    logs, batches = self._logs, self._logs.batches[stage.name]
-    taken = batches.taken()
-    row, exceeded = step_metrics(batch, updated, taken, logs.mismatch)
+    row, exceeded = write_step(self._logs, stage, state.step, batch, updated, seconds)
     self._warn(state.step, stage.name, exceeded)
-    row |= logs.machine_metrics()
-    row |= {f'timing_s/{name}': value for name, value in seconds.items()}
-    row['perf/time_per_step'] = seconds['step']
-    row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
-    if taken:
-      generated = sum(member.sample.response_len for member in taken.values())
-      waited = seconds['gen'] - seconds.get('update_weights', 0.0)
-      row['perf/trainer_idle_s'] = waited
-      # Older rollouts were generated before this wait began, at least in part.
-      if row.get('staleness/max') == 0:
-        row['perf/rollout_throughput'] = generated / waited
-    row = logs.metrics.write(stage.name, state.step, row)
-    if taken:
-      logs.rollouts.write(
-        stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text)
-      )
-    with logs.store.transaction():
-      logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
-      batches.trained(batch.plan)
-    logs.progress.step(stage.name, state.step - stage.start, row)
+    self._logs.progress.step(stage.name, state.step - stage.start, row)
 
   def _warn(self, step: int, stage: str, exceeded: Mapping[str, str]) -> None:
     """Warns about each exceeded mismatch budget, at most once per `_WARN_EVERY` steps."""

@@ -33,12 +33,12 @@ from jaxrl_llm.learner.algorithm import Constants
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.keeper import write_step
 from jaxrl_llm.master.loop import LoopState, pass_over, publish, take_step
-from jaxrl_llm.master.records import step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 
-_MEASURED = (2, 10, 5.0)
+_MEASURED = (3, 40, 5.0)
 """Budget of a stage: the minimum and maximum number of measured steps, and a duration in seconds.
 
 Once the measured steps have taken that long, the minimum number of steps is enough.
@@ -71,7 +71,11 @@ class StageTrial:
   ran in full.
   """
   seconds: list[float] = dataclasses.field(default_factory=list)
-  """Duration in seconds of each measured step. Steps that compile programs are not measured."""
+  """Duration in seconds of each measured step, as `perf/time_per_step` of the run. Steps that
+  compile programs are not measured.
+  """
+  writing: list[float] = dataclasses.field(default_factory=list)
+  """Seconds for writing metrics and rollouts after each measured step."""
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
   """Metrics of each step, as the run would write them."""
   exceeded: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -90,6 +94,11 @@ class StageTrial:
   def step_s(self) -> float:
     """Median duration of the measured steps in seconds; NaN if no step was measured."""
     return statistics.median(self.seconds) if self.seconds else math.nan
+
+  @property
+  def writing_s(self) -> float:
+    """Median duration of writing after a measured step in seconds; NaN if none was measured."""
+    return statistics.median(self.writing) if self.writing else math.nan
 
 
 class Memory(NamedTuple):
@@ -138,7 +147,7 @@ class StageTrials:
       try:
         begun = dataclasses.replace(self._state, step=stage.start)
         trainer, self._state = await enter(stage, begun)
-        await self._run(trial, trainer, budget)
+        await self._run(trial, trainer, budget, unmeasured=_unmeasured(stage, config))
       except NothingToLearn as caught:
         error = caught
       self.trials.append(trial)
@@ -149,63 +158,79 @@ class StageTrials:
       yield finding
 
   async def _run(
-    self, trial: StageTrial, trainer: StageTrainer, budget: tuple[int, int, float]
+    self,
+    trial: StageTrial,
+    trainer: StageTrainer,
+    budget: tuple[int, int, float],
+    *,
+    unmeasured: int,
   ) -> None:
-    """Runs steps of one stage: first the steps that compile programs, then the measured steps.
+    """Runs steps of one stage, of which the first ones are not measured.
 
     Args:
       budget: limits of the measured steps, see `_MEASURED`.
+      unmeasured: number of steps before the measured ones.
     """
-    stage, process = trial.stage, self._setup.process
-    batches = self._resources.logs.batches[stage.name]
+    stage, stopwatch = trial.stage, self._setup.process.stopwatch
     least, most, enough_s = budget
-    # During the warm-up, only the critic is updated. The measured steps lie after the warm-up, as
-    # the policy is then updated too.
     warm_up = stage.algorithm.critic_warmup if stage.trains else 0
-    compiling, served, done = 2 if warm_up else 1, 0, 0
-    state = self._state
-    async with batches.running():
-      while state.step < stage.end:
+    done = 0
+    async with self._resources.logs.batches[stage.name].running():
+      while self._state.step < stage.end:
         measured = trial.seconds
         if len(measured) >= most or (len(measured) >= least and sum(measured) >= enough_s):
           break
         if warm_up and done == 1:
-          state = dataclasses.replace(state, step=stage.start + warm_up)
-        began = time.monotonic()
-        if stage.explores and (done % stage.publish_every == 0):
-          # The weights are always published in full, as they usually are in the run. Here, updates
-          # without signal may leave them unchanged, and unchanged weights would not be sent.
-          await publish(self._publisher, dataclasses.replace(state, moved=state.step), 0)
-          served = done
-        batches.advance(state.step, served if stage.explores else done)
-        plan = await self._planner.close(stage, state.step, batches)
-        # Neither an evaluation nor a commit is wanted here, even if the run has one at this step.
-        plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
-        if stage.trains:
-          state, batch, updated = await take_step(process, trainer, state, plan)
-        else:
-          state, batch, updated = pass_over(state, plan)
-        took, self._state = time.monotonic() - began, state
-        self._record(trial, batch, updated, batches.taken())
-        batches.trained(plan)
-        if done >= compiling:
-          measured.append(took)
+          self._state = dataclasses.replace(self._state, step=stage.start + warm_up)
+        with stopwatch.timed('step'):
+          batch, updated = await self._step(stage, trainer, done)
+        took, began = stopwatch.take(), time.monotonic()
+        self._record(trial, batch, updated, took)
+        if done >= unmeasured:
+          measured.append(took['step'])
+          trial.writing.append(time.monotonic() - began)
         elif stage.trains:
-          trial.programs = tuple(trainer.programs(state.learned, batch))
+          trial.programs = tuple(trainer.programs(self._state.learned, batch))
         done += 1
         if not all(
           math.isfinite(trial.rows[-1].get(k, 0.0)) for k in ('actor/loss', 'actor/grad_norm')
         ):
           break
 
+  async def _step(self, stage: Stage, trainer: StageTrainer, done: int) -> tuple[Batch, Updated]:
+    """Runs one step as the run's loop does, without an evaluation or a commit.
+
+    Args:
+      done: number of steps of the stage that have been run here.
+    """
+    process, batches = self._setup.process, self._resources.logs.batches[stage.name]
+    with process.stopwatch.timed('gen'):
+      stale = done % stage.publish_every if stage.explores else 0
+      if stage.explores and not stale:
+        # The weights are always published in full, as they usually are in the run. Here, updates
+        # without signal may leave them unchanged, and unchanged weights would not be sent.
+        moved = dataclasses.replace(self._state, moved=self._state.step)
+        with process.stopwatch.timed('update_weights'):
+          await publish(self._publisher, moved, 0)
+      batches.advance(self._state.step, done - stale)
+      plan = await self._planner.close(stage, self._state.step, batches)
+    plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
+    if stage.trains:
+      self._state, batch, updated = await take_step(process, trainer, self._state, plan)
+    else:
+      self._state, batch, updated = pass_over(self._state, plan)
+    return batch, updated
+
   def _record(
-    self, trial: StageTrial, batch: Batch, updated: Updated, taken: dict[str, Experience]
+    self, trial: StageTrial, batch: Batch, updated: Updated, seconds: Mapping[str, float]
   ) -> None:
-    budgets = self._setup.config.rollout.mismatch
-    row, exceeded = step_metrics(batch, updated, taken, budgets)
-    trial.rows.append(row)
+    """Writes what the run would write after a step, and keeps it for the findings."""
+    logs = self._resources.logs
+    trial.samples += logs.batches[trial.stage.name].taken().values()
+    row, exceeded = write_step(logs, trial.stage, self._state.step, batch, updated, seconds)
+    # In the written row, None stands for a value that is not finite.
+    trial.rows.append({key: math.nan if value is None else value for key, value in row.items()})
     trial.exceeded |= exceeded
-    trial.samples += taken.values()
     trial.dropped.update({k: n for k, n in batch.plan.counts.items() if k.startswith('dropped/')})
     trial.constants = batch.annotation.constants
     self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
@@ -268,6 +293,18 @@ class StageTrials:
     )
 
 
+def _unmeasured(stage: Stage, config: StageConfig) -> int:
+  """Returns the number of steps at the beginning of a stage whose durations are not typical.
+
+  The first step compiles programs. During a critic's warm-up, only the critic is updated; the step
+  after it compiles again. While programs compile, the explorer generates as many batches ahead as
+  the bound allows, so the steps that train on them do not wait for rollouts.
+  """
+  warms_up = stage.trains and stage.algorithm.critic_warmup > 0
+  ahead = config.source.bound if isinstance(config.source, Rollouts) else 0
+  return 1 + warms_up + ahead
+
+
 def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -> Iterator[Finding]:
   stage = trial.stage
   if error is not None:
@@ -290,9 +327,11 @@ def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -
   if trial.seconds:
     yield ok(
       f'step_time {stage.name}',
-      f'{trial.step_s:,.3g} s a step, the median of {len(trial.seconds)}',
+      f'{trial.step_s:,.3g} s a step, the median of {len(trial.seconds)}, and '
+      f'{trial.writing_s:,.2g} s between two steps',
       stage=stage.name,
       seconds=trial.step_s,
+      writing_seconds=trial.writing_s,
       steps=len(trial.seconds),
     )
 
@@ -428,7 +467,7 @@ def duration(
     stage = trial.stage
     steps = stage.end - stage.start
     if trial.seconds:
-      total += steps * trial.step_s
+      total += steps * (trial.step_s + trial.writing_s)
     else:
       unknown.append(stage.name)
     evaluations += sum(stage.evaluation_due(done) for done in range(stage.start + 1, stage.end + 1))
