@@ -37,6 +37,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.vllm.server', 'VllmConfig'),
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
+  ('jaxrl_llm.runtime.log.config', 'LoggingConfig LogWriterConfig WandbConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
   ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
@@ -58,6 +59,8 @@ _NAMES = (
   ('jaxrl_llm.rollout.embedded.spec', 'embedded_engine'),
   ('jaxrl_llm.rollout.vllm.spec', 'vllm_engine'),
   ('jaxrl_llm.core.types', 'Version'),
+  # Log writers
+  ('jaxrl_llm.runtime.log.api', 'LogRow LogRun LogWriter'),
   # Algorithms
   ('jaxrl_llm.learner.algorithm', 'Algorithm Annotation Closed Setting term'),
   ('jaxrl_llm.learner.policy_gradient', 'policy_gradient'),

@@ -84,6 +84,12 @@ from jaxrl_llm.rollout.workflow import Workflow as Workflow
 from jaxrl_llm.rollout.workflow import WorkflowConfig as WorkflowConfig
 from jaxrl_llm.rollout.workflow import completion_text as completion_text
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig as CheckpointConfig
+from jaxrl_llm.runtime.log.api import LogRow as LogRow
+from jaxrl_llm.runtime.log.api import LogRun as LogRun
+from jaxrl_llm.runtime.log.api import LogWriter as LogWriter
+from jaxrl_llm.runtime.log.config import LoggingConfig as LoggingConfig
+from jaxrl_llm.runtime.log.config import LogWriterConfig as LogWriterConfig
+from jaxrl_llm.runtime.log.config import WandbConfig as WandbConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig as PreferencesConfig
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig as TaskProcessorConfig
 from jaxrl_llm.tasks.taskset import TasksetConfig as TasksetConfig

@@ -36,6 +36,7 @@ NESTED = {
   'rollout.embedded': {'core', 'models', 'rollout'},
   'rollout.vllm': {'core', 'models', 'weights', 'rollout'},
   'rollout.explorers': {'core', 'rewards', 'tasks', 'rollout'},
+  'runtime.log': {'core', 'config', 'runtime'},
   'master.exploring': {'core', 'config', 'replay', 'rewards', 'rollout', 'runtime', 'tasks'},
   'app.composition': {*BELOW_APP, 'app'},
   'app.serve': {*BELOW_APP, 'app', 'app.composition'},

@@ -2,27 +2,19 @@
 
 import ast
 import asyncio
-import pathlib
-import re
 import types
 
 import numpy as np
+from pages import code
 
 from jaxrl_llm.api import Attempt, Completion, Finish, Role, Sampling, Segment, Task, load_config
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.workflow import checked_run
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = Task(
   taskset='t', domain='d', prompt=({'role': 'user', 'content': 'abc'},), truth='cba', fields={}
 )
-
-
-def code(page: str, name: str) -> str:
-  """The block of a page that is marked as the file `name`."""
-  pattern = rf'<!-- begin: {re.escape(name)} -->\n```python\n(.*?)```\n<!-- end'
-  return re.search(pattern, (ROOT / page).read_text(), re.DOTALL)[1]
 
 
 def test_the_reward_of_the_readme_scores_the_quickstart(tmp_path, monkeypatch):

@@ -149,6 +149,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
     config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
+    config.logging.check()
     workdir.adopt(config)
     if config.registry is not None:
       registry = await asyncio.to_thread(config.registry.open, path)

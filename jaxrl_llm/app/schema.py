@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
+from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
 from jaxrl_llm.tasks.sampler import SamplerConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
@@ -543,6 +544,7 @@ class Config:
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  logging: LoggingConfig = LoggingConfig()
   coordination: CoordinationConfig = CoordinationConfig()
   registry: RegistryConfig | None = None
   """Where servers, scorer hosts and explorers of the job find each other, as `{}` in the run

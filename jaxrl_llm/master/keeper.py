@@ -27,6 +27,7 @@ from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import Edge
+from jaxrl_llm.runtime.log.writers import LogWriters
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
@@ -50,11 +51,20 @@ class Logs:
   token_text: Callable[[int], str]
   machine_metrics: Callable[[], dict[str, float]]
   """Returns metrics of the process itself, such as its heartbeat and its number of compilations."""
+  writers: LogWriters = dataclasses.field(default_factory=LogWriters)
+  """Writers that get a copy of each row of the metrics."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
   run directory.
   """
+
+  def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a row of metrics and its copies, and returns it as it was written."""
+    row = self.metrics.write(stage, step, values)
+    for line in self.writers.write(row):
+      self.progress.note(line)
+    return row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +115,7 @@ def write_step(
     # Older rollouts were generated before this wait began, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
-  row = logs.metrics.write(stage.name, step, row)
+  row = logs.write(stage.name, step, row | logs.writers.take_metrics())
   if taken:
     logs.rollouts.write(stage.name, step, rollout_rows(batch, updated, taken, logs.token_text))
   with logs.store.transaction():
@@ -216,7 +226,7 @@ class RunKeeper:
     if measured is None:
       return self._start.stop.result()
     for suite, metrics, rows in measured:
-      logs.metrics.write(stage.name, state.step, metrics)
+      logs.write(stage.name, state.step, metrics)
       logs.evals.write(stage.name, state.step, suite.name, rows)
       accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
       logs.progress.note(

@@ -453,6 +453,10 @@ METRICS: dict[str, str] = {
   'run/dropped/<reason>': (
     'Samples dropped for this reason while the batch was collected; `groups` counts groups.'
   ),
+  'run/logging/<writer>/lost_rows': (
+    'Rows that a log writer refused since the previous step; absent before its first. They remain '
+    'in metrics.jsonl.'
+  ),
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': (
     'Versions between a token and the update that trains on it. At most the bound for new '

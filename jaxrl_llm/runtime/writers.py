@@ -1,9 +1,9 @@
-"""The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
+"""The logs of a run: metrics.jsonl, rollouts/ and evals/.
 
 Invariant: the logs of a resumed run equal those of an uninterrupted run. At a resume, metrics.jsonl
-is truncated to the length in bytes that the commit recorded, and the TensorBoard files are written
-again from it. Each rollouts or evals file belongs to one step and is replaced atomically. Files of
-steps after the commit are removed.
+is truncated to the length in bytes that the commit recorded. Each rollouts or evals file belongs to
+one step and is replaced atomically. Files of steps after the commit are removed. `runtime.log`
+copies the rows of metrics.jsonl to other places.
 
 The logs are always valid JSON. In metrics.jsonl, a value that is NaN or infinite is written as
 null, and the additional key `<key>/nonfinite` contains 'nan', 'inf' or '-inf'. In rollouts and
@@ -18,17 +18,14 @@ import math
 import os
 import pathlib
 import re
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.runtime.tensorboard import EventFile, row_times
 
 METRICS_FILE = 'metrics.jsonl'
-TENSORBOARD_DIR = 'tensorboard'
 ROLLOUTS_DIR = 'rollouts'
 EVALS_DIR = 'evals'
 STAGE, STEP = 'stage', 'training/global_step'
@@ -71,21 +68,15 @@ def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]
 
 
 class MetricsWriter:
-  """Appends rows to `<workdir>/metrics.jsonl` and to files in `<workdir>/tensorboard/<stage>/`.
+  """Appends rows to `<workdir>/metrics.jsonl`. Only one process of a run may use it."""
 
-  Only one process of a run may use it.
-  """
-
-  def __init__(
-    self, workdir: pathlib.Path | str, *, committed: int | None, tensorboard: bool = True
-  ):
+  def __init__(self, workdir: pathlib.Path | str, *, committed: int | None):
     """Opens the log.
 
     Args:
       workdir: Run directory. It is created if it does not exist.
       committed: Length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
         If None, all complete lines are kept, and only an incomplete last line is removed.
-      tensorboard: Whether to write TensorBoard files, too.
     """
     self._path = pathlib.Path(workdir) / METRICS_FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +86,6 @@ class MetricsWriter:
     self._file = self._path.open('r+b')
     self._file.truncate(keep)
     self._file.seek(keep)
-    self._boards: _Boards | None = None
-    if tensorboard:
-      self._boards = _Boards(self._path.parent / TENSORBOARD_DIR, read_jsonl(self._path)[0])
 
   @property
   def offset(self) -> int:
@@ -105,7 +93,7 @@ class MetricsWriter:
     return self._file.tell()
 
   def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Appends a row to the logs, flushes them, and returns the row as it was written."""
+    """Appends a row, flushes the file, and returns the row as it was written."""
     row = {
       STAGE: stage,
       STEP: int(step),
@@ -113,8 +101,6 @@ class MetricsWriter:
     }
     self._file.write(json.dumps(row, allow_nan=False).encode() + b'\n')
     self._file.flush()
-    if self._boards is not None:
-      self._boards.write(row, time.time())
     return row
 
   def sync(self) -> int:
@@ -128,8 +114,6 @@ class MetricsWriter:
 
   def close(self) -> None:
     self._file.close()
-    if self._boards is not None:
-      self._boards.close()
 
 
 def _whole_lines(path: pathlib.Path) -> int:
@@ -149,39 +133,6 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
     )
 
 
-class _Boards:
-  """TensorBoard event files, one for each stage, with one event for each row of metrics.jsonl."""
-
-  def __init__(self, directory: pathlib.Path, rows: list[dict[str, Any]]):
-    self._directory = directory
-    self._writers: dict[str, EventFile] = {}
-    times: dict[str, list[float]] = {}
-    old = sorted(directory.glob('*/events.out.tfevents.*'))
-    for path in old:
-      times.setdefault(path.parent.name, []).extend(row_times(path))
-    self._serial = 1 + max((int(p.suffix[1:]) for p in old if p.suffix[1:].isdigit()), default=-1)
-    now = time.time()
-    for row in rows:
-      kept = times.get(_file_name(str(row.get(STAGE))), [])
-      self.write(row, kept.pop(0) if kept else now)
-    for path in old:
-      path.unlink()
-
-  def write(self, row: Mapping[str, Any], when: float) -> None:
-    stage = _file_name(str(row.get(STAGE)))
-    if stage not in self._writers:
-      path = self._directory / stage / f'events.out.tfevents.{int(when)}.{self._serial}'
-      self._writers[stage] = EventFile(path, when)
-    scalars = {
-      key: value for key, value in row.items() if key != STEP and isinstance(value, int | float)
-    }
-    self._writers[stage].write(row.get(STEP, 0), scalars, when)
-
-  def close(self) -> None:
-    for writer in self._writers.values():
-      writer.close()
-
-
 class RolloutsWriter:
   """Writes `rollouts/<stage>/<step:06d>.jsonl`.
 
@@ -192,7 +143,7 @@ class RolloutsWriter:
     self.directory = pathlib.Path(workdir) / ROLLOUTS_DIR
 
   def write(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-    return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
+    return write_rows(self.directory / file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
     """Removes the files of steps that are not committed, and returns the number of removed files.
@@ -217,7 +168,7 @@ class EvalsWriter:
     self, stage: str, step: int, suite: str, rows: Iterable[Mapping[str, Any]]
   ) -> pathlib.Path:
     return write_rows(
-      self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows
+      self.directory / file_name(stage) / f'{step:06d}-{file_name(suite)}.jsonl', rows
     )
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
@@ -230,7 +181,7 @@ class EvalsWriter:
     return _discard_later(self.directory, last_steps)
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
   if not re.fullmatch(r'\w[\w.@+ -]*', name):
     raise UserError(
       f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting '

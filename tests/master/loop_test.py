@@ -185,9 +185,7 @@ class Run:
     )
     batches = {stage.name: Rows() for stage in self.stages}
     logs = Logs(
-      metrics=MetricsWriter(
-        self.workdir, committed=host['metrics_offset'] if host else 0, tensorboard=False
-      ),
+      metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0),
       rollouts=RolloutsWriter(self.workdir),
       evals=EvalsWriter(self.workdir),
       progress=ProgressDisplay({stage.name: 2 for stage in self.stages}),

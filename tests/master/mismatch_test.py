@@ -268,7 +268,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
   store, mesh = exploring.new_store(workdir / 'replay'), build_mesh(MeshConfig(), jax.devices()[:1])
   engine = exploring.FakeEngine(tokenizer)
   logs = Logs(
-    metrics=MetricsWriter(workdir, committed=0, tensorboard=False),
+    metrics=MetricsWriter(workdir, committed=0),
     rollouts=RolloutsWriter(workdir),
     evals=EvalsWriter(workdir),
     progress=ProgressDisplay({'grpo': 100}, console=console, interval_s=1e9),

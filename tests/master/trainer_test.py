@@ -519,7 +519,7 @@ class Position:
 def logs_of(folder, stage, tokenizer) -> Logs:
   engine = exploring.FakeEngine(tokenizer)
   return Logs(
-    metrics=MetricsWriter(folder, committed=0, tensorboard=False),
+    metrics=MetricsWriter(folder, committed=0),
     rollouts=RolloutsWriter(folder),
     evals=EvalsWriter(folder),
     progress=ProgressDisplay({stage.name: 100}),

@@ -21,7 +21,7 @@ OBJECTIVE = Objective(key=KEY)
 
 def make_run(folder, *, rate, seed, accuracy, steps=12, text='cba', extra=None):
   """A run of `steps` GRPO steps that evaluates every fourth one."""
-  log = writers.MetricsWriter(folder, committed=0, tensorboard=False)
+  log = writers.MetricsWriter(folder, committed=0)
   for step in range(1, steps + 1):
     row = {'critic/score/mean': accuracy * step / steps, 'actor/pg_loss': -0.1 * seed}
     if step % 4 == 0:

@@ -342,7 +342,7 @@ def test_damaged_logs_are_counted_and_shown(small, tmp_path):
 
 
 def test_a_value_that_was_not_finite_is_a_gap_and_a_warning(tmp_path):
-  log = writers.MetricsWriter(tmp_path, committed=0, tensorboard=False)
+  log = writers.MetricsWriter(tmp_path, committed=0)
   for step, value in enumerate([1.0, math.inf, 3.0]):
     log.write('grpo', step, {'actor/grad_norm': value, 'run/skipped_updates': int(step > 0)})
   log.close()
@@ -355,7 +355,7 @@ def test_a_value_that_was_not_finite_is_a_gap_and_a_warning(tmp_path):
 
 
 def test_steps_over_the_mismatch_budget_are_counted_in_a_warning(tmp_path):
-  log = writers.MetricsWriter(tmp_path, committed=0, tensorboard=False)
+  log = writers.MetricsWriter(tmp_path, committed=0)
   for step, over in enumerate([0.0, 1.0, 0.0, 1.0]):
     log.write('grpo', step, {'run/mismatch_over_budget': over})
   log.close()

@@ -2,6 +2,7 @@
 twice.
 """
 
+import asyncio
 import json
 import math
 import struct
@@ -13,6 +14,24 @@ import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.runtime import writers
+from jaxrl_llm.runtime.log.config import LoggingConfig
+from jaxrl_llm.runtime.log.writers import open_writers
+
+
+class Log:
+  """metrics.jsonl with the copy that TensorBoard gets, as a run writes both."""
+
+  def __init__(self, workdir, *, committed):
+    self._metrics = writers.MetricsWriter(workdir, committed=committed)
+    self._copies = open_writers(LoggingConfig(), workdir, name='test')
+    self.sync = self._metrics.sync
+
+  def write(self, stage, step, values):
+    assert self._copies.write(self._metrics.write(stage, step, values)) == []
+
+  def close(self):
+    self._metrics.close()
+    asyncio.run(self._copies.close())
 
 
 def events(path):
@@ -50,7 +69,7 @@ def board(workdir, stage='grpo'):
 
 
 def run(workdir, steps, *, committed=0):
-  log = writers.MetricsWriter(workdir, committed=committed)
+  log = Log(workdir, committed=committed)
   offsets = {}
   for step in steps:
     log.write('grpo', step, {'b': step * 0.5, 'a': np.float32(step)})
@@ -69,11 +88,10 @@ def test_rows_are_as_the_contract_says(tmp_path):
   assert line == '{"stage": "sft", "training/global_step": 3, "a/count": 7, "z/loss": 0.5}\n'
   assert log.offset == len(line)
   log.close()
-  assert board(tmp_path, 'sft') == [(3, {'a/count': 7.0, 'z/loss': 0.5})]
 
 
 def test_nonfinite_metrics_stay_valid_json_and_say_what_they_were(tmp_path):
-  log = writers.MetricsWriter(tmp_path, committed=0)
+  log = Log(tmp_path, committed=0)
   log.write('grpo', 1, {'n': math.nan, 'p': np.float32('inf'), 'm': -math.inf, 'ok': 1.5})
   log.close()
   row = json.loads((tmp_path / 'metrics.jsonl').read_text(), parse_constant=pytest.fail)
@@ -106,14 +124,14 @@ def test_kept_rows_keep_their_wall_time(tmp_path):
 
   offset = run(tmp_path, range(3))[1]
   before = times()
-  writers.MetricsWriter(tmp_path, committed=offset).close()
+  Log(tmp_path, committed=offset).close()
   assert len(before) == 3 and times() == before[:2]
 
 
 def test_event_files_are_as_tensorboard_reads_them(tmp_path):
   from tensorboardX.proto import event_pb2
 
-  log = writers.MetricsWriter(tmp_path, committed=0)
+  log = Log(tmp_path, committed=0)
   log.write('grpo', 2**40, {'größe': -0.1, 'large': 1e300, 'zero': 0})
   log.close()
   (path,) = (tmp_path / 'tensorboard' / 'grpo').iterdir()
@@ -128,7 +146,8 @@ def test_event_files_are_as_tensorboard_reads_them(tmp_path):
 
 def test_the_writers_import_neither_torch_nor_jax():
   program = (
-    'import jaxrl_llm.runtime.writers, sys; sys.exit(bool({"torch", "jax"} & set(sys.modules)))'
+    'import jaxrl_llm.runtime.log.writers, jaxrl_llm.runtime.log.follow, sys; '
+    'sys.exit(bool({"torch", "jax"} & set(sys.modules)))'
   )
   assert subprocess.run([sys.executable, '-c', program]).returncode == 0
 

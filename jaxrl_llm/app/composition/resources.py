@@ -58,6 +58,7 @@ from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import Workflow, completion_text
 from jaxrl_llm.runtime.events import Events
+from jaxrl_llm.runtime.log.writers import open_writers
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
@@ -170,6 +171,7 @@ class Resources:
     async with contextlib.AsyncExitStack() as rest:
       for part in (self.events, self.logs.store, self.logs.metrics):
         rest.callback(part.close)
+      rest.push_async_callback(self.logs.writers.close)
       rest.push_async_callback(self.scorers.close)
       if self.engine is not None:
         rest.push_async_callback(self.engine.close)
@@ -237,6 +239,7 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
     suites=prepared.suites,
     token_text=prepared.tokenizer.token_text,
     machine_metrics=machine_metrics,
+    writers=open_writers(config.logging, workdir, name=config.name),
     mismatch=config.rollout.mismatch,
     files=made_files(workdir),
   )

@@ -19,9 +19,10 @@ from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
+from jaxrl_llm.runtime.log.api import DIRECTORY as LOGGING
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'coordination', 'registry')
+MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'coordination', 'registry', 'logging')
 """Keys whose values a resumed run may change, beside those of its engine: number, place and
 deadlines of its services and processes, not what they compute.
 """
@@ -85,7 +86,7 @@ class Workdir:
     if check_configuration(self.path, config):
       return
     if file.exists():
-      for made in (TOKENIZER, DATA):
+      for made in (TOKENIZER, DATA, LOGGING):
         shutil.rmtree(self.path / made, ignore_errors=True)
     write_durably(file, json.dumps(to_json(config), indent=1))
 

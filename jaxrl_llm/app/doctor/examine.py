@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 
@@ -34,6 +35,7 @@ from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import RunError, UserError, first_cause, one_line
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.taskset import Taskset, taskset_loader
 
 _SPARE = 0.95
@@ -84,6 +86,7 @@ def _settled(
   try:
     check_names(config, {taskset.name: load(taskset.name) for taskset in config.tasksets})
     config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
+    config.logging.check()
     build_scorers(config.rewards)
   except UserError as error:
     result, _, remedy = str(error).rpartition('; ')
@@ -247,7 +250,9 @@ def _not_finite(params: Params) -> Mapping[str, int]:
 
 async def _tried(past: Reopened, data: Data, state: LoopState, findings: Findings) -> None:
   """Starts the run's scorers, workflow and engine, and runs a few batches of each stage."""
-  resources = open_resources(past, past.prepared, None)
+  # What the doctor tries is no part of the run, so no log of other places gets it.
+  config = dataclasses.replace(past.config, logging=LoggingConfig(tensorboard=False))
+  resources = open_resources(dataclasses.replace(past, config=config), past.prepared, None)
   try:
     async with asyncio.TaskGroup() as starts:
       starts.create_task(_scorers(past, data, resources, findings))

@@ -157,6 +157,7 @@ def plan(
   mesh = build_mesh(config.learner.mesh, devices)
   load = taskset_loader(config.tasksets)
   config = settle(config, workdir if has_commits(workdir) else None, tell, load)
+  config.logging.check()
   build_scorers(config.rewards)
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch), load)

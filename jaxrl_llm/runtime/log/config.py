@@ -1,0 +1,112 @@
+"""Configuration of the places that get a copy of a run's metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime.log.api import LogRun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+  """Weights & Biases. The project, the entity and the mode fall back to W&B's own settings."""
+
+  project: str | None = None
+  """Project of the run; None: WANDB_PROJECT, or else 'jaxrl_llm'."""
+  entity: str | None = None
+  """User or team that owns the project; None: WANDB_ENTITY, or else the default of the account."""
+  group: str | None = None
+  """Group of runs in the project; None: no group."""
+  tags: tuple[str, ...] = ()
+  notes: str | None = None
+  mode: Literal['online', 'offline'] | None = None
+  """'offline' writes files that `wandb sync` uploads; None: WANDB_MODE, or else 'online'."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogWriterConfig:
+  """A custom log writer."""
+
+  kind: str
+  """Function that builds the writer, as 'module:attribute'; it takes a `LogRun` and the options."""
+  name: str | None = None
+  """Name of the writer in messages, metrics and files; None: the attribute of `kind`."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Keyword arguments of the function."""
+
+  @property
+  def label(self) -> str:
+    """Name of the writer in messages, metrics and files."""
+    return self.name or self.kind.rpartition(':')[2]
+
+  def __post_init__(self):
+    if ':' not in self.kind:
+      raise UserError(
+        f"logging.writers: kind {self.kind!r}, wanted 'module:attribute' (TensorBoard and W&B have "
+        'fields of their own: logging.tensorboard, logging.wandb)'
+      )
+    if not re.fullmatch(r'\w[\w.-]*', self.label):
+      raise UserError(
+        f'logging.writers: the name {self.label!r} is that of a directory: use letters, digits and '
+        '. _ - only, starting with a letter'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+  """Places, besides metrics.jsonl, that get the metrics of the run."""
+
+  tensorboard: bool = True
+  """Write event files for TensorBoard to `tensorboard/` in the run directory."""
+  wandb: WandbConfig | None = None
+  """Weights & Biases, with the defaults of `{}`; None: off."""
+  writers: tuple[LogWriterConfig, ...] = ()
+  """Custom writers, each in a process of its own."""
+  close_s: float = 60.0
+  """Maximum wait in seconds for W&B and custom writers at the end of the run."""
+
+  def __post_init__(self):
+    names = [writer.label for writer in self.apart()]
+    for name in names:
+      if names.count(name) > 1:
+        raise UserError(
+          f'logging.writers: {names.count(name)} are called {name!r}; give each its own name'
+        )
+    if self.close_s <= 0:
+      raise UserError(f'logging.close_s: {self.close_s}, wanted a number of seconds above 0')
+
+  def apart(self) -> Iterator[LogWriterConfig]:
+    """Yields the writers that run in processes of their own."""
+    if self.wandb is not None:
+      options = {**dataclasses.asdict(self.wandb), 'tags': list(self.wandb.tags)}
+      yield LogWriterConfig(
+        kind='jaxrl_llm.runtime.log.wandb_writer:WandbWriter', name='wandb', options=options
+      )
+    yield from self.writers
+
+  def check(self) -> None:
+    """Raises UserError for a package that is missing, and for custom writers that cannot be built
+    from their options.
+    """
+    if self.wandb is not None and importlib.util.find_spec('wandb') is None:
+      raise UserError(
+        "logging.wandb: needs wandb, which is not installed; pip install 'jaxrl_llm[logging]'"
+      )
+    for writer in self.writers:
+      make = own_part(writer.kind, 'log writer')
+      run = LogRun(name='', workdir=pathlib.Path(), directory=pathlib.Path(), config={})
+      try:
+        inspect.signature(make).bind(run, **writer.options)
+      except TypeError as error:
+        raise UserError(
+          f'logging.writers: {writer.kind!r} does not take a run and {sorted(writer.options)} '
+          f'({error})'
+        ) from None
