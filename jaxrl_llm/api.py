@@ -15,8 +15,8 @@ _NAMES = (
   # Configurations
   (
     'jaxrl_llm.app.schema',
-    'AlgorithmConfig Config CriticConfig Demonstrations ExpertsConfig LearnerConfig Pairs '
-    'PastConfig PolicyConfig PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
+    'AlgorithmConfig Config CriticConfig Demonstrations Examples ExpertsConfig LearnerConfig '
+    'Pairs PastConfig PolicyConfig PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
   ('jaxrl_llm.core.net.registry', 'RegistryConfig'),
@@ -38,6 +38,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
   ('jaxrl_llm.runtime.log.config', 'LoggingConfig LogWriterConfig WandbConfig'),
+  ('jaxrl_llm.tasks.examples', 'ExamplesConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
   ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),

@@ -2,6 +2,7 @@ from jaxrl_llm.app.schema import AlgorithmConfig as AlgorithmConfig
 from jaxrl_llm.app.schema import Config as Config
 from jaxrl_llm.app.schema import CriticConfig as CriticConfig
 from jaxrl_llm.app.schema import Demonstrations as Demonstrations
+from jaxrl_llm.app.schema import Examples as Examples
 from jaxrl_llm.app.schema import ExpertsConfig as ExpertsConfig
 from jaxrl_llm.app.schema import LearnerConfig as LearnerConfig
 from jaxrl_llm.app.schema import Pairs as Pairs
@@ -90,6 +91,7 @@ from jaxrl_llm.runtime.log.api import LogWriter as LogWriter
 from jaxrl_llm.runtime.log.config import LoggingConfig as LoggingConfig
 from jaxrl_llm.runtime.log.config import LogWriterConfig as LogWriterConfig
 from jaxrl_llm.runtime.log.config import WandbConfig as WandbConfig
+from jaxrl_llm.tasks.examples import ExamplesConfig as ExamplesConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig as PreferencesConfig
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig as TaskProcessorConfig
 from jaxrl_llm.tasks.taskset import TasksetConfig as TasksetConfig

@@ -39,6 +39,7 @@ from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.runtime.log.config import LoggingConfig
+from jaxrl_llm.tasks.examples import ExamplesConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
 from jaxrl_llm.tasks.sampler import SamplerConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
@@ -296,6 +297,33 @@ class Demonstrations(DemonstrationsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples:
+  """Source of a stage's batches: rows to imitate, which are conversations, completions or texts."""
+
+  train: str
+  """Name of the configured examples to train on."""
+  held_out: str | None = None
+  """Name of the configured examples to measure at each evaluation (`val-core/<name>/sft_loss`);
+  None: no measurement.
+  """
+  sequences_per_batch: int = 64
+  """Number of sequences per batch."""
+  tasksets: ClassVar[tuple[str, ...]] = ()
+  """Always empty, since examples have their own prompts."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that must stay together."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
+    _at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
   """Source of a stage's batches: preference pairs."""
 
@@ -372,7 +400,7 @@ _OF_ROLLOUTS = (
     'demonstrations': 'source, as Demonstrations(tasksets=…, templates=…)',
     'preferences': 'source, as Pairs(train=…)',
     'recorded': 'source, as Recorded(run=…, tasksets=…)',
-    'sequences_per_batch': 'source.sequences_per_batch, of Demonstrations or Pairs',
+    'sequences_per_batch': 'source.sequences_per_batch, of Demonstrations, Examples or Pairs',
     'groups_per_batch': 'source.groups_per_batch, of Rollouts or Recorded',
     'group_size': 'source.group_size, of Rollouts or Recorded',
     **{name: f'source.{name}, of Rollouts' for name in _OF_ROLLOUTS},
@@ -384,8 +412,10 @@ class StageConfig:
 
   name: str
   algorithm: AlgorithmConfig
-  source: Rollouts | Demonstrations | Pairs | Recorded
-  """Source of the batches: rollouts, demonstrations, preference pairs, or another run's groups."""
+  source: Rollouts | Demonstrations | Examples | Pairs | Recorded
+  """Source of the batches: rollouts, demonstrations, examples, preference pairs, or another run's
+  groups.
+  """
   steps: int
   """Number of steps, each of which trains on one batch."""
   minibatches: int = 1
@@ -414,10 +444,10 @@ class StageConfig:
   def __post_init__(self):
     where = f'stages.{self.name}.'
     _at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
-    if not isinstance(self.source, Rollouts | Demonstrations | Pairs | Recorded):
+    if not isinstance(self.source, Rollouts | Demonstrations | Examples | Pairs | Recorded):
       raise UserError(
-        f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Pairs or '
-        'Recorded'
+        f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Examples, '
+        'Pairs or Recorded'
       )
     self.source.check(f'{where}source.')
 
@@ -538,6 +568,7 @@ class Config:
   policy: PolicyConfig
   tasksets: tuple[TasksetConfig, ...] = ()
   preferences: tuple[PreferenceSource, ...] = ()
+  examples: tuple[ExamplesConfig, ...] = ()
   rewards: RewardsConfig = RewardsConfig(scorers=())
   rollout: RolloutConfig
   learner: LearnerConfig
@@ -584,7 +615,8 @@ class Config:
       if isinstance(stage.source, Rollouts):
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
     named = {
-      part: getattr(self, part) for part in ('tasksets', 'preferences', 'stages', 'evaluation')
+      part: getattr(self, part)
+      for part in ('tasksets', 'preferences', 'examples', 'stages', 'evaluation')
     }
     for part, items in (*named.items(), ('rollout.auxiliary', self.rollout.auxiliary)):
       names = [item.name for item in items]

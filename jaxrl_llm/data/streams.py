@@ -54,6 +54,11 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
   return tuple(row for i in range(len(units)) for row in units[i])
 
 
+def count_rows(workdir: pathlib.Path, source: str) -> int:
+  """Returns the number of rows of an ArrayRecord file of Samples."""
+  return len(_Units(workdir, source, 1))
+
+
 def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:

@@ -478,7 +478,7 @@ METRICS: dict[str, str] = {
   'val-core/<preferences>/rewards/<name>': 'The same statistic on held-out pairs as in training.',
   'val-core/<preferences>/logps/<name>': 'The same statistic on held-out pairs as in training.',
   'val-core/<preferences>/<name>_loss': (
-    'The loss on held-out pairs. Rising while the training loss falls: memorising.'
+    'The loss on held-out pairs or examples. Rising while the training loss falls: memorising.'
   ),
   'val-core/<preferences>/entropy': (
     'Entropy of the policy per token of the held-out answers (nats).'

@@ -24,12 +24,11 @@ from jaxrl_llm.core.records.sample import Role, Sample, Source
 from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
+from jaxrl_llm.tasks.messages import roles, text_messages
 from jaxrl_llm.tasks.taskset import Taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
-_ROLES = ('system', 'user', 'assistant', 'tool')
 _COUNTS = ('read', 'kept', 'corrupt', 'identical', 'duplicate', 'other_split')
-_CORRUPT_SHOWN = 20
 _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 
@@ -156,7 +155,9 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
     pair = _pair_or_corrupt(row, config)
     if isinstance(pair, sources.Corrupt):
       counts['corrupt'] += 1
-      _report_corrupt(pair, config, counts['corrupt'])
+      sources.report_corrupt(
+        pair, f'preferences {config.name}', config.on_corrupt, counts['corrupt']
+      )
       continue
     _check_group(row.where, pair, group_of, config)
     fate = _fate(pair, config, seen)
@@ -257,16 +258,6 @@ def _preferences(
   return Preferences(name=name, pairs=tuple(pairs), counts=counts)
 
 
-def _report_corrupt(corrupt: sources.Corrupt, config: PreferencesConfig, count: int) -> None:
-  if config.on_corrupt == 'fail':
-    raise UserError(
-      f"{corrupt.where}: {corrupt.reason} (preferences {config.name}; on_corrupt='skip' skips such "
-      'rows)'
-    )
-  if count <= _CORRUPT_SHOWN:
-    logging.warning('preferences %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
-
-
 def _check_group(
   where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig
 ) -> None:
@@ -356,7 +347,7 @@ def _conversation(
   messages = _as_messages(name, value, role='assistant')
   if not messages or messages[-1]['role'] != 'assistant':
     raise ValueError(
-      f"{name} must end with a message of 'assistant', its roles are {_roles(messages)}"
+      f"{name} must end with a message of 'assistant', its roles are {roles(messages)}"
     )
   if not messages[-1]['content'].strip():
     raise ValueError(f'{name} is empty')
@@ -368,20 +359,20 @@ def _prompt(
 ) -> tuple[Message, ...]:
   row_prompt = templates.names(fields).get('prompt')
   if config.prompt is not None:
-    given = before or (_messages('prompt', row_prompt) if isinstance(row_prompt, list) else [])
+    given = before or (text_messages('prompt', row_prompt) if isinstance(row_prompt, list) else [])
     system = [message for message in given if message['role'] == 'system']
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
   elif before and isinstance(row_prompt, list):
     raise ValueError(
       "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, "
       'there are also '
-      f'{_roles(before)}'
+      f'{roles(before)}'
     )
   else:
     messages = before or _as_messages('prompt', _own(fields, 'prompt'), role='user')
   if not messages or messages[-1]['role'] not in ('user', 'tool'):
     raise ValueError(
-      f"prompt must end with a message of 'user' or 'tool', its roles are {_roles(messages)}"
+      f"prompt must end with a message of 'user' or 'tool', its roles are {roles(messages)}"
     )
   if not any(message['content'].strip() for message in messages):
     raise ValueError('prompt is empty')
@@ -402,24 +393,5 @@ def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
   if isinstance(value, str):
     return [{'role': role, 'content': value}]
   if isinstance(value, list):
-    return _messages(name, value)
+    return text_messages(name, value)
   raise ValueError(f'{name} is {json.dumps(value)[:80]}, wanted text or a list of messages')
-
-
-def _messages(name: str, value: list[Json]) -> list[Message]:
-  messages = []
-  for item in value:
-    if (
-      not isinstance(item, Mapping)
-      or item.get('role') not in _ROLES
-      or not isinstance(item.get('content'), str)
-    ):
-      raise ValueError(
-        f'{name} message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}'
-      )
-    messages.append({'role': item['role'], 'content': item['content']})
-  return messages
-
-
-def _roles(messages: Sequence[Message]) -> list[str]:
-  return [message['role'] for message in messages]

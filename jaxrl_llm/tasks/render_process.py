@@ -31,15 +31,17 @@ def main() -> None:
     # SIGPROF ends the process, even within one long operation.
     signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])
     try:
-      (text,), _ = render_jinja_template(
+      (text,), marks = render_jinja_template(
         conversations=[order['messages']],
+        tools=order['tools'],
+        return_assistant_tokens_mask=True,
         chat_template=limits['template'],
         add_generation_prompt=order['add_generation_prompt'],
         **order['variables'],
       )
       if len(text) > limits['characters']:
         raise ValueError(f'gives {len(text):,} characters, wanted at most {limits["characters"]:,}')
-      answer = {'text': text}
+      answer = {'text': text, 'marks': [[a, b] for a, b in marks[0] if a < b]}
     except Exception as error:
       answer = {'error': ': '.join(filter(None, [type(error).__name__, str(error)[:2000]]))}
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -18,9 +18,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxrl_llm.core.errors import one_line
+from jaxrl_llm.core.records.task import ChatMessage
+from jaxrl_llm.core.types import Json
 
 _PROGRAM = pathlib.Path(__file__).with_name('render_process.py')
 
@@ -47,6 +49,16 @@ class RenderingLimits:
 LIMITS = RenderingLimits()
 
 
+class Rendered(NamedTuple):
+  """A rendered conversation."""
+
+  text: str
+  marks: tuple[tuple[int, int], ...]
+  """Ranges [start, end) of the characters that the template marks as the assistant's, with
+  `{% generation %}`; empty if it marks none.
+  """
+
+
 class TemplateProcess:
   """Renders one template in a process started for the first rendering and ends with this object."""
 
@@ -59,16 +71,18 @@ class TemplateProcess:
 
   def render(
     self,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
-  ) -> str:
-    """Renders a conversation as text.
+    tools: Sequence[Json] | None = None,
+  ) -> Rendered:
+    """Renders a conversation.
 
     Args:
       messages: conversation to render.
       add_generation_prompt: whether to end the text with the opening of an assistant message.
+      tools: descriptions of the tools, as JSON schemas; None: there are none.
       variables: further template variables, JSON only, such as special tokens.
 
     Raises:
@@ -76,6 +90,7 @@ class TemplateProcess:
     """
     order = {
       'messages': messages,
+      'tools': tools,
       'add_generation_prompt': add_generation_prompt,
       'variables': variables,
     }
@@ -96,7 +111,7 @@ class TemplateProcess:
         ) from None
     if 'error' in answer:
       raise RenderError(one_line(answer['error']))
-    return answer['text']
+    return Rendered(answer['text'], tuple((start, end) for start, end in answer['marks']))
 
   def _start(self) -> None:
     ours, theirs = socket.socketpair()

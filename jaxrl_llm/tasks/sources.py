@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import check_depth, check_regular, parse_json, path_inside, read_bytes
@@ -41,6 +42,8 @@ FORMS = (
 MEDIA = ('media', 'images')
 """Names of the columns that hold images, see `tasks.media`."""
 _PARQUET_ROWS = 1024
+_CORRUPT_SHOWN = 20
+"""Maximum number of corrupt rows of a reader that are logged."""
 MAX_ROW_BYTES = 64 << 20
 """Maximum length of a line in a .jsonl file, in bytes."""
 
@@ -104,6 +107,21 @@ def read_rows(
   except (OSError, ValueError) as error:
     raise UserError(f'taskset source {source!r} cannot be read: {one_line(error)}') from None
   return itertools.islice(readers[path.suffix](path), size)
+
+
+def report_corrupt(corrupt: Corrupt, reader: str, on_corrupt: str, count: int) -> None:
+  """Raises UserError for a corrupt row if `on_corrupt` is 'fail'; otherwise logs the first ones.
+
+  Args:
+    reader: what reads the rows, such as 'taskset train'.
+    count: number of the reader's corrupt rows so far, with this one.
+  """
+  if on_corrupt == 'fail':
+    raise UserError(
+      f"{corrupt.where}: {corrupt.reason} ({reader}; on_corrupt='skip' skips such rows)"
+    )
+  if count <= _CORRUPT_SHOWN:
+    logging.warning('%s: skipped %s: %s', reader, corrupt.where, corrupt.reason)
 
 
 def directory(source: str) -> pathlib.Path | None:

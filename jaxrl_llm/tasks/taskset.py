@@ -24,9 +24,8 @@ from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.media import read_media
+from jaxrl_llm.tasks.messages import roles, text_messages
 
-_ROLES = ('system', 'user', 'assistant', 'tool')
-_CORRUPT_SHOWN = 20
 _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 
@@ -197,7 +196,7 @@ def load_taskset(
     task = _task_or_corrupt(row, config)
     if isinstance(task, sources.Corrupt):
       counts['corrupt'] += 1
-      _report_corrupt(task, config, counts['corrupt'])
+      sources.report_corrupt(task, f'taskset {config.name}', config.on_corrupt, counts['corrupt'])
       continue
     fate = _fate(task, config, seen)
     counts[fate] += 1
@@ -260,16 +259,6 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
       f"{common[0].prompt[-1]['content'][:80]!r}; give both the same holdout, and split 'train' "
       "and 'eval'"
     )
-
-
-def _report_corrupt(corrupt: sources.Corrupt, config: TasksetConfig, count: int) -> None:
-  if config.on_corrupt == 'fail':
-    raise UserError(
-      f"{corrupt.where}: {corrupt.reason} (taskset {config.name}; on_corrupt='skip' skips such "
-      'rows)'
-    )
-  if count <= _CORRUPT_SHOWN:
-    logging.warning('taskset %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -337,7 +326,7 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
   else:
     raw = fields.get('prompt')
     system = (
-      [message for message in _messages(raw) if message['role'] == 'system']
+      [message for message in text_messages('prompt', raw) if message['role'] == 'system']
       if isinstance(raw, list)
       else []
     )
@@ -349,8 +338,7 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
     ]
   if not messages or messages[-1]['role'] not in ('user', 'tool'):
     raise ValueError(
-      "prompt must end with a message of 'user' or 'tool', its roles are "
-      f'{[m["role"] for m in messages]}'
+      f"prompt must end with a message of 'user' or 'tool', its roles are {roles(messages)}"
     )
   if not any(message['content'].strip() for message in messages):
     raise ValueError('prompt is empty')
@@ -365,25 +353,10 @@ def own_messages(fields: Mapping[str, Json]) -> list[Message]:
     if isinstance(value, str):
       return [{'role': 'user', 'content': value}]
     if isinstance(value, list):
-      return _messages(value)
+      return text_messages('prompt', value)
   raise ValueError(
     f"no 'prompt' or 'question' of text or messages among its fields {', '.join(sorted(source))}"
   )
-
-
-def _messages(value: list[Json]) -> list[Message]:
-  messages = []
-  for item in value:
-    if (
-      not isinstance(item, Mapping)
-      or item.get('role') not in _ROLES
-      or not isinstance(item.get('content'), str)
-    ):
-      raise ValueError(
-        f'prompt message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}'
-      )
-    messages.append({'role': item['role'], 'content': item['content']})
-  return messages
 
 
 def own_truth(fields: Mapping[str, Json]) -> str | None:

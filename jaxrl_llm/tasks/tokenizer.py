@@ -7,13 +7,14 @@ a prompt in the same way.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -28,8 +29,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import check_regular, parse_json, read_bytes
-from jaxrl_llm.core.records.task import Message, Task
-from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
+from jaxrl_llm.core.records.task import ChatMessage, Message, Task
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.tasks.rendering import Rendered, RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']
 
@@ -97,6 +99,7 @@ class Tokenizer:
     self._name = name
     self.vocab_size: int = len(fast)
     self.eos_id: int = fast.eos_token_id
+    self.eos_token: str = str(fast.eos_token)
     self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
     model = json.loads(files['tokenizer.json'])['model']
@@ -139,6 +142,18 @@ class Tokenizer:
       )
     return cls(fast, files=files, stop_ids=_generation_stops(path, fast), name=str(path))
 
+  def with_template(self, file: str | pathlib.Path) -> Tokenizer:
+    """Returns this tokenizer with the chat template in a file. Raises UserError if it cannot be
+    read.
+    """
+    try:
+      template = read_bytes(file, _FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+      raise UserError(f'chat template {file}: cannot be read: {one_line(error)}') from None
+    other = copy.copy(self)
+    other._process, other._name = TemplateProcess(template), f'{self._name} with {file}'
+    return other
+
   @property
   def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
     """The vocabulary: token IDs keyed by token, and the IDs that end a completion."""
@@ -172,8 +187,12 @@ class Tokenizer:
       raise UserError(f'{line}; take the tokenizer of that model, or raise its vocab_size')
     logging.warning('%s; %d tokens cannot be used', line, len(lacking))
 
-  def encode(self, text: str) -> list[int]:
-    """Encodes text without adding special tokens.
+  def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Encodes text.
+
+    Args:
+      add_special_tokens: whether to add what the tokenizer adds to a text of its own accord, such
+        as a token of its beginning. A chat template adds it itself.
 
     Raises UserError if that fails, for example for unknown characters.
     """
@@ -181,7 +200,7 @@ class Tokenizer:
       self._check_characters(text)
     try:
       with _panics_raised():
-        return self._fast.encode(text, add_special_tokens=False)
+        return self._fast.encode(text, add_special_tokens=add_special_tokens)
     # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
     except Exception as error:
       raise UserError(
@@ -197,6 +216,48 @@ class Tokenizer:
   def token_text(self, token: int) -> str:
     """Returns one token as text, special or not; partial characters show as U+FFFD."""
     return self.decode([token], skip_special=False)
+
+  def render_chat(
+    self,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Json] | None = None,
+    variables: Mapping[str, Json] | None = None,
+  ) -> Rendered:
+    """Renders messages, which may have tool calls, by the chat template.
+
+    Args:
+      add_generation_prompt: whether to end the text with the opening of an answer.
+      tools: descriptions of the tools, as JSON schemas; None: there are none.
+      variables: further variables of the template; they replace special tokens of the same name.
+
+    Raises UserError if the template fails.
+    """
+    plain = [dict(message) for message in messages]
+    if self._process is None:  # The built-in templates read roles and contents alone.
+      text = self._fast.apply_chat_template(
+        [{'content': '', **message} for message in plain],
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+      )
+      return Rendered(text, ())
+    tokens = {
+      name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
+      for name, value in self._fast.special_tokens_map.items()
+    }
+    try:
+      return self._process.render(
+        plain,
+        add_generation_prompt=add_generation_prompt,
+        variables={**tokens, **(variables or {})},
+        tools=tools,
+      )
+    except RenderError as error:
+      raise UserError(
+        f'tokenizer {self._name}: its chat template refuses {one_line(plain)}: {error}; correct '
+        'the template'
+      ) from error
 
   def render_prompt(self, messages: Sequence[Message]) -> list[int]:
     """Returns the token IDs of the messages followed by the opening of an answer (the generation
@@ -245,24 +306,7 @@ class Tokenizer:
       (path / name).write_bytes(data)
 
   def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    plain = [dict(message) for message in messages]
-    if self._process is None:
-      return self._fast.apply_chat_template(
-        plain, tokenize=False, add_generation_prompt=add_generation_prompt
-      )
-    tokens = {
-      name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
-      for name, value in self._fast.special_tokens_map.items()
-    }
-    try:
-      return self._process.render(
-        plain, add_generation_prompt=add_generation_prompt, variables=tokens
-      )
-    except RenderError as error:
-      raise UserError(
-        f'tokenizer {self._name}: its chat template refuses {one_line(plain)}: {error}; correct '
-        'the template'
-      ) from error
+    return self.render_chat(messages, add_generation_prompt=add_generation_prompt).text
 
   def _check_characters(self, text: str) -> None:
     lacking = sorted(set(self._specials.sub('', text)) - self._alphabet)

@@ -10,6 +10,7 @@ from jaxrl_llm.app.schema import (
   AlgorithmConfig,
   Config,
   Demonstrations,
+  Examples,
   ExpertsConfig,
   Pairs,
   PastConfig,
@@ -104,6 +105,10 @@ RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
       lambda: stage(Pairs(train='p', sequences_per_batch=0)),
       'stages.s.source.sequences_per_batch: 0',
     ),
+    (
+      lambda: stage(Examples(train='e', sequences_per_batch=0)),
+      'stages.s.source.sequences_per_batch: 0',
+    ),
     (lambda: stage(rollouts(temperature=0.0)), 'stages.s.source.temperature: 0.0 is not above 0'),
     (lambda: stage(rollouts(rollout_only=True, experts=experts())), 'stages.s.source.rollout_only'),
     (
@@ -135,7 +140,7 @@ def test_a_field_that_a_source_took_over_is_answered_with_its_place(config, name
   if place.startswith('source.'):
     having = {
       kind.__name__
-      for kind in (Rollouts, Demonstrations, Pairs, Recorded)
+      for kind in (Rollouts, Demonstrations, Examples, Pairs, Recorded)
       if name in field_types(kind)
     }
     assert having and having == set(re.findall(r'[A-Z]\w+', place))
@@ -200,6 +205,7 @@ def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, rati
     (rollouts(selection=SelectionConfig(kind='pairs', pairs_per_group=2)), 4 * 2 * 2, 2),
     (rollouts(selection=SelectionConfig(kind='pairs', pairs_per_group=99)), 4 * 5 * 2, 2),
     (Pairs(train='p', sequences_per_batch=10), 10, 2),
+    (Examples(train='e', sequences_per_batch=10), 10, 1),
     (Demonstrations(tasksets=('t',), templates=('{truth}',), sequences_per_batch=10), 10, 1),
     (RECORDED, 4 * 6, 1),
   ],

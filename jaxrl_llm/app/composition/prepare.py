@@ -19,6 +19,7 @@ from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
 from jaxrl_llm.app.schema import (
   Config,
   Demonstrations,
+  Examples,
   ExpertsConfig,
   Pairs,
   PreferenceSource,
@@ -32,7 +33,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.data.streams import sample_lengths
+from jaxrl_llm.data.streams import count_rows, sample_lengths
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.recorded import write_recorded
@@ -44,6 +45,8 @@ from jaxrl_llm.rewards.api import RewardsConfig, in_force
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
+from jaxrl_llm.tasks.example_tokens import example_samples
+from jaxrl_llm.tasks.examples import ExampleSet, example_texts, load_examples
 from jaxrl_llm.tasks.preferences import (
   Preferences,
   load_preferences,
@@ -105,7 +108,7 @@ def prepare(
   config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> Prepared:
   """Loads the tasks, loads or builds the tokenizer, and writes the rows that no rollout supplies:
-  demonstrations, preference pairs and groups of another run. Existing files are kept.
+  demonstrations, examples, preference pairs and groups of another run. Existing files are kept.
 
   Args:
     load: returns the taskset with a given name; pass it to share loaded tasks with other code.
@@ -119,13 +122,14 @@ def prepare(
     check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
   preferences = load_all_preferences(config, tasksets)
-  _check_pairs(config, preferences, suites)
+  examples = load_all_examples(config)
+  _check_held_out(config, preferences, examples, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
       # Reports a missing model now, not when its stage begins.
       model_directory(stage.critic.init_from)
   checkpoint = checkpoint_directory(config)
-  tokenizer = load_tokenizer(config, tasksets, preferences, workdir)
+  tokenizer = load_tokenizer(config, tasksets, preferences, examples, workdir)
   if checkpoint is not None:
     spec = read_spec(checkpoint)
   else:
@@ -190,6 +194,11 @@ def prepare(
         _take_over(stage, recorded, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
     _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
+  for found in examples.values():
+    _write_examples(found, tokenizer, spec, workdir, longest)
+  for stage in config.stages:
+    if isinstance(stage.source, Examples):
+      _check_fills(stage, workdir)
   lengths = {
     stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
     for stage in config.stages
@@ -203,10 +212,16 @@ def load_all_preferences(config: Config, tasksets: Mapping[str, Taskset]) -> dic
   return {source.name: _preferences(source, config, tasksets) for source in config.preferences}
 
 
+def load_all_examples(config: Config) -> dict[str, ExampleSet]:
+  """Loads the configured examples, keyed by name."""
+  return {source.name: load_examples(source) for source in config.examples}
+
+
 def load_tokenizer(
   config: Config,
   tasksets: Mapping[str, Taskset],
   preferences: Mapping[str, Preferences],
+  examples: Mapping[str, ExampleSet],
   workdir: pathlib.Path,
 ) -> Tokenizer:
   """Loads the checkpoint's tokenizer; without a checkpoint, that in the run directory, which is
@@ -215,7 +230,7 @@ def load_tokenizer(
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     return Tokenizer.from_directory(checkpoint)
-  return _tokenizer(config, tasksets, preferences, workdir)
+  return _tokenizer(config, tasksets, preferences, examples, workdir)
 
 
 def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
@@ -252,15 +267,15 @@ def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
 
 
 def check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
-  """Raises UserError if a stage names a taskset or preferences that are not configured."""
-  known = [source.name for source in config.preferences]
+  """Raises UserError if a stage names tasksets, preferences or examples that are not configured."""
   for stage in config.stages:
-    pairs = stage.source
-    for name in (pairs.train, pairs.held_out) if isinstance(pairs, Pairs) else ():
-      if name is not None and name not in known:
-        raise UserError(
-          f'stages.{stage.name}.source: no preferences {name!r}; configured are {sorted(known)}'
-        )
+    source = stage.source
+    if isinstance(source, Examples | Pairs):
+      kind = 'preferences' if isinstance(source, Pairs) else 'examples'
+      known = sorted(configured.name for configured in getattr(config, kind))
+      for name in (source.train, source.held_out):
+        if name is not None and name not in known:
+          raise UserError(f'stages.{stage.name}.source: no {kind} {name!r}; configured are {known}')
     for name in trained_tasksets(stage):
       if name not in tasksets:
         raise UserError(
@@ -269,27 +284,39 @@ def check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
         )
 
 
-def _check_pairs(
+def _check_held_out(
   config: Config,
   preferences: Mapping[str, Preferences],
+  examples: Mapping[str, ExampleSet],
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]],
 ) -> None:
-  """Raises UserError if a prompt in training pairs also occurs in a measurement."""
+  """Raises UserError if a prompt of training pairs or examples also occurs in a measurement."""
   for stage in config.stages:
-    if not isinstance(stage.source, Pairs):
-      continue
-    trained = {pair.task.digest for pair in preferences[stage.source.train].pairs}
-    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites}
-    if stage.source.held_out is not None:
-      name = stage.source.held_out
-      measured[name] = {pair.task.digest for pair in preferences[name].pairs}
-    for name, digests in measured.items():
-      if common := trained & digests:
+    match stage.source:
+      case Pairs() as source:
+        kind = 'preferences'
+        digests = {
+          name: {pair.task.digest for pair in preferences[name].pairs} for name in _named(source)
+        }
+      case Examples() as source:
+        kind = 'examples'
+        digests = {
+          name: {example.digest for example in examples[name].examples} for name in _named(source)
+        }
+      case _:
+        continue
+    trained = digests.pop(source.train)
+    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites} | digests
+    for name, held_out in measured.items():
+      if common := trained & held_out:
         raise UserError(
-          f'stages.{stage.name}: preferences {stage.source.train} (training) and {name} (held out) '
-          'share '
+          f'stages.{stage.name}: {kind} {source.train} (training) and {name} (held out) share '
           f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
         )
+
+
+def _named(source: Pairs | Examples) -> set[str]:
+  return {source.train} if source.held_out is None else {source.train, source.held_out}
 
 
 def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequence[Task]:
@@ -311,6 +338,7 @@ def _tokenizer(
   config: Config,
   tasksets: Mapping[str, Taskset],
   preferences: Mapping[str, Preferences],
+  examples: Mapping[str, ExampleSet],
   workdir: pathlib.Path,
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
@@ -321,6 +349,7 @@ def _tokenizer(
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
     for pair in (pair for source in preferences.values() for pair in source.pairs):
       texts += [*task_texts([pair.task]), pair.chosen, pair.rejected]
+    texts += [text for source in examples.values() for text in example_texts(source)]
     build_tokenizer(config.policy.tokenizer, texts, unfinished)
     unfinished.rename(directory)
   return Tokenizer.from_directory(directory)
@@ -476,10 +505,31 @@ def preferences_file(name: str) -> str:
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
+def examples_file(name: str) -> str:
+  """Returns the path of the samples of examples, relative to the run directory."""
+  return f'{DATA}/{name}.examples.arrayrecord'
+
+
 def static_file(stage: StageConfig) -> str:
   """Returns the path, in the run directory, of the static rows of a stage that does not sample."""
-  pairs = isinstance(stage.source, Pairs)
-  return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
+  match stage.source:
+    case Pairs(train=name):
+      return preferences_file(name)
+    case Examples(train=name):
+      return examples_file(name)
+  return demonstrations_file(stage.name)
+
+
+def held_out_file(stage: StageConfig) -> str | None:
+  """Returns the path, in the run directory, of the rows on which a stage's evaluations measure the
+  loss; None if there are none.
+  """
+  match stage.source:
+    case Pairs(held_out=str() as name):
+      return preferences_file(name)
+    case Examples(held_out=str() as name):
+      return examples_file(name)
+  return None
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
@@ -541,3 +591,36 @@ def _write_pairs(
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   write_segment(path.parent, path.name, [encode(sample) for both in fitting for sample in both])
+
+
+def _write_examples(
+  examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
+) -> None:
+  """Writes the sequences of examples, of at most `longest` tokens each, as samples."""
+  path = workdir / examples_file(examples.config.name)
+  if path.exists():
+    return
+  samples, _ = example_samples(examples, tokenizer, longest)
+  largest = max(int(sample.tokens.max()) for sample in samples)
+  if largest >= spec.vocab_size:
+    raise UserError(
+      f'examples {examples.config.name}: a row has token {largest}, and the model has '
+      f'{spec.vocab_size} tokens; use the tokenizer of the model'
+    )
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_segment(path.parent, path.name, [encode(sample) for sample in samples])
+
+
+def _check_fills(stage: StageConfig, workdir: pathlib.Path) -> None:
+  """Raises UserError if a stage's examples do not fill a batch; logs how long an epoch is."""
+  count = count_rows(workdir, static_file(stage))
+  batch = stage.source.sequences
+  if count < batch:
+    raise UserError(
+      f'stages.{stage.name}.source: {count} sequences of examples {stage.source.train} do not fill '
+      f'a batch of {batch}; add rows, or lower sequences_per_batch'
+    )
+  logging.info(
+    'stage %s: %d sequences, %.1f steps an epoch, %.1f epochs',
+    *(stage.name, count, count / batch, stage.steps * batch / count),
+  )

@@ -14,7 +14,7 @@ from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import (
   Prepared,
   demonstrations_file,
-  preferences_file,
+  held_out_file,
   static_file,
 )
 from jaxrl_llm.app.composition.scorers import build_scorers
@@ -277,9 +277,8 @@ def _batches(
     stream = RowStream(
       workdir, static_file(stage_config), rows=source.sequences, seed=seed, unit=source.unit
     )
-    held_out = (
-      all_rows(workdir, preferences_file(stage.held_out)) if stage.held_out is not None else ()
-    )
+    measured = held_out_file(stage_config)
+    held_out = all_rows(workdir, measured) if measured is not None else ()
     return StreamBatches(stream, held_out, events=events)
   tasksets = [prepared.tasksets[name] for name in source.tasksets]
   explorer_config = ExplorerConfig(

@@ -12,6 +12,7 @@ from jaxrl_llm.app.schema import (
   AlgorithmConfig,
   Config,
   CriticConfig,
+  Examples,
   Pairs,
   Recorded,
   Rollouts,
@@ -152,7 +153,7 @@ def _stage(
     publish_every=source.publish_every if isinstance(source, Rollouts) else 1,
     recorded=isinstance(source, Recorded),
     trains=stage.trains,
-    held_out=source.held_out if isinstance(source, Pairs) else None,
+    held_out=source.held_out if isinstance(source, Examples | Pairs) else None,
   )
 
 
@@ -173,8 +174,8 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     )
   if name == 'sft' and groups and selection != 'shortest_correct':
     raise UserError(
-      f'{where}.source: sft learns from demonstrations; set Demonstrations, or imitate the '
-      "policy's own best by "
+      f'{where}.source: sft learns from demonstrations; set Demonstrations or Examples, or imitate '
+      "the policy's own best by "
       "Rollouts with selection.kind='shortest_correct'"
     )
   if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':

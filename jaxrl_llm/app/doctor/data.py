@@ -11,11 +11,13 @@ import numpy as np
 
 from jaxrl_llm.app.composition.prepare import trained_tasksets
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
-from jaxrl_llm.app.schema import Config, Demonstrations, Pairs, Rollouts, scored_tasksets
+from jaxrl_llm.app.schema import Config, Demonstrations, Examples, Pairs, Rollouts, scored_tasksets
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rollout.workflow import completion_text
+from jaxrl_llm.tasks.example_tokens import example_samples
+from jaxrl_llm.tasks.examples import ExampleSet
 from jaxrl_llm.tasks.preferences import Preferences
 from jaxrl_llm.tasks.processors import normalised
 from jaxrl_llm.tasks.taskset import Taskset, demonstrations
@@ -40,6 +42,7 @@ class Data:
   config: Config
   tasksets: Mapping[str, Taskset]
   preferences: Mapping[str, Preferences]
+  examples: Mapping[str, ExampleSet]
   tokenizer: Tokenizer
 
   @property
@@ -235,6 +238,35 @@ def lengths(data: Data) -> Iterator[Finding]:
     yield warning('lengths', overlong, remedy, **detail)
 
 
+def examples(data: Data) -> Iterator[Finding]:
+  """Checks that the answers of examples can be located among their tokens, and that they fit."""
+  longest = data.config.rollout.max_length
+  for name, found in data.examples.items():
+    part = dataclasses.replace(found, examples=tuple(spread(found.examples, _MEASURED)))
+    samples, counts = example_samples(part, data.tokenizer, longest)
+    rows = len(part.examples)
+    lost = {
+      what: counts[what]
+      for what in ('corrupt', 'too_long', 'truncated', 'without_loss')
+      if counts[what]
+    }
+    tokens = sum(len(sample.tokens) for sample in samples)
+    learned = sum(int(sample.loss_mask.sum()) for sample in samples)
+    told = f'{rows:,} rows have {tokens:,} tokens, {learned:,} of them in the loss'
+    if lost:
+      what = ', '.join(f'{count:,} {fate}' for fate, count in lost.items())
+      worst = max(lost.values()) / rows
+      yield (failure if worst > _MUCH else warning)(
+        f'examples {name}',
+        f'{told}; {what} at {longest} tokens',
+        'raise rollout.max_prompt_length or rollout.max_response_length, or correct the rows, '
+        'which the log names',
+        **counts,
+      )
+    else:
+      yield ok(f'examples {name}', told, **counts)
+
+
 def duplicates(data: Data) -> Iterator[Finding]:
   """Counts duplicates among the tasks of each taskset.
 
@@ -272,7 +304,12 @@ def leakage(data: Data) -> Iterator[Finding]:
   near: dict[str, Task] = {}
   measured = 0
   trained = _trained_tasks(data)
-  digests = {task.digest for task in trained}
+  digests = {task.digest for task in trained} | {
+    example.digest
+    for stage in data.config.stages
+    if isinstance(stage.source, Examples)
+    for example in data.examples[stage.source.train].examples
+  }
   texts = {normalised(task) for task in trained}
   for name in suites:
     for task in data.tasksets[name].tasks:

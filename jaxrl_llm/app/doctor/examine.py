@@ -17,7 +17,12 @@ import psutil
 from absl import logging
 
 from jaxrl_llm.app.composition.chosen import settle
-from jaxrl_llm.app.composition.prepare import check_names, load_all_preferences, load_tokenizer
+from jaxrl_llm.app.composition.prepare import (
+  check_names,
+  load_all_examples,
+  load_all_preferences,
+  load_tokenizer,
+)
 from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.state import committed_state, critic_model
@@ -42,7 +47,7 @@ _SPARE = 0.95
 """Share of the memory above which parameters, gradients and optimizers count as too large."""
 
 
-_EXPLAINS = ('preferences', 'tokenizer', 'template', 'lengths', 'leakage')
+_EXPLAINS = ('preferences', 'examples', 'tokenizer', 'template', 'lengths', 'leakage')
 """Checks that may explain why a run cannot be opened. If one of them has failed, no further failure
 is reported when the run cannot be opened.
 """
@@ -99,18 +104,29 @@ def _data(
   config: Config, load: Callable[[str], Taskset], scratch: pathlib.Path, findings: Findings
 ) -> Data | None:
   tasksets = {taskset.name: load(taskset.name) for taskset in config.tasksets}
+  preferences = examples = None
   with findings.guarding('preferences'):
     preferences = load_all_preferences(config, tasksets)
-    with findings.guarding('tokenizer'):
-      tokenizer = load_tokenizer(config, tasksets, preferences, scratch)
-      result = f'{tokenizer.vocab_size:,} tokens'
-      findings.add(ok('tokenizer', result, vocab_size=tokenizer.vocab_size))
-      return Data(config=config, tasksets=tasksets, preferences=preferences, tokenizer=tokenizer)
+  with findings.guarding('examples'):
+    examples = load_all_examples(config)
+  if preferences is None or examples is None:
+    return None
+  with findings.guarding('tokenizer'):
+    tokenizer = load_tokenizer(config, tasksets, preferences, examples, scratch)
+    result = f'{tokenizer.vocab_size:,} tokens'
+    findings.add(ok('tokenizer', result, vocab_size=tokenizer.vocab_size))
+    return Data(
+      config=config,
+      tasksets=tasksets,
+      preferences=preferences,
+      examples=examples,
+      tokenizer=tokenizer,
+    )
   return None
 
 
 def _texts(data: Data, findings: Findings) -> None:
-  for check in (texts.ends, texts.template, texts.lengths, texts.duplicates):
+  for check in (texts.ends, texts.template, texts.lengths, texts.examples, texts.duplicates):
     with findings.guarding(check.__name__):
       findings.add(*check(data))
 
@@ -142,9 +158,7 @@ async def _opened(
       _cut_short(findings)
       return
     tasksets = past.prepared.tasksets
-    kept = Data(
-      config=config, tasksets=tasksets, preferences=data.preferences, tokenizer=data.tokenizer
-    )
+    kept = dataclasses.replace(data, config=config, tasksets=tasksets)
     findings.add(*await asyncio.to_thread(lambda: [*texts.leakage(kept)]))
     await asyncio.to_thread(_machine, past, workdir, findings)
     if findings.failed(*_DECISIVE):

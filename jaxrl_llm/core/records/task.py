@@ -12,6 +12,8 @@ from jaxrl_llm.core.types import Json
 
 Message = Mapping[str, str]
 """{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as in chat templates."""
+ChatMessage = Mapping[str, Json]
+"""A message that may also have tool calls, reasoning and whatever else a chat template reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm.app.doctor import data as texts
 from jaxrl_llm.app.doctor.data import Data
 from jaxrl_llm.app.doctor.findings import FindingStatus
+from jaxrl_llm.tasks.examples import ExamplesConfig, load_examples
 from jaxrl_llm.tasks.taskset import load_taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
@@ -29,6 +30,7 @@ def of(config, folder, *, template='plain', **fields):
     config=config,
     tasksets=tasksets,
     preferences={},
+    examples={},
     tokenizer=Tokenizer.from_directory(path),
   )
 
@@ -97,3 +99,22 @@ def test_texts_over_the_limits_are_reported_with_their_share(data, limits, statu
   assert finding.status == status
   if limits:
     assert max(finding.detail['over_limit'].values()) == 1.0
+
+
+def test_examples_are_measured_and_what_they_lose_is_told(data, tmp_path):
+  file = tmp_path / 'chat.jsonl'
+  turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+  file.write_text('\n'.join(json.dumps({'messages': turns}) for _ in range(9)))
+  found = load_examples(ExamplesConfig(name='chat', source=str(file)))
+  (finding,) = texts.examples(dataclasses.replace(data, examples={'chat': found}))
+  assert finding.status == FindingStatus.OK and finding.check == 'examples chat'
+  assert '9 rows have 27 tokens, 18 of them in the loss' in finding.result
+  long = [*turns, {'role': 'user', 'content': 'c' * 999}]
+  file.write_text(file.read_text() + '\n' + json.dumps({'messages': long}))
+  found = load_examples(ExamplesConfig(name='chat', source=str(file)))
+  (finding,) = texts.examples(dataclasses.replace(data, examples={'chat': found}))
+  assert finding.status == FindingStatus.WARNING and '1 truncated at' in finding.result
+  file.write_text('\n'.join(json.dumps({'messages': long}) for _ in range(9)))
+  found = load_examples(ExamplesConfig(name='chat', source=str(file)))
+  (finding,) = texts.examples(dataclasses.replace(data, examples={'chat': found}))
+  assert finding.status == FindingStatus.FAILURE and '9 truncated at' in finding.result

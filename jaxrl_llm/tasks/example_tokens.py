@@ -1,0 +1,285 @@
+"""Tokens of examples, and which of them the loss covers.
+
+The tokens are those of the whole row, encoded once: of a conversation what `apply_chat_template` of
+transformers gives, of other rows their text and the end token. Where an answer begins and ends is
+established on the tokens: the text up to there, encoded by itself, must give the first tokens of
+the row. So training continues exactly the tokens that a policy is prompted with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+from jaxtyping import Bool, Int32
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Role, Sample, Source
+from jaxrl_llm.core.records.task import ChatMessage
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.tasks import sources
+from jaxrl_llm.tasks.examples import Completion, Conversation, Example, ExampleSet, Text
+from jaxrl_llm.tasks.messages import called_name
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+_SEQUENCES = ('corrupt', 'too_long', 'truncated', 'without_loss', 'sequences')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExampleTokens:
+  """Tokens of an example."""
+
+  tokens: Int32[np.ndarray, 'time']
+  loss_mask: Bool[np.ndarray, 'time']
+  """True for tokens that enter the loss; False at position 0, which has no logprob."""
+
+
+def example_samples(
+  examples: ExampleSet, tokenizer: Tokenizer, longest: int
+) -> tuple[list[Sample], dict[str, int]]:
+  """Converts examples to samples of at most `longest` tokens.
+
+  Returns the samples, and counts: of rows that are corrupt because their answers cannot be located,
+  too_long (left out), truncated, or without_loss (no token in the loss is left); and of sequences.
+
+  Raises:
+    UserError: a row is corrupt and `on_corrupt` is 'fail', or too long and `too_long` is 'fail'; no
+      sequence is left.
+  """
+  config, counts = examples.config, dict.fromkeys(_SEQUENCES, 0)
+  if config.chat_template is not None:
+    tokenizer = tokenizer.with_template(config.chat_template)
+  samples: list[Sample] = []
+  stops = False
+  for example in examples.examples:
+    try:
+      found = example_tokens(example, tokenizer, all_tokens=config.loss_on == 'all')
+    except (UserError, ValueError) as error:
+      counts['corrupt'] += 1
+      corrupt = sources.Corrupt(where=example.where, reason=str(error))
+      reader = f'examples {config.name}'
+      sources.report_corrupt(corrupt, reader, config.on_corrupt, counts['corrupt'])
+      continue
+    length = len(found.tokens)
+    if length > longest and config.too_long == 'fail':
+      raise UserError(
+        f'{example.where}: {length} tokens, wanted at most {longest} (examples {config.name}; '
+        "too_long='truncate', 'split' or 'skip' allows such rows)"
+      )
+    if length > longest and config.too_long == 'skip':
+      counts['too_long'] += 1
+      continue
+    counts['truncated'] += length > longest and config.too_long == 'truncate'
+    pieces = [
+      _part(found, start, start + longest)
+      for start in range(0, length if config.too_long == 'split' else 1, longest)
+    ]
+    kept = [(i, piece) for i, piece in enumerate(pieces) if piece.loss_mask.any()]
+    counts['without_loss'] += not kept
+    counts['sequences'] += len(kept)
+    stops |= bool(np.isin(found.tokens[found.loss_mask], tokenizer.stop_ids).any())
+    samples += [
+      _sample(example, piece, f'{example.uid}/{i}' if len(pieces) > 1 else example.uid)
+      for i, piece in kept
+    ]
+  summary = ', '.join(f'{name} {count}' for name, count in counts.items() if count)
+  logging.info('examples %s: %s', config.name, summary)
+  if not samples:
+    raise UserError(
+      f'examples {config.name}: no sequence of at most {longest} tokens is left: {summary}; raise '
+      'the lengths, or correct the rows'
+    )
+  if not stops:
+    logging.warning(
+      'examples %s: no answer ends with one of the stop tokens %s, so that the policy does not '
+      'learn to stop',
+      config.name,
+      ', '.join(repr(tokenizer.token_text(token)) for token in tokenizer.stop_ids),
+    )
+  return samples, counts
+
+
+def example_tokens(
+  example: Example, tokenizer: Tokenizer, *, all_tokens: bool = False
+) -> ExampleTokens:
+  """Encodes an example.
+
+  Args:
+    all_tokens: whether the loss covers all tokens instead of the answers.
+
+  Raises:
+    ValueError: the answers cannot be located among the tokens, or the chat template leaves out
+      tools or tool calls.
+    UserError: the chat template or the tokenizer refuses the example.
+  """
+  match example.content:
+    case Text(text=text):
+      tokens, answers = _encode_text(tokenizer, text), [(0, None)]
+    case Completion(prompt=prompt, completion=completion):
+      tokens = _encode_text(tokenizer, prompt + completion)
+      before = tokenizer.encode(prompt, add_special_tokens=True)
+      remedy = 'move the space at the end of the prompt to the completion'
+      answers = [(_prefix(tokenizer, before, tokens, 'completion', remedy), None)]
+    case Conversation() as conversation:
+      tokens, answers = _encode_conversation(conversation, tokenizer, all_tokens)
+  mask = np.zeros(len(tokens), bool)
+  for start, end in [(0, None)] if all_tokens else answers:
+    mask[start:end] = True
+  mask[:1] = False  # Token 0 has no logprob.
+  if not mask.any():
+    raise ValueError(f'its {len(tokens)} tokens have none for the loss')
+  return ExampleTokens(tokens=np.array(tokens, np.int32), loss_mask=mask)
+
+
+def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+  """Encodes a text, which the end token ends. As in TRL, it is not added twice."""
+  end = '' if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
+  return tokenizer.encode(text + end, add_special_tokens=True)
+
+
+def _encode_conversation(
+  conversation: Conversation, tokenizer: Tokenizer, all_tokens: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
+  """Returns the tokens of a conversation, and the ranges [start, end) of its answers."""
+  render = functools.partial(
+    tokenizer.render_chat, tools=conversation.tools, variables=conversation.variables
+  )
+  messages, first = conversation.messages, conversation.prompt_messages
+  text, marks = render(messages, add_generation_prompt=False)
+  tokens = tokenizer.encode(text)
+  _check_tools(conversation.tools, text)
+  if all_tokens:
+    return tokens, []
+  starts = {}
+  for i in range(first or 0, len(messages)):
+    if messages[i]['role'] == 'assistant':
+      prompt = tokenizer.encode(render(messages[:i], add_generation_prompt=True).text)
+      starts[i] = _prefix(tokenizer, prompt, tokens, f'messages[{i}]')
+  if first is not None and len(starts) == len(messages) - first:
+    # All that follows the prompt is the completion, as in TRL.
+    answers = [(starts[first], len(tokens))]
+  elif marks:
+    answers = _marked(tokenizer, text, marks, tokens, from_token=starts[first] if first else 0)
+  else:
+    answers = []
+    for i, start in starts.items():
+      end = len(tokens)
+      if i + 1 < len(messages):
+        before = tokenizer.encode(render(messages[: i + 1], add_generation_prompt=False).text)
+        end = _prefix(tokenizer, before, tokens, f'what follows messages[{i}]')
+      answers.append((start, end))
+  for (i, start), following in itertools.zip_longest(starts.items(), [*starts.values()][1:]):
+    _check_answer(
+      i,
+      messages[i],
+      tokenizer,
+      tokens,
+      [(max(start, a), min(b, following or b)) for a, b in answers],
+    )
+  return tokens, answers
+
+
+def _marked(
+  tokenizer: Tokenizer,
+  text: str,
+  marks: Sequence[tuple[int, int]],
+  tokens: Sequence[int],
+  *,
+  from_token: int,
+) -> list[tuple[int, int]]:
+  """Returns the ranges of tokens that the template marks, as far as they follow `from_token`."""
+  edges = [
+    [_prefix(tokenizer, tokenizer.encode(text[:at]), tokens, 'an edge of an answer') for at in mark]
+    for mark in marks
+  ]
+  return [(max(start, from_token), end) for start, end in edges if end > from_token]
+
+
+def _prefix(
+  tokenizer: Tokenizer,
+  before: Sequence[int],
+  tokens: Sequence[int],
+  what: str,
+  remedy: str = 'use a chat template of which later messages change no earlier token',
+) -> int:
+  """Returns the number of tokens before a part of the row.
+
+  Args:
+    before: the tokens before the part, rendered and encoded without it.
+    tokens: the tokens of the row, which must begin with those before the part.
+    what: name of the part.
+
+  Raises ValueError if they begin otherwise.
+  """
+  count = len(before)
+  if tokens[:count] == before:
+    return count
+  same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, tokens)))
+  wanted = tokenizer.token_text(before[same])
+  found = repr(tokenizer.token_text(tokens[same])) if same < len(tokens) else 'no token'
+  raise ValueError(
+    f'the row does not begin with the tokens before {what}: token {same} is {found}, and '
+    f'{wanted!r} where these are encoded alone; {remedy}'
+  )
+
+
+def _check_answer(
+  i: int,
+  message: ChatMessage,
+  tokenizer: Tokenizer,
+  tokens: Sequence[int],
+  answers: Sequence[tuple[int, int]],
+) -> None:
+  """Raises ValueError if none of the answers has a token, or they lack a tool call of the message.
+
+  Args:
+    answers: ranges of tokens of this message.
+  """
+  answer = tokenizer.decode([token for start, end in answers for token in tokens[start:end]])
+  if not any(start < end for start, end in answers):
+    raise ValueError(f"the chat template has no token for messages[{i}] of 'assistant'")
+  for call in message.get('tool_calls', ()):
+    if called_name(call) not in answer:
+      raise ValueError(
+        f'the chat template leaves out the tool call {called_name(call)!r} of messages[{i}]'
+      )
+
+
+def _check_tools(tools: Sequence[Json] | None, text: str) -> None:
+  """Raises ValueError if the chat template has left out a tool."""
+  for tool in tools or ():
+    if called_name(tool) not in text:
+      raise ValueError(f'the chat template leaves out the tool {called_name(tool)!r}')
+
+
+def _part(found: ExampleTokens, start: int, end: int) -> ExampleTokens:
+  mask = found.loss_mask[start:end].copy()
+  mask[:1] = False
+  return ExampleTokens(tokens=found.tokens[start:end], loss_mask=mask)
+
+
+def _sample(example: Example, found: ExampleTokens, uid: str) -> Sample:
+  length, prompt_len = len(found.tokens), int(found.loss_mask.argmax())
+  role = np.where(found.loss_mask, Role.POLICY, Role.TOOL).astype(np.uint8)
+  role[:prompt_len] = Role.PROMPT
+  return Sample(
+    uid=uid,
+    task_id=example.task_id,
+    visit=0,
+    sample_index=0,
+    group_id=uid,
+    trajectory_id=uid,
+    taskset=example.name,
+    domain=example.domain,
+    source=Source.EXPERT,
+    tokens=found.tokens,
+    prompt_len=prompt_len,
+    role=role,
+    loss_mask=found.loss_mask,
+    sampled=np.zeros(length, bool),
+    behaviour_logprobs=np.zeros(length, np.float32),
+  )

@@ -1,0 +1,386 @@
+"""Examples: rows to imitate, which are conversations, prompts with completions, or texts.
+
+Every row read is counted in exactly one of `kept, corrupt, duplicate, other_split`, so the counts
+add up to `read`. Rows with equal prompts are kept unless `deduplicate` says otherwise; they are
+always in the same split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import xxhash
+from absl import logging
+
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.records.task import ChatMessage, prompt_digest
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.tasks import sources, templates
+from jaxrl_llm.tasks.messages import called_name, chat_messages, roles
+
+_COUNTS = ('read', 'kept', 'corrupt', 'duplicate', 'other_split')
+_NAME = re.compile(r'[A-Za-z0-9_.-]+')
+_RESERVED = frozenset(
+  (
+    *('messages', 'conversations', 'tools', 'documents', 'chat_template'),
+    *('add_generation_prompt', 'continue_final_message', 'return_assistant_tokens_mask'),
+  )
+)
+"""Names that `chat_template_kwargs` may not set, because they are arguments of the rendering."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExamplesConfig:
+  """Rows to imitate: their source, form and split, and what to do with rows that do not fit.
+
+  Without templates, the first of these forms that a row has is used: (1) a conversation in
+  `messages` or `conversations`; (2) `prompt` and `completion`, each text or messages; (3) `text`.
+  The loss covers the assistant's turns of (1), the completion of (2) and all tokens of (3).
+  """
+
+  name: str
+  source: str
+  """A path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Arguments passed to `datasets.load_dataset`; files take none."""
+  domain: str = 'general'
+  """Domain of rows without an `ability`."""
+  size: int | None = None
+  """Maximum number of rows to read."""
+  messages_key: str = 'messages'
+  """Name of the column that holds conversations."""
+  prompt: str | None = None
+  """Template of a user message, for rows of another form; `completion` is the template of its
+  answer. Templates are `str.format` over row fields, see `tasks.templates`.
+  """
+  completion: str | None = None
+  """Template of the answer to `prompt`."""
+  text: str | None = None
+  """Template of a text, for rows of another form."""
+  system: str | None = None
+  """System message of conversations; None: the row's own, if any."""
+  chat_template: str | None = None
+  """File with a chat template (Jinja) for these conversations, such as a variant that marks the
+  assistant's turns by `{% generation %}`; None: the tokenizer's own.
+  """
+  loss_on: Literal['answers', 'all'] = 'answers'
+  """Tokens in the loss: the assistant's, the completion's or the text's, or all of every row."""
+  deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
+  """Which rows are dropped as duplicates of an earlier one: none, equal rows, or rows with an
+  equal prompt.
+  """
+  split: Literal['all', 'train', 'eval'] = 'all'
+  holdout: float = 0.0
+  """Fraction of prompts in 'eval', in [0, 1). A taskset with this holdout holds out the same
+  prompts.
+  """
+  too_long: Literal['truncate', 'split', 'skip', 'fail'] = 'truncate'
+  """What is done with a row of more tokens than a sequence may have: its start is kept, it is cut
+  into several sequences, it is left out, or the run does not begin.
+  """
+  on_corrupt: Literal['fail', 'skip'] = 'fail'
+  """What is done with a row of no known form, or whose answers cannot be located among its tokens:
+  the run does not begin, or the row is skipped and counted.
+  """
+
+  def __post_init__(self):
+    where = f'examples {self.name}'
+    if not _NAME.fullmatch(self.name):
+      raise UserError(
+        f'examples name {self.name!r}: wanted letters, digits, dots, dashes and underscores only'
+      )
+    if self.source.startswith('reasoning_gym:'):
+      raise UserError(
+        f'{where}: source {self.source!r} has tasks; make a taskset of it and set Demonstrations '
+        'as the source of the stage'
+      )
+    if (self.prompt is None) != (self.completion is None):
+      raise UserError(f'{where}: prompt and completion are templates of one row; set both')
+    if self.text is not None and (self.prompt is not None or self.system is not None):
+      raise UserError(f'{where}: text has neither prompt nor system message; remove those')
+    if not 0 <= self.holdout < 1:
+      raise UserError(f'{where}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
+    if self.split == 'eval' and not self.holdout:
+      raise UserError(
+        f"{where}: split 'eval' with holdout 0 has no rows; set holdout as for 'train'"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+  """Messages, with what the chat template reads besides them."""
+
+  messages: tuple[ChatMessage, ...]
+  prompt_messages: int | None = None
+  """Number of messages that are the prompt of the others; None: the assistant's turns are the
+  answers, wherever they are.
+  """
+  tools: tuple[Json, ...] | None = None
+  """Descriptions of the tools, as JSON schemas; None: there are none."""
+  variables: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Further variables of the chat template, such as `enable_thinking`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """A text prompt and its completion, without a chat template."""
+
+  prompt: str
+  completion: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+  """A text to model as a whole."""
+
+  text: str
+
+
+Content = Conversation | Completion | Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+  """A row to imitate."""
+
+  uid: str
+  """Name of the examples and number of the row, from 0: `chat:17`."""
+  where: str
+  """File and line, or dataset and index, for messages."""
+  name: str
+  """Name of the examples."""
+  domain: str
+  digest: str
+  """Digest of the prompt, equal to that of a task with the same prompt: see `prompt_digest`."""
+  content: Content
+
+  @property
+  def task_id(self) -> str:
+    """Identifier that a task with the same prompt in a taskset of this name would have."""
+    return f'{self.name}:{self.digest[:16]}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExampleSet:
+  """Examples in source order, and counts of the rows read."""
+
+  config: ExamplesConfig
+  examples: tuple[Example, ...]
+  counts: Mapping[str, int]
+  """Rows `read`, and those kept, corrupt, duplicate or in other_split."""
+
+
+def load_examples(config: ExamplesConfig) -> ExampleSet:
+  """Reads, deduplicates and splits examples.
+
+  Raises:
+    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no row is
+      left.
+  """
+  counts = dict.fromkeys(_COUNTS, 0)
+  examples, seen = [], set()
+  rows = sources.read_rows(config.source, options=config.options, size=config.size, seed=0)
+  for row in rows:
+    example = _example_or_corrupt(row, config, counts['read'])
+    counts['read'] += 1
+    if isinstance(example, sources.Corrupt):
+      counts['corrupt'] += 1
+      reader = f'examples {config.name}'
+      sources.report_corrupt(example, reader, config.on_corrupt, counts['corrupt'])
+      continue
+    fate = _fate(example, config, seen)
+    counts[fate] += 1
+    if fate == 'kept':
+      examples.append(example)
+  summary = ', '.join(
+    f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept')
+  )
+  logging.info('examples %s: %s', config.name, summary)
+  if not examples:
+    raise UserError(f'examples {config.name}: no row left of {config.source}: {summary}')
+  return ExampleSet(config=config, examples=tuple(examples), counts=counts)
+
+
+def example_texts(examples: ExampleSet) -> Iterator[str]:
+  """Yields the texts from which to build a tokenizer."""
+  for example in examples.examples:
+    match example.content:
+      case Conversation(messages=messages):
+        yield from (str(message.get('content', '')) for message in messages)
+      case Completion(prompt=prompt, completion=completion):
+        yield from (prompt, completion)
+      case Text(text=text):
+        yield text
+
+
+def _fate(example: Example, config: ExamplesConfig, seen: set[str]) -> str:
+  """Returns the name of the count that includes the example; adds its key to `seen`."""
+  if config.deduplicate != 'none':
+    key = example.digest if config.deduplicate == 'prompts' else _content_digest(example.content)
+    if key in seen:
+      return 'duplicate'
+    seen.add(key)
+  is_eval = int(example.digest, 16) < config.holdout * 16 ** len(example.digest)
+  if config.split != 'all' and is_eval != (config.split == 'eval'):
+    return 'other_split'
+  return 'kept'
+
+
+def _content_digest(content: Content) -> str:
+  canonical = json.dumps(dataclasses.asdict(content), sort_keys=True, ensure_ascii=False)
+  return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def _example_or_corrupt(
+  row: sources.SourceRow | sources.Corrupt, config: ExamplesConfig, number: int
+) -> Example | sources.Corrupt:
+  if isinstance(row, sources.Corrupt):
+    return row
+  try:
+    sources.check_text(row.fields)
+    content = _content(row.fields, config)
+    ability = row.fields.get('ability')
+    return Example(
+      uid=f'{config.name}:{number}',
+      where=row.where,
+      name=config.name,
+      domain=ability if isinstance(ability, str) and ability else config.domain,
+      digest=prompt_digest(_prompt(content)),
+      content=content,
+    )
+  except ValueError as error:
+    return sources.Corrupt(where=row.where, reason=str(error))
+
+
+def _prompt(content: Content) -> tuple[Mapping[str, str], ...]:
+  """Returns the prompt as messages of text, in the form in which a task has it."""
+  match content:
+    case Completion(prompt=text) | Text(text=text):
+      return ({'role': 'user', 'content': text},)
+  first = content.prompt_messages
+  if first is None:
+    first = roles(content.messages).index('assistant')
+  return tuple(
+    {'role': message['role'], 'content': message.get('content', '')}
+    for message in content.messages[:first]
+  )
+
+
+def _content(fields: Mapping[str, Json], config: ExamplesConfig) -> Content:
+  """Converts a row. Raises ValueError if it has none of the forms, or the form is broken."""
+  if config.text is not None:
+    return _text_of(templates.render(config.text, fields))
+  if config.prompt is not None:
+    messages = [
+      {'role': 'user', 'content': templates.render(config.prompt, fields)},
+      {'role': 'assistant', 'content': templates.render(config.completion, fields)},
+    ]
+    return _conversation(chat_messages('messages', messages), 1, fields, config)
+  for key in (config.messages_key, 'conversations'):
+    if fields.get(key) is not None:
+      return _conversation(_messages(key, fields[key]), None, fields, config)
+  prompt, completion = fields.get('prompt'), fields.get('completion')
+  if prompt is not None and completion is not None:
+    return _completion(prompt, completion, fields, config)
+  if fields.get('text') is not None:
+    if config.system is not None:
+      raise ValueError('the row is a text, which has no system message; remove system')
+    return _text_of(fields['text'])
+  raise ValueError(
+    f"none of {config.messages_key!r}, 'conversations', 'prompt' with 'completion', or 'text' "
+    f'among its fields {one_line(", ".join(sorted(fields)), 200)}'
+  )
+
+
+def _text_of(text: Json) -> Text:
+  if not isinstance(text, str) or not text.strip():
+    raise ValueError(f'text is {one_line(json.dumps(text), 80)}, wanted text that is not empty')
+  return Text(text=text)
+
+
+def _completion(
+  prompt: Json, completion: Json, fields: Mapping[str, Json], config: ExamplesConfig
+) -> Content:
+  if isinstance(prompt, str) and isinstance(completion, str):
+    if config.system is not None:
+      raise ValueError(
+        'prompt and completion are texts, which have no system message; remove system, or set the '
+        'templates prompt and completion'
+      )
+    if not completion.strip():
+      raise ValueError('completion is empty')
+    return Completion(prompt=prompt, completion=completion)
+  before = _messages('prompt', _as_message(prompt, 'user'))
+  after = _messages('completion', _as_message(completion, 'assistant'))
+  if after[0]['role'] != 'assistant':
+    raise ValueError(
+      f"completion must begin with a message of 'assistant', its roles are {roles(after)}"
+    )
+  return _conversation([*before, *after], len(before), fields, config)
+
+
+def _as_message(value: Json, role: str) -> Json:
+  return [{'role': role, 'content': value}] if isinstance(value, str) else value
+
+
+def _messages(name: str, value: Json) -> list[ChatMessage]:
+  if not isinstance(value, list) or not value:
+    raise ValueError(f'{name} is {one_line(json.dumps(value), 80)}, wanted a list of messages')
+  return chat_messages(name, value)
+
+
+def _conversation(
+  messages: list[ChatMessage],
+  prompt_messages: int | None,
+  fields: Mapping[str, Json],
+  config: ExamplesConfig,
+) -> Conversation:
+  if 'assistant' not in roles(messages):
+    raise ValueError(
+      f"no message of 'assistant', so there is nothing to learn; the roles are {roles(messages)}"
+    )
+  if config.system is not None:
+    own = roles(messages[:prompt_messages]).count('system')
+    messages = [message for message in messages if message['role'] != 'system']
+    messages.insert(0, {'role': 'system', 'content': config.system})
+    prompt_messages = None if prompt_messages is None else prompt_messages - own + 1
+  return Conversation(
+    messages=tuple(messages),
+    prompt_messages=prompt_messages,
+    tools=_tools(fields.get('tools')),
+    variables=_variables(fields.get('chat_template_kwargs')),
+  )
+
+
+def _tools(value: Json) -> tuple[Json, ...] | None:
+  """Returns a row's tools. They may also be given as JSON text, for Arrow has one type a column."""
+  if isinstance(value, str):
+    try:
+      value = parse_json(value) if value.strip() else None
+    except ValueError as error:
+      raise ValueError(f'tools is no JSON: {error}') from None
+  if not value and (value is None or isinstance(value, list)):
+    return None
+  if not isinstance(value, list) or any(called_name(tool) is None for tool in value):
+    raise ValueError(
+      f'tools is {one_line(json.dumps(value), 80)}, wanted a list of {{type: "function", '
+      'function: {name, parameters}}'
+    )
+  return tuple(value)
+
+
+def _variables(value: Json) -> Mapping[str, Json]:
+  if value is None:
+    return {}
+  if not isinstance(value, dict):
+    raise ValueError(
+      f'chat_template_kwargs is {one_line(json.dumps(value), 80)}, wanted an object of variables'
+    )
+  if taken := sorted(_RESERVED & value.keys()):
+    raise ValueError(f'chat_template_kwargs sets {taken[0]!r}, which the rendering sets itself')
+  return {name: given for name, given in value.items() if given is not None}
