@@ -12,6 +12,7 @@ module of this package except `core.errors` and `core.net.connections`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import hmac
@@ -78,8 +79,9 @@ Python.
 """
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds within which a new connection must authenticate, and maximum number of connections that
-have not yet authenticated. The maximum is high because a trainer opens hundreds at once.
+"""Seconds within which a new connection must authenticate, its TLS handshake included, and maximum
+number of connections that have not yet authenticated. The maximum is high because a trainer opens
+hundreds at once.
 """
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
@@ -164,7 +166,7 @@ class Front:
     self._upstream_token, self._routes = upstream_token, tuple(routes)
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
-    self._server: _Server | None = None
+    self._listener: _Listener | None = None
     self._runner: web.ServerRunner | None = None
 
   async def __aenter__(self) -> Self:
@@ -197,13 +199,10 @@ class Front:
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
     descriptors = _permit_descriptors()
-    strangers = min(_STRANGERS, descriptors // 4)
-    self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
-    self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
+    server = _Server(self._handle, handler_cancellation=True)
+    self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # The backlog is limited because asyncio may accept several full backlogs of connections
-      # before the first unauthenticated connection is dropped.
-      await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
+      await self._listen(self._runner, descriptors)
     except OSError as error:
       await self.close()
       raise self._unbound(error) from None
@@ -221,15 +220,24 @@ class Front:
     if session is not None:
       await session.close()
 
-  async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
+  async def _listen(self, runner: web.ServerRunner, descriptors: int) -> None:
     host, port = self._config.host, self._config.port
     # Use only the first address of the host. For a host with two addresses, asyncio would open two
     # sockets and, with port 0, choose two different ports.
     addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = addresses[0]
+    self._listener = _Listener(family, kind, protocol, strangers=min(_STRANGERS, descriptors // 4))
+    try:
+      self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      self._listener.bind(address)
+    except OSError:
+      self._listener.close()
+      raise
     await runner.setup()
-    await web.TCPSite(
-      runner, addresses[0][4][0], port, ssl_context=self._tls, backlog=backlog
-    ).start()
+    # The backlog is limited because asyncio may accept several full backlogs of connections before
+    # the first unauthenticated connection is closed.
+    backlog = min(_BACKLOG, descriptors // 16)
+    await web.SockSite(runner, self._listener, ssl_context=self._tls, backlog=backlog).start()
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port
@@ -255,8 +263,9 @@ class Front:
     if len(given) == 1 and hmac.compare_digest(
       given[0].encode('utf-8', 'surrogateescape'), self._wanted
     ):
-      assert self._server is not None
-      self._server.trust(request.protocol)
+      assert self._listener is not None
+      if request.transport is not None:
+        self._listener.trust(request.transport)
       return
     self.refused += 1
     # Log only when the count is a power of two, so that a flood of requests does not fill the log.
@@ -346,35 +355,52 @@ class _Refusal(Exception):
     self.status, self.headers = status, headers or {}
 
 
-class _Server(web.Server):
-  """HTTP server with this front's connection limits and error pages."""
+class _Listener(socket.socket):
+  """Listening socket that bounds the number and time of unauthenticated connections.
 
-  def __init__(self, *args: Any, strangers: int, **kwargs: Any):
-    super().__init__(*args, **kwargs)
+  Both bounds hold from the moment at which a connection is accepted. A TLS handshake that is never
+  finished therefore holds a descriptor no longer than a request that is never sent.
+  """
+
+  def __init__(self, *args: int, strangers: int):
+    super().__init__(*args)
     self._permitted = strangers
-    self._strangers: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
-    """Unauthenticated connections with their deadlines, oldest first."""
+    self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+    """Unauthenticated connections with their deadlines, oldest first. Some may be closed."""
 
-  def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-    super().connection_made(handler, transport)
-    deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, handler)
-    self._strangers[handler] = transport, deadline
+  def accept(self) -> tuple[socket.socket, Any]:
+    """Accepts a connection. Called by the event loop."""
+    # wait request: none; the socket does not block, and the event loop asks when it is readable
+    connection, address = super().accept()
+    loop = asyncio.get_running_loop()
+    self._strangers[connection] = loop.call_later(_STRANGER_S, self._drop, connection)
+    if len(self._strangers) > self._permitted:
+      for stranger in [each for each in self._strangers if each.fileno() < 0]:
+        self._forget(stranger)
     if len(self._strangers) > self._permitted:
       self._drop(next(iter(self._strangers)))
+    return connection, address
 
-  def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-    self.trust(handler)
-    super().connection_lost(handler, exc)
-
-  def trust(self, handler: web.RequestHandler) -> None:
+  def trust(self, transport: asyncio.BaseTransport) -> None:
     """Cancels the deadline of a connection that has authenticated."""
-    if stranger := self._strangers.pop(handler, None):
-      stranger[1].cancel()
+    number = transport.get_extra_info('socket').fileno()
+    for connection in self._strangers:
+      if connection.fileno() == number:
+        self._forget(connection)
+        return
 
-  def _drop(self, handler: web.RequestHandler) -> None:
-    transport, deadline = self._strangers.pop(handler)
-    deadline.cancel()
-    transport.abort()
+  def _forget(self, connection: socket.socket) -> None:
+    self._strangers.pop(connection).cancel()
+
+  def _drop(self, connection: socket.socket) -> None:
+    self._forget(connection)
+    # The event loop closes the connection when it reads the end of it.
+    with contextlib.suppress(OSError):
+      connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Server(web.Server):
+  """HTTP server with this front's error pages."""
 
   def __call__(self) -> web.RequestHandler:
     return _Connection(

@@ -65,12 +65,14 @@ async def connected(address):
 
 
 @contextlib.asynccontextmanager
-async def standing(folder, answer=None, *, kind='unix', **options):
-  """(front, upstream, session whose base is the front)."""
+async def standing(folder, answer=None, *, kind='unix', fields=None, **options):
+  """(front, upstream, session whose base is the front), with further `fields` of the front's
+  configuration.
+  """
   async with (
     asyncio.timeout(PATIENCE_S),
     Upstream(answer).running(folder) as upstream,
-    Front(config(folder), upstream=upstream.addresses[kind], **options) as front,
+    Front(config(folder, **(fields or {})), upstream=upstream.addresses[kind], **options) as front,
     aiohttp.ClientSession(front.address) as session,
   ):
     yield front, upstream, session
@@ -1002,12 +1004,19 @@ def test_several_fronts_keep_their_tokens_and_counts_apart(tmp_path):
   asyncio.run(main())
 
 
+@pytest.mark.parametrize('tls', [False, True], ids=['plain', 'tls'])
 @pytest.mark.parametrize('sent', [b'', b'GET /health HTTP/1.1\r\nHost: x\r\n', request_bytes()])
-def test_a_connection_without_the_token_is_closed_at_its_deadline(tmp_path, monkeypatch, sent):
+def test_a_connection_without_the_token_is_closed_at_its_deadline(
+  tmp_path, monkeypatch, certificate, sent, tls
+):
   monkeypatch.setattr(front_module, '_STRANGER_S', 0.2)
+  fields = dict(zip(('tls_cert', 'tls_key'), certificate, strict=False)) if tls else {}
 
   async def main():
-    async with standing(tmp_path) as (front, upstream, _), connected(front.address) as raw:
+    async with (
+      standing(tmp_path, fields=fields) as (front, upstream, _),
+      connected(front.address) as raw,
+    ):
       raw.writer.write(sent)
       with contextlib.suppress(ConnectionError):
         answered = await raw.reader.read()  # To the end.
@@ -1063,18 +1072,30 @@ sys.stdin.read()
   assert faults == []
 
 
-def test_strangers_make_room_for_each_other_and_keep_nobody_out(tmp_path, monkeypatch):
+@pytest.mark.parametrize('tls', [False, True], ids=['plain', 'tls'])
+def test_strangers_make_room_for_each_other_and_keep_nobody_out(
+  tmp_path, monkeypatch, certificate, tls
+):
   monkeypatch.setattr(front_module, '_STRANGERS', 4)
+  fields, trusting = {}, {}
+  if tls:
+    fields = {'tls_cert': certificate[0], 'tls_key': certificate[1]}
+    trusting = {'ssl': ssl.create_default_context(cafile=certificate[0])}
 
   async def main():
-    async with standing(tmp_path) as (front, _, session), contextlib.AsyncExitStack() as stack:
+    async with (
+      standing(tmp_path, fields=fields) as (front, _, session),
+      contextlib.AsyncExitStack() as stack,
+    ):
       strangers = [await stack.enter_async_context(connected(front.address)) for _ in range(12)]
       for stranger in strangers[:8]:  # The oldest are closed.
         with contextlib.suppress(ConnectionError):
           assert await stranger.reader.read() == b''
       for _ in range(3):
-        async with session.get('/health', headers=GOOD) as response:
+        async with session.get('/health', headers=GOOD, **trusting) as response:
           assert response.status == 200
+      if tls:  # The last of them may still begin its handshake.
+        await strangers[-1].writer.start_tls(trusting['ssl'], server_hostname='127.0.0.1')
       assert (await strangers[-1].exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
 
   asyncio.run(main())
