@@ -96,7 +96,7 @@ def read_error(body: Mapping[str, Any]) -> str:
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
   """Returns the sample in a message, which must belong to the group. Raises Misbehaved if the
-  sample is invalid, or if it names a version that generated no tokens for the lease.
+  sample is invalid, or if it has sampled tokens that were not generated for the lease.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -106,7 +106,8 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
     sample = decode(data)
     _check_arrays(sample, bounds)
     _check_origin(sample, group)
-    _check_segments(sample, group)
+    _check_segments(sample)
+    group.generated.check(sample)
     return sample
 
 
@@ -256,7 +257,7 @@ def _check_origin(sample: Sample, group: LentGroup) -> None:
     raise ValueError("media differ from the task's")
 
 
-def _check_segments(sample: Sample, group: LentGroup) -> None:
+def _check_segments(sample: Sample) -> None:
   if not sample.segments:
     raise ValueError('segments are missing, wanted the versions of the weights that generated it')
   covered, last = np.zeros(len(sample.tokens), bool), 0
@@ -265,11 +266,6 @@ def _check_segments(sample: Sample, group: LentGroup) -> None:
       raise ValueError(
         f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, '
         f'{len(sample.tokens)}): segments are in order and do not overlap'
-      )
-    if (segment.version, segment.engine) not in group.announced:
-      raise ValueError(
-        f'version {segment.version} of engine {segment.engine!r} generated nothing for this lease, '
-        f'wanted one of {sorted((str(version), engine) for version, engine in group.announced)}'
       )
     covered[segment.start : segment.end] = True
     last = segment.end

@@ -371,12 +371,12 @@ class Crew:
     return response
 
   def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
-    asked, announced = read_request(body, self._bounds), group.announced
+    asked, generated = read_request(body, self._bounds), group.generated
 
     async def frames() -> AsyncIterator[Any]:
       async with contextlib.aclosing(self._hub.generate(asked)) as completions:
         async for index, completion in completions:
-          announced.update((segment.version, segment.engine) for segment in completion.segments)
+          generated.add(completion, asked.sampling.temperature)
           yield [index, completion_row(completion)]
 
     return frames()

@@ -22,7 +22,7 @@ from absl import logging
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample
-from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Roster
 
@@ -68,8 +68,8 @@ class LentGroup:
   """Secret name of the lease, known only to the holder and the master; None while the group is not
   lent.
   """
-  announced: set[tuple[Version, str]] = dataclasses.field(default_factory=set)
-  """(version, engine) pairs that generated tokens for this lease."""
+  generated: Generated = dataclasses.field(default_factory=Generated)
+  """Completions that the engine sent for this lease."""
   spoiled_by: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while they held the group. A label is an explorer's name
   without the part derived from the secret.
@@ -163,7 +163,7 @@ class Leases:
       if name not in self._heard:  # The explorer was removed during the wait.
         return None
       self._waiting.remove(group)
-    group.lease, group.announced = secrets.token_hex(16), set()
+    group.lease, group.generated = secrets.token_hex(16), Generated()
     group.holder, group.lent = name, time.monotonic()
     self._lent[group.lease] = group
     return group

@@ -40,19 +40,23 @@ NAME = f'grpo/{TASK.uid}/3'
 VERSION = Version(0, 2)
 
 
+COMPLETION = Completion(
+  tokens=np.array([4, 9, 1], np.int32),
+  logprobs=np.array([-0.5, -2.0, 0.0], np.float32),
+  finish=Finish.STOP,
+  segments=(Segment(start=0, end=3, version=VERSION, engine='engine', finish='stop'),),
+)
+
+
 def group():
   order = {'task': wire.task_row(TASK), 'visit': 3, 'stage': 'grpo', 'samples': 4}
-  return LentGroup(order=order, name=NAME, samples=4, announced={(VERSION, 'engine')})
+  lent = LentGroup(order=order, name=NAME, samples=4)
+  lent.generated.add(COMPLETION, 1.0)
+  return lent
 
 
 def sample():
-  completion = Completion(
-    tokens=np.array([4, 9, 1], np.int32),
-    logprobs=np.array([-0.5, -2.0, 0.0], np.float32),
-    finish=Finish.STOP,
-    segments=(Segment(start=0, end=3, version=VERSION, engine='engine', finish='stop'),),
-  )
-  return rollout_sample(TASK, 3, 1, [2, 3], completion, group=NAME, temperature=1.0)
+  return rollout_sample(TASK, 3, 1, [2, 3], COMPLETION, group=NAME, temperature=1.0)
 
 
 def row():
@@ -70,6 +74,14 @@ def bytes_of(values, dtype):
 def test_a_sample_that_was_drawn_for_the_lease_passes_as_it_is():
   read = read_sample({'sample': encode(sample())}, group(), BOUNDS)
   assert encode(read) == encode(sample())
+
+
+@pytest.mark.parametrize('drawn', [[2], [2, 3], [3, 4], [4], [2, 4]])
+def test_a_workflow_may_use_parts_of_a_completion(drawn):
+  mask = np.isin(np.arange(5), drawn)
+  logprobs = np.where(mask, sample().behaviour_logprobs, 0).astype(np.float32)
+  part = dataclasses.replace(sample(), sampled=mask, loss_mask=mask, behaviour_logprobs=logprobs)
+  assert encode(read_sample({'sample': encode(part)}, group(), BOUNDS)) == encode(part)
 
 
 SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
@@ -140,6 +152,24 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     (
       {'segments': [[2, 4, 0, 2, 'engine', 'stop']]},
       'token 4 was sampled, and no segment covers it',
+    ),
+    (
+      {'tokens': bytes_of([2, 3, 4, 8, 1], '<i4')},
+      r"tokens \[2, 5\) or their logprobs are not what engine 'engine' generated as version 0.2",
+    ),
+    ({'tokens': bytes_of([2, 3, 9, 1, 4], '<i4')}, r'tokens \[2, 5\) or their logprobs'),
+    (
+      {'behaviour_logprobs': bytes_of([0, 0, -0.5, -2.5, 0], '<f4')},
+      r'tokens \[2, 5\) or their logprobs',
+    ),
+    (
+      {'sampled': b'\0\1\1\1\1', 'segments': [[1, 5, 0, 2, 'engine', 'stop']]},
+      r'tokens \[1, 5\) or their logprobs',
+    ),
+    ({'loss_mask': b'\0\1\1\1\1'}, 'token 1 is in loss_mask, and was not sampled'),
+    (
+      {'temperature': 0.0},
+      r'temperature is 0.0, wanted that of the requests for its tokens: \[1.0\]',
     ),
     ({'schema': 99}, 'has schema 99'),
     ({'further': 1}, "unexpected keyword argument 'further'"),

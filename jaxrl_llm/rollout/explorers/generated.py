@@ -1,0 +1,98 @@
+"""Completions that the engine generated under one lease, and whether a sample consists of them.
+
+Invariant: the sampled tokens of an accepted sample, with their logprobs, temperature and versions,
+are what the engine sent under the lease. An explorer chooses the prompts and which completions it
+uses, but cannot invent tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.api import Completion
+
+
+class _Source(NamedTuple):
+  """Version and engine that generated tokens, and the temperature."""
+
+  version: Version
+  engine: str
+  temperature: float
+
+
+class Generated:
+  """Tokens and logprobs that the engine sent under one lease."""
+
+  def __init__(self):
+    self._parts: dict[_Source, list[bytes]] = {}
+
+  def add(self, completion: Completion, temperature: float) -> None:
+    """Records a completion that was requested with this temperature."""
+    tokens = _entries(completion.tokens, completion.logprobs)
+    for part in completion.segments:
+      source = _Source(part.version, part.engine, temperature)
+      self._parts.setdefault(source, []).append(
+        tokens[part.start * _ENTRY_BYTES : part.end * _ENTRY_BYTES]
+      )
+
+  def check(self, sample: Sample) -> None:
+    """Checks that the sample's segments name what generated tokens, and that the tokens that the
+    sample marks as sampled or trains on were generated.
+
+    Raises ValueError otherwise. Segments must be in order and must not overlap.
+    """
+    tokens = _entries(sample.tokens, sample.behaviour_logprobs)
+    for segment in sample.segments:
+      source = _Source(segment.version, segment.engine, sample.temperature)
+      self._check_source(source)
+      for start, end in _runs(sample.sampled[segment.start : segment.end], segment.start):
+        part = tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]
+        if not any(_contains(known, part) for known in self._parts[source]):
+          raise ValueError(
+            f'tokens [{start}, {end}) or their logprobs are not what engine {segment.engine!r} '
+            f'generated as version {segment.version} for this lease'
+          )
+    if (trained := sample.loss_mask & ~sample.sampled).any():
+      raise ValueError(f'token {np.argmax(trained)} is in loss_mask, and was not sampled')
+
+  def _check_source(self, source: _Source) -> None:
+    known = {(part.version, part.engine) for part in self._parts}
+    if (source.version, source.engine) not in known:
+      raise ValueError(
+        f'version {source.version} of engine {source.engine!r} generated nothing for this lease, '
+        f'wanted one of {sorted((str(version), engine) for version, engine in known)}'
+      )
+    if source not in self._parts:
+      wanted = sorted({part.temperature for part in self._parts})
+      raise ValueError(
+        f'temperature is {source.temperature}, wanted that of the requests for its tokens: {wanted}'
+      )
+
+
+_ENTRY_BYTES = 8
+"""Bytes of a token and its logprob in `_entries`."""
+
+
+def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 'time']) -> bytes:
+  """Returns each token followed by its logprob, as bytes."""
+  bits = np.ascontiguousarray(logprobs, '<f4').view('<i4')
+  return np.stack([tokens.astype('<i4'), bits], axis=1).tobytes()
+
+
+def _contains(known: bytes, part: bytes) -> bool:
+  """Whether `part` is a slice of the entries in `known`."""
+  place = known.find(part)
+  while place % _ENTRY_BYTES and place >= 0:
+    place = known.find(part, place + 1)
+  return place >= 0
+
+
+def _runs(marks: Bool[np.ndarray, 'time'], start: int) -> list[tuple[int, int]]:
+  """Returns the bounds of the runs of True, where the first mark has the index `start`."""
+  edges = np.flatnonzero(np.diff(np.r_[False, marks, False])) + start
+  return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
