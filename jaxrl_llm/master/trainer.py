@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import optax
+from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
@@ -315,11 +316,13 @@ class StageTrainer:
       policy = await self._device.run(self._renew, policy)
     for packed in batch.steps:
       if critic is not None:
-        critic, report = await self._apply(self._critic, critic, packed, constants)
+        critic, report = await self._apply(self._critic, critic, batch.plan, packed, constants)
         metrics = merge(metrics, _report_metrics(report))
       outputs = packed.chunks.proximal_logprobs
       if trains:
-        policy, report = await self._apply(self._policy, policy, packed, constants, learned.base)
+        policy, report = await self._apply(
+          self._policy, policy, batch.plan, packed, constants, learned.base
+        )
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
         outputs = outputs if batch.plan.proximal else report.outputs
@@ -339,6 +342,7 @@ class StageTrainer:
     self,
     role: _Trained,
     state: TrainState,
+    plan: StepPlan,
     packed: PackedStep,
     constants: Constants,
     base: Params | None = None,
@@ -351,8 +355,35 @@ class StageTrainer:
         role.update, state, packed.chunks, packed.used, constants, base
       )
       fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
+    if fetched.skipped:
+      await self._device.run(self._name_cause, role, plan, packed, report.outputs)
     self._check(fetched, role)
     return state, fetched._replace(outputs=report.outputs)
+
+  def _name_cause(
+    self, role: _Trained, plan: StepPlan, packed: PackedStep, outputs: Float[Array, '...']
+  ) -> None:
+    """Logs, after a skipped update, the first row with an input or output that is not finite.
+
+    Rows whose columns `annotate` reads are already left out of the loss if they are not finite.
+    What only the devices read is checked here, where an update has failed, and not in each step.
+    """
+    inputs = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'returns')
+    arrays = {name: getattr(packed.chunks, name) for name in ('advantages', *inputs)}
+    if outputs.shape == packed.chunks.tokens.shape:  # Scores have one entry per segment.
+      arrays[f"the {role.name}'s output"] = outputs
+    masks = unpack(self._gather(packed.chunks.loss_mask), packed)
+    for name, array in arrays.items():
+      for i, values in sorted(unpack(self._gather(array), packed).items()):
+        bad = np.flatnonzero(masks[i] & ~np.isfinite(values))
+        if len(bad):
+          logging.warning(
+            'stage %s: an update of the %s is skipped: %s of row %s is %s at token %d, and not '
+            'finite at %d of its %d trained tokens',
+            *(self._stage.name, role.name, name, plan.rows[i].uid, values[bad[0]], bad[0]),
+            *(len(bad), masks[i].sum()),
+          )
+          return
 
   def programs(
     self, learned: Learned, batch: Batch

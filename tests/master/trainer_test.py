@@ -255,6 +255,23 @@ def test_while_the_critic_warms_up_it_alone_learns(with_critic):
   assert (int(last.policy.updates), int(last.critic.updates)) == (2 * 4, 4 * 4)
 
 
+@pytest.mark.parametrize('whose', ['reference_logprobs', "the actor's output"])
+def test_a_skipped_update_names_the_row_that_is_not_finite(folder, caplog, whose):
+  """The token that makes a model NaN occurs in some rows alone."""
+  config = GrpoConfig(kl_loss_coef=0.1)
+  token = int(SAMPLES[3].tokens[-2])
+  before = [i for i, s in enumerate(SAMPLES) if token in s.tokens[s.prompt_len - 1 : -1]]
+  with training(folder, stage_of(policy_gradient(config, SETTING))) as made:
+    sound = own(made.begin().policy.params)
+    spoilt = jax.tree.map(np.copy, sound)
+    spoilt['embed']['kernel'][token] = np.nan
+    role = 'reference' if whose == 'reference_logprobs' else 'policy'
+    (done,) = made.run(1, learned=made.begin(**{'policy': sound, 'reference': sound, role: spoilt}))
+  assert done.metrics['run/skipped_updates'] == 1
+  (line,) = [line for line in caplog.messages if 'an update of the actor is skipped' in line]
+  assert f': {whose} of row s/{before[0]} is nan at token ' in line
+
+
 @pytest.mark.parametrize('number', range(4))
 def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, number):
   """γ = λ = 1: the return of a token is its sample's reward, the advantage what the critic did not
