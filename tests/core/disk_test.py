@@ -15,6 +15,7 @@ from paths import ROOT
 
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.rollout.vllm.server import OwnedServer
 
 HOLDER = """
 import sys, time
@@ -107,4 +108,14 @@ def test_a_listener_removes_the_folder_of_a_killed_one(temporary):
       assert not left.exists() and pathlib.Path(address.removeprefix('unix:')).is_socket()
 
   asyncio.run(check())
+  assert not [*temporary.iterdir()]
+
+
+def test_a_server_removes_the_folder_of_one_whose_owner_and_guard_were_killed(temporary):
+  process, left = start(temporary, 'jaxrl-vllm-')
+  end(process, signal.SIGKILL)
+  server = OwnedServer(None, name='vllm-0', log=temporary / 'log')
+  assert not left.exists()
+  assert server.address.removeprefix('unix:').startswith(f'{temporary}/jaxrl-vllm-')
+  asyncio.run(server.close())
   assert not [*temporary.iterdir()]

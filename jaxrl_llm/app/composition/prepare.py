@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from jaxrl_llm.app.schema import (
   scored_tasksets,
 )
 from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import encode
@@ -421,8 +421,8 @@ def _take_over(
     return completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
 
   taken, counts = [], collections.Counter()
-  with tempfile.TemporaryDirectory() as scratch:
-    store = open_copy(run / 'replay', pathlib.Path(scratch) / 'replay')
+  with disk.scratch('jaxrl_llm-recorded-') as scratch:
+    store = open_copy(run / 'replay', scratch / 'replay')
     with contextlib.closing(store):
       for uids in store.sealed():
         entry = store.entries(uids[:1])[uids[0]]

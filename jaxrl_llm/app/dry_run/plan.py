@@ -9,7 +9,6 @@ import json
 import math
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxrl_llm.app.composition.workdir import has_commits
 from jaxrl_llm.app.dry_run.programs import Held, held
 from jaxrl_llm.app.schema import Config, Rollouts
 from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core import disk
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models import lora
@@ -159,8 +159,8 @@ def plan(
   config = settle(config, workdir if has_commits(workdir) else None, tell, load)
   config.logging.check()
   build_scorers(config.rewards)
-  with tempfile.TemporaryDirectory() as scratch:
-    prepared = prepare(config, pathlib.Path(scratch), load)
+  with disk.scratch('jaxrl_llm-plan-') as scratch:
+    prepared = prepare(config, scratch, load)
   stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
   chip = None if topology is None else parse_topology(topology).chip
   model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)

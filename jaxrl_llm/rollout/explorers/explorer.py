@@ -12,15 +12,14 @@ import contextlib
 import dataclasses
 import functools
 import json
-import pathlib
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 from absl import logging
 
+from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.client import Client, Lost, RemoteError, Response
 from jaxrl_llm.core.records.sample import encode
@@ -302,9 +301,9 @@ def _workflow(row: Mapping[str, Any]) -> WorkflowConfig:
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-  with tempfile.TemporaryDirectory(prefix='jaxrl-explorer-') as directory:
+  with scratch('jaxrl-explorer-') as directory:
     for name, data in files.items():
-      (pathlib.Path(directory) / name).write_bytes(data)
+      (directory / name).write_bytes(data)
     return Tokenizer.from_directory(directory)
 
 

@@ -9,6 +9,7 @@ server, its child processes and its shared memory do not outlive the process tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,12 +17,12 @@ import pathlib
 import shlex
 import shutil
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from absl import logging
 
+from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
@@ -469,7 +470,8 @@ class OwnedServer:
     self.name, self.log = name, log
     # The folder has a short path, because a socket path has at most 107 characters. The folder is
     # private to this user.
-    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-'))
+    self._opened = contextlib.ExitStack()
+    self._folder = self._opened.enter_context(scratch('jaxrl-vllm-'))
     self._command = command
     self._child = Child(f'engine {name}', log=log, remove=(self._folder, *remove))
 
@@ -572,7 +574,7 @@ class OwnedServer:
     try:
       await self.stop()
     finally:
-      shutil.rmtree(self._folder, ignore_errors=True)
+      self._opened.close()
 
   def _check_folder(self) -> None:
     """Creates the server's folder if it is missing, and checks that it is private. This matters

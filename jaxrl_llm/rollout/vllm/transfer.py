@@ -8,17 +8,18 @@ because the server's weights are then unknown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
 import shutil
 import socket
-import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from absl import logging
 
+from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
@@ -147,7 +148,7 @@ class SenderTransfer:
     self._python, self._log, self._host, self._device = python, log, host, device
     self._env = dict(env or {})
     self._connect_deadline_s = connect_deadline_s
-    self._folder: pathlib.Path | None = None
+    self._opened = contextlib.ExitStack()
     self._child: Child | None = None
     self._answers: asyncio.StreamReader
     self._orders: asyncio.StreamWriter
@@ -188,14 +189,12 @@ class SenderTransfer:
     stuck.
     """
     child, self._child = self._child, None
-    folder, self._folder = self._folder, None
     try:
       if child is not None:
         self._orders.close()
         await child.stop(owner='the fleet')
     finally:
-      if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+      self._opened.close()
 
   async def _kill(self) -> None:
     """Calls `close` after an error. A stuck guard is only logged, so that the first error is the
@@ -207,19 +206,17 @@ class SenderTransfer:
       logging.warning('%s', error)
 
   async def _start(self, client: VllmClient) -> None:
-    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-sender-'))
-    script = self._folder / 'jaxrl_llm_sender.py'
+    folder = self._opened.enter_context(scratch('jaxrl-sender-'))
+    script = folder / 'jaxrl_llm_sender.py'
     shutil.copyfile(SENDER, script)
-    shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
+    shutil.copyfile(WORKER, folder / f'{WORKER_MODULE}.py')
     inherited = {
       name: value
       for name, value in job.outside(os.environ).items()
       if not name.startswith(('XLA_', 'JAX_'))
     }
-    variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
-    child = Child(
-      f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0
-    )
+    variables = {'PYTHONPATH': str(folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
+    child = Child(f'the sender of {client.name}', log=self._log, remove=(folder,), grace_s=0.0)
     try:
       ours, theirs = socket.socketpair()
       with theirs:
