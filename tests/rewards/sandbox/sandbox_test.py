@@ -1058,7 +1058,7 @@ def test_what_is_asked_of_plain_values_no_object_answers_as_it_likes(sandboxes):
 
 _ECHO = """
   def m(s, *a): return a[0] if a else s
-  union = intersection = difference = equals = is_equal = same_as = get = index = count = m
+  union = intersection = difference = equals = is_equal = is_equal_to = get = index = count = m
   __sub__ = __rsub__ = __mul__ = __and__ = __xor__ = __matmul__ = lambda s, o: s
   total_seconds = lambda s: 0
   isdigit = lambda s: True
@@ -1119,6 +1119,7 @@ ECHO_TESTS = (
   'assert f(3).union({7, 8}) == {7, 8}',
   'assert f(3).intersection({7, 8}) == {7, 8}',
   'assert f(3).equals([7])',
+  'assert f(3).is_equal_to([7])',
   'assert f(3).is_equal([7])',
   'assert f("a").isdigit()',
   'assert f("a").isdigit() and f("a").get("b") == "b"',

@@ -54,6 +54,21 @@ def test_extraction_and_strip():
   )
 
 
+@pytest.mark.parametrize('answer', ['nan', 'NaN + nani', '8.0 + infi', '-Infinity', 'nanj'])
+def test_nan_and_infinity_are_no_numbers(answer):
+  """The library's verifier of complex numbers gives NaN the value min(1, exp(-NaN)), which is 1."""
+  entry = {'question': '', 'answer': '8.0 + 3.0i', 'metadata': {'result': (8, 3)}}
+  fields = {'reasoning_gym': 'complex_arithmetic', 'entry': entry}
+  verdict = verifier_scorer(partial_credit=True)(attempt(answer, fields=fields))
+  assert verdict.value == 0.0 and 'NaN or infinity' in verdict.evidence['reason']
+  assert verifier_scorer()(attempt('8.0 + 3.0i', fields=fields)).value == 1.0
+
+
+def test_nan_is_an_answer_where_no_number_is_wanted():
+  assert judged('nan', answer='nan').value == 1.0
+  assert 'verifier' in judged('information 7', answer='7 noitamrofni').evidence
+
+
 @pytest.mark.parametrize(
   'name',
   ['spell_backward', 'chain_sum', 'number_sorting', 'word_sorting', 'fraction_simplification'],

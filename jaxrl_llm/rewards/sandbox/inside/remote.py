@@ -77,13 +77,17 @@ _COMPARISONS = frozenset({
   *('isclose', 'allclose', 'approx', 'almostequal',
     'approximately', 'contains', 'has', 'includes', 'all', 'any'),
 })  # fmt: skip
-"""Names of comparison methods, in lower case and without underscores; a prefix `is` is ignored."""
+"""Names of comparison methods, in lower case and without underscores. A prefix `is` and a suffix
+`to` or `with` are ignored.
+"""
 
 
 def is_suspect(name: str) -> bool:
   """Whether built-in types have a method of this name, or the name suggests a comparison."""
   bare = name.lower().replace('_', '')
-  return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
+  short = bare.removesuffix('to').removesuffix('with')
+  forms = {form.removeprefix(prefix) for form in (bare, short) for prefix in ('', 'is')}
+  return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint(forms)
 
 
 class ProgramConnection(Protocol):

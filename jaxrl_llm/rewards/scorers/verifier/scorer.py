@@ -16,6 +16,7 @@ import builtins
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -133,6 +134,22 @@ def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
       return 0.0
 
 
+_NO_NUMBER = re.compile(r'(?<![a-z])(?:nan|inf|infinity)[ij]?(?![a-z])', re.IGNORECASE)
+
+
+def is_no_number(answer: str, reference: str) -> bool:
+  """Whether an answer contains NaN or infinity, and the reference answer has numbers and neither.
+
+  Verifiers that compare distances may accept such an answer: `min(1.0, math.exp(-distance))` is 1
+  for NaN.
+  """
+  return (
+    _NO_NUMBER.search(answer) is not None
+    and _NO_NUMBER.search(reference) is None
+    and any(map(str.isdigit, reference))
+  )
+
+
 def _refusal(name: str, answer: str, reference: str) -> str | None:
   """Returns the reason why verifier `name`, which evaluates answers, must not get this answer.
   Returns None if it may get the answer.
@@ -188,6 +205,9 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
   if not answer:
     return Verdict(value=0.0, evidence={'reason': reason})
   name, entry = fields['reasoning_gym'], fields['entry']
+  if is_no_number(answer, str(entry.get('answer', ''))):
+    reason = 'the answer has NaN or infinity where a number is wanted'
+    return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
   _score_answer(name)  # This raises an exception if the verifier is unknown.
   score = (
     _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
