@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import pathlib
+import re
 import stat
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +93,35 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
     raise ValueError(_TOO_DEEP) from None
   check_depth(value)
   return value
+
+
+_TOKENS = re.compile(rb'"(?:[^"\\\n]|\\.)*+"|[\[\]{}]')
+"""Matches a JSON string, or a bracket outside of strings."""
+
+
+def check_file_depth(path: str | os.PathLike) -> None:
+  """Checks the nesting of a JSON file of any size, for readers that a deep nesting would crash. The
+  file may have one value or one a line.
+
+  Raises:
+    ValueError: a value is nested deeper than `MAX_DEPTH` levels, or `path` is not a regular file.
+    OSError: the file cannot be read.
+  """
+  if not check_regular(path):
+    return  # An empty file cannot be mapped.
+  with (
+    open(path, 'rb') as file,
+    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+  ):
+    depth = 0
+    for token in _TOKENS.finditer(content):
+      match token[0]:
+        case b'[' | b'{':
+          depth += 1
+        case b']' | b'}':
+          depth -= 1
+      if depth > MAX_DEPTH:
+        raise ValueError(f'{path}, byte {token.start()}: {_TOO_DEEP}')
 
 
 def check_depth(value: Any) -> None:

@@ -12,6 +12,7 @@ import difflib
 import itertools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,14 @@ import pyarrow.parquet
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.files import check_depth, check_regular, parse_json, path_inside, read_bytes
+from jaxrl_llm.core.files import (
+  check_depth,
+  check_file_depth,
+  check_regular,
+  parse_json,
+  path_inside,
+  read_bytes,
+)
 from jaxrl_llm.core.types import Json
 
 SOURCES: Mapping[str, str] = {
@@ -287,6 +295,7 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
         raise ValueError(f'it was saved without splits, so {split!r} names nothing')
       loaded = _load_saved(name, '', options)
     else:
+      _check_json(datasets.load_dataset_builder(name, **options))
       loaded = datasets.load_dataset(name, split=split or None, **options)
   except Exception as error:  # A damaged file can make the library raise anything.
     # DatasetGenerationError only says that there was an error; its cause says which.
@@ -302,6 +311,16 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
       raise UserError(f'{where}: has splits {sorted(loaded)}; name one as datasets:{name}#<split>')
     loaded = next(iter(loaded.values()))
   return _loaded_rows(where, loaded)
+
+
+def _check_json(builder: Any) -> None:
+  """Raises ValueError if a local JSON file that the builder reads is nested too deeply: deep
+  nesting would end this process within pyarrow.
+  """
+  listed = (builder.config.data_files or {}) if builder.name == 'json' else {}
+  for path in itertools.chain.from_iterable(listed.values()):
+    if os.path.isfile(path):
+      check_file_depth(path)
 
 
 def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:

@@ -53,6 +53,28 @@ def test_files_and_datasets_give_the_same_rows(tmp_path):
   assert [row.fields for row in read('datasets:json#train', options=options)] == ROWS
 
 
+@pytest.mark.parametrize('named', ['file', 'directory'])
+@pytest.mark.parametrize('depth', [101, 20_000])
+def test_json_that_would_crash_the_datasets_library_is_refused(tmp_path, depth, named):
+  path = tmp_path / 'data' / 'rows.jsonl'
+  path.parent.mkdir()
+  path.write_text(f'{{"prompt": "[[{{", "answer": {"[" * depth}{"]" * depth}}}\n')
+  options = {'cache_dir': str(tmp_path / 'cache')}
+  with pytest.raises(UserError, match=r'rows.jsonl, byte 1\d+: nested in more than 100 levels'):
+    if named == 'file':
+      read('datasets:json#train', options={'data_files': str(path), **options})
+    else:
+      read(f'datasets:{path.parent}', options=options)
+
+
+def test_brackets_in_texts_are_no_nesting(tmp_path):
+  rows = [{'prompt': '[' * 200 + '"\\' + '{' * 200}] * 200
+  path = tmp_path / 'rows.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  options = {'data_files': str(path), 'cache_dir': str(tmp_path / 'cache')}
+  assert [row.fields for row in read('datasets:json#train', options=options)] == rows
+
+
 def test_parquet_value_that_is_not_json_is_corrupt(tmp_path):
   pyarrow.parquet.write_table(
     pyarrow.Table.from_pylist([{'prompt': 'a', 'image': b'x'}]), tmp_path / 'r.parquet'
