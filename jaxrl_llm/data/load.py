@@ -1,5 +1,10 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
+A Grain pipeline over the plan reads and decodes rows in threads, and packs and places one optimizer
+step after another in a thread of its own, ahead of the step that is computed. The order of its
+results depends on the plan alone. Because a plan is trained on as a whole or, after a crash, from
+its beginning, the pipeline has no state to save.
+
 Each process reads only the rows that are placed on its own devices. Arrays on the host are newly
 allocated for every step and never modified once JAX has them, because JAX may use their memory
 instead of a copy.
@@ -7,10 +12,11 @@ instead of a copy.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -24,11 +30,25 @@ from jaxrl_llm.batching.packing import Packing
 from jaxrl_llm.batching.plan import Row, Shape, StepPlan, pack_step
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
 # Without this setting, Grain appends advice on its traceback filtering to the run's error messages.
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
+
+_THREADS = 8
+"""Number of threads that read rows."""
+_TOKENS_AT_ONCE = 8192
+"""Number of tokens from which on rows are divided among threads. Short rows are read together,
+because handing each to a thread takes longer than reading it.
+"""
+_READS_AHEAD = 32
+"""Maximum number of such reads whose rows wait to be packed."""
+_STEPS_AHEAD = 1
+"""Number of packed optimizer steps that wait to be computed."""
+_DEADLINE_S = 3600.0
+"""Maximum seconds for one optimizer step's rows to be read."""
 
 
 class PackedStep(NamedTuple):
@@ -56,49 +76,80 @@ Column = (
 """Values for each row of a plan: either one value for all tokens of the row, or one per token."""
 
 
-class _PlannedRows:
-  """Grain data source with the samples of those rows of a plan that this process needs."""
+class _Reads:
+  """Grain data source of samples. An element is the list of the samples of one read."""
 
-  def __init__(self, reader: SegmentReader, rows: Sequence[Row]):
-    self._reader, self._rows = reader, rows
+  def __init__(self, reader: SegmentReader, reads: Sequence[Sequence[Row]]):
+    self._reader, self._reads = reader, reads
 
   def __len__(self) -> int:
-    return len(self._rows)
+    return len(self._reads)
 
-  def __getitem__(self, i: int) -> Sample:
-    row = self._rows[i]
-    (sample,) = self._reader.read([(row.source, row.index)])
-    if sample.uid != row.uid or len(sample.tokens) != row.length:
-      raise RunError(
-        f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), '
-        f'planned was {row.uid} ({row.length} tokens); the run directory is damaged, audit it or '
-        'resume from an earlier commit'
-      )
-    return sample
+  def __getitem__(self, i: int) -> list[Sample]:
+    rows = self._reads[i]
+    samples = self._reader.read([(row.source, row.index) for row in rows])
+    for row, sample in zip(rows, samples, strict=True):
+      if sample.uid != row.uid or len(sample.tokens) != row.length:
+        raise RunError(
+          f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), '
+          f'planned was {row.uid} ({row.length} tokens); the run directory is damaged, audit it or '
+          'resume from an earlier commit'
+        )
+    return samples
 
 
-class RowLoader:
-  """Loads the rows of step plans. `workdir` is the run directory, which all processes can read."""
+class _PackedPart(NamedTuple):
+  """What the plan says about one optimizer step, before its rows are read."""
 
-  def __init__(self, workdir: pathlib.Path, mesh: Mesh):
-    self._reader = SegmentReader(workdir)
-    self._sharding = sharding_of_batch(mesh)
+  packing: Packing
+  grid: Grid
+  reads: Sequence[Sequence[Row]]
+  """The rows that this process needs, in the order of the packing, divided into reads."""
 
-  def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """Packs the rows of the plan's optimizer step `number`, and loads them onto the devices.
 
-    The fields that forward passes or the annotation fill later, such as advantages, are 0.
-    """
-    packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
-    grid = Grid.of(packing, shape, self._sharding)
-    rows = [plan.rows[numbers[i]] for i in grid.local]
-    dataset = grain.MapDataset.source(_PlannedRows(self._reader, rows))
-    samples = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+class _PackedSteps(grain.IterDataset[PackedStep]):
+  """Grain dataset of the optimizer steps of a plan."""
+
+  def __init__(self, plan: StepPlan, shape: Shape, reader: SegmentReader, sharding: NamedSharding):
+    super().__init__()
+    self._plan, self._reader, self._parts = plan, reader, []
+    for number, numbers in enumerate(plan.optimizer_steps):
+      packing = pack_step(plan, number, shape)
+      grid = Grid.of(packing, shape, sharding)
+      reads = _reads([plan.rows[numbers[i]] for i in grid.local])
+      self._parts.append(_PackedPart(packing, grid, reads))
+
+  def __iter__(self) -> grain.DatasetIterator[PackedStep]:
+    source = _Reads(self._reader, [read for part in self._parts for read in part.reads])
+    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_READS_AHEAD)
+    samples = grain.MapDataset.source(source).to_iter_dataset(options)
+    return _PackedStepIterator(iter(samples), self._plan, self._parts)
+
+
+class _PackedStepIterator(grain.DatasetIterator[PackedStep]):
+  """Takes the samples of one optimizer step after another, and packs and places them."""
+
+  def __init__(
+    self,
+    reads: grain.DatasetIterator[list[Sample]],
+    plan: StepPlan,
+    parts: Sequence[_PackedPart],
+  ):
+    super().__init__(reads)
+    self._reads, self._plan, self._parts, self._next = reads, plan, parts, 0
+
+  def __next__(self) -> PackedStep:
+    if self._next == len(self._parts):
+      raise StopIteration
+    numbers = self._plan.optimizer_steps[self._next]
+    packing, grid, reads = self._parts[self._next]
+    samples = [sample for _ in reads for sample in next(self._reads)]
+    self._next += 1
     arrays = grid.zeros()
     arrays['temperature'][:] = 1.0
-    pairs = _pair_numbers(plan, numbers, packing)
-    for i, row, sample in zip(grid.local, rows, samples, strict=True):
-      at, segment = grid.tokens(i), grid.segment(i)
+    pairs = _pair_numbers(self._plan, numbers, packing)
+    for i, sample in zip(grid.local, samples, strict=True):
+      row, at, segment = self._plan.rows[numbers[i]], grid.tokens(i), grid.segment(i)
       arrays['tokens'][at] = sample.tokens
       arrays['positions'][at] = np.arange(row.length)
       arrays['segment_ids'][at] = packing.segment[i]
@@ -111,13 +162,67 @@ class RowLoader:
       _check_finite(name, arrays[name])
     return PackedStep(grid.chunks(arrays), packing, numbers, grid, arrays['loss_mask'])
 
+  def get_state(self) -> dict[str, Any]:
+    return {'next': self._next, 'reads': self._reads.get_state()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._next = state['next']
+    self._reads.set_state(state['reads'])
+
+
+def _reads(rows: Sequence[Row]) -> list[list[Row]]:
+  """Divides rows into runs of neighbours, each of which ends once it has `_TOKENS_AT_ONCE`."""
+  reads: list[list[Row]] = []
+  room = 0
+  for row in rows:
+    if room <= 0:
+      reads.append([])
+      room = _TOKENS_AT_ONCE
+    reads[-1].append(row)
+    room -= row.length
+  return reads
+
+
+class RowLoader:
+  """Loads the rows of step plans. `workdir` is the run directory, which all processes can read."""
+
+  def __init__(self, workdir: pathlib.Path, mesh: Mesh):
+    self._reader = SegmentReader(workdir)
+    self._sharding = sharding_of_batch(mesh)
+
+  def steps(self, plan: StepPlan, shape: Shape) -> grain.DatasetIterator[PackedStep]:
+    """Returns an iterator over the plan's optimizer steps, packed and on the devices.
+
+    It works ahead in threads, which `close` ends. The fields that forward passes or the annotation
+    fill later, such as advantages, are 0.
+    """
+    packed = _PackedSteps(plan, shape, self._reader, self._sharding)
+    return iter(
+      grain.experimental.ThreadPrefetchIterDataset(packed, prefetch_buffer_size=_STEPS_AHEAD)
+    )
+
+  async def ahead(self, plan: StepPlan, shape: Shape) -> AsyncIterator[PackedStep]:
+    """Yields the plan's optimizer steps as `steps` does, without blocking the event loop."""
+    steps = self.steps(plan, shape)
+    try:
+      for number in range(len(plan.optimizer_steps)):
+        yield await bounded(
+          asyncio.to_thread(next, steps),
+          name='rows',
+          owner='the trainer',
+          waits_for=f'the rows of optimizer step {number} of batch {plan.step + 1} from its files',
+          deadline_s=_DEADLINE_S,
+        )
+    finally:
+      steps.close()
+
   def fill(
     self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']
   ) -> PackedStep:
     """Returns the step with the given fields of its chunks filled in.
 
     Args:
-      step: the step, as returned by `load`.
+      step: one of the plan's steps, as loaded.
       columns: values to fill in, keyed by field of Chunks, with one entry per row of the plan.
         Tokens outside the loss mask get 0.
       in_loss: whether each row of the plan is in the loss. If False, the row's loss mask is

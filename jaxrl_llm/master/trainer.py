@@ -5,9 +5,10 @@ Every process does the same work, each on its own devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -212,14 +213,14 @@ class StageTrainer:
     the first epoch, and all epochs use their results.
     """
     stage, algorithm = self._stage, self._stage.algorithm
-    steps = [
-      await self._device.run(self._loader.load, plan, number, stage.shape)
-      for number in range(len(plan.optimizer_steps))
-    ]
+    steps: list[PackedStep] = []
     passed, next_values = self._passed(plan), []
-    for number in range(stage.minibatches):
-      steps[number], following = await self._passes(learned, plan, steps[number])
-      next_values.append(following)
+    async with contextlib.aclosing(self._loaded(plan)) as loaded:
+      async for packed in loaded:
+        if len(steps) < stage.minibatches:
+          packed, following = await self._passes(learned, plan, packed)
+          next_values.append(following)
+        steps.append(packed)
     columns, first = {}, steps[: stage.minibatches]
     for name in sorted(algorithm.on_host | (passed if stage.epochs > 1 else set())):
       arrays = (
@@ -242,6 +243,14 @@ class StageTrainer:
         self._loader.fill, packed, derived | later, annotation.in_loss
       )
     return Batch(plan, annotation, steps)
+
+  async def _loaded(self, plan: StepPlan) -> AsyncGenerator[PackedStep]:
+    """Yields the plan's optimizer steps, which are loaded ahead, and times the waits for them."""
+    async with contextlib.aclosing(self._loader.ahead(plan, self._stage.shape)) as steps:
+      for _ in plan.optimizer_steps:
+        with self._stopwatch.timed('load'):
+          packed = await anext(steps)
+        yield packed
 
   def _passed(self, plan: StepPlan) -> set[str]:
     """Returns the fields of Chunks that forward passes fill before the update."""
@@ -429,16 +438,16 @@ class StageTrainer:
     metrics: dict[str, Metric] = {}
     params = learned.whole(learned.policy.params)
     with self._stopwatch.timed('testing'):
-      for number in range(len(parts)):
-        packed = await self._device.run(self._loader.load, held_out, number, shape)
-        packed, _ = await self._passes(learned, held_out, packed)
-        stats = await self._device.run(
-          self._measure_loss, params, packed.chunks, packed.used, constants
-        )
-        stats = await self._device.run(jax.device_get, stats)
-        metrics = merge(
-          metrics, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()}
-        )
+      async with contextlib.aclosing(self._loaded(held_out)) as loaded:
+        async for packed in loaded:
+          packed, _ = await self._passes(learned, held_out, packed)
+          stats = await self._device.run(
+            self._measure_loss, params, packed.chunks, packed.used, constants
+          )
+          stats = await self._device.run(jax.device_get, stats)
+          metrics = merge(
+            metrics, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()}
+          )
     return {
       f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value
       for name, value in metrics.items()

@@ -1,5 +1,5 @@
-"""Device thread: the only thread that uses a process's devices, so that device work never blocks
-the event loop.
+"""Device thread: the only thread that runs programs on a process's devices, so that device work
+never blocks the event loop. Only the loader places arrays from a thread of its own.
 
 If a collective fails because another process is gone, PeerFailed is raised, whatever error the
 runtime raises.

@@ -14,7 +14,7 @@ import contextlib
 import os
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
@@ -79,17 +79,24 @@ def _first_line(error: Exception) -> str:
   return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+class _OpenFile:
+  """An open file and the number of threads that are reading from it."""
+
+  def __init__(self, reader: ArrayRecordReader):
+    self.reader, self.users = reader, 0
+
+
 class SegmentReader:
   """Random access to the rows of sealed segments.
 
-  The reader is thread-safe and keeps the most recently used files open. When it is pickled, only
-  the directory is stored.
+  The reader keeps the most recently used files open. Several threads may read at the same time,
+  also from the same file. When the reader is pickled, only the directory is stored.
   """
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
     self._directory = pathlib.Path(directory)
     self._max_open = max_open
-    self._open: collections.OrderedDict[str, ArrayRecordReader] = collections.OrderedDict()
+    self._open: collections.OrderedDict[str, _OpenFile] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   def read(self, refs: Sequence[Ref]) -> list[Sample]:
@@ -107,25 +114,25 @@ class SegmentReader:
     for place, (name, _) in enumerate(refs):
       by_file.setdefault(name, []).append(place)
     payloads: list[bytes] = [b''] * len(refs)
-    with self._lock:
-      for name, places in by_file.items():
-        rows = [refs[place][1] for place in places]
-        for place, payload in zip(places, self._read_file(name, rows)):
-          payloads[place] = payload
+    for name, places in by_file.items():
+      rows = [refs[place][1] for place in places]
+      for place, payload in zip(places, self._read_file(name, rows)):
+        payloads[place] = payload
     return payloads
 
   def close(self) -> None:
+    """Closes all files. No thread may be reading."""
     with self._lock:
       while self._open:
-        _close(self._open.popitem()[1])
+        _close(self._open.popitem()[1].reader)
 
   def _read_file(self, name: str, rows: list[int]) -> list[bytes]:
     try:
-      reader = self._reader(name)
-      count = reader.num_records()
-      if count and not 0 <= min(rows) <= max(rows) < count:
-        raise IndexError(f'it has {count} rows')
-      return reader.read(rows)
+      with self._opened(name) as reader:
+        count = reader.num_records()
+        if count and not 0 <= min(rows) <= max(rows) < count:
+          raise IndexError(f'it has {count} rows')
+        return reader.read(rows)
     except _UNREADABLE as error:
       raise SegmentError(
         f'segment {self._directory / name}: rows {rows[:3]}{"…" if len(rows) > 3 else ""} cannot '
@@ -133,17 +140,29 @@ class SegmentReader:
         'with --init_from'
       ) from error
 
-  def _reader(self, name: str) -> ArrayRecordReader:
-    if name in self._open:
+  @contextlib.contextmanager
+  def _opened(self, name: str) -> Iterator[ArrayRecordReader]:
+    """Keeps the file open within the block. Afterwards, closes the files that were not used for the
+    longest time and that no thread is reading, until at most `max_open` are left.
+    """
+    with self._lock:
+      if name not in self._open:
+        path = self._directory / name
+        if not path.is_file():
+          raise FileNotFoundError('no such file')
+        self._open[name] = _OpenFile(ArrayRecordReader(str(path), _READER))
       self._open.move_to_end(name)
-      return self._open[name]
-    path = self._directory / name
-    if not path.is_file():
-      raise FileNotFoundError('no such file')
-    self._open[name] = ArrayRecordReader(str(path), _READER)
-    if len(self._open) > self._max_open:
-      _close(self._open.popitem(last=False)[1])
-    return self._open[name]
+      file = self._open[name]
+      file.users += 1
+    try:
+      yield file.reader
+    finally:
+      with self._lock:
+        file.users -= 1
+        excess = len(self._open) - self._max_open
+        idle = [name for name, file in self._open.items() if not file.users]
+        for name in idle[: max(0, excess)]:
+          _close(self._open.pop(name).reader)
 
   def __reduce__(self):
     return (open_segment_reader, (self._directory,))
@@ -168,20 +187,3 @@ def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
   they are first read.
   """
   return SegmentReader(directory)
-
-
-class SegmentSource:
-  """Data source for Grain, with random access (`len`, `[i]`) to the samples at the given refs."""
-
-  def __init__(self, reader: SegmentReader, refs: Sequence[Ref]):
-    self._reader = reader
-    self._refs = tuple(refs)
-
-  def __len__(self) -> int:
-    return len(self._refs)
-
-  def __getitem__(self, index: int) -> Sample:
-    return self._reader.read([self._refs[index]])[0]
-
-  def __repr__(self) -> str:
-    return f'SegmentSource({len(self)} rows)'

@@ -358,6 +358,10 @@ METRICS: dict[str, str] = {
     'Seconds waited for scores after the last rollout ended. Near 0 if scoring keeps up with '
     'generation.'
   ),
+  'timing_s/load': (
+    'Seconds that the devices waited for the rows of the batch to be read and packed. Near 0 if '
+    'reading keeps up with computing.'
+  ),
   'timing_s/old_log_prob': 'Seconds of the proximal pass; absent when the step needs none.',
   'timing_s/ref': 'Seconds of the reference pass; absent with KL off.',
   'timing_s/values': "Seconds of the critic's pass.",

@@ -1,6 +1,10 @@
 """Rows named by a plan reach the devices where the packing says, and nothing else does."""
 
+import asyncio
+import contextlib
 import dataclasses
+import threading
+import time
 
 import jax
 import numpy as np
@@ -83,7 +87,7 @@ def load(
   ranks = data_parallel_ranks(mesh)
   shape = plan_shape(rows=max(map(len, order)), ranks=ranks, chunks=chunks, chunk_len=12, unit=unit)
   loader = RowLoader(workdir, mesh)
-  step = loader.load(plan, number, shape)
+  step = [*loader.steps(plan, shape)][number]
   return loader.fill(step, {'advantages': advantages} | columns, IN_LOSS[: len(rows)])
 
 
@@ -196,9 +200,9 @@ def test_loading_again_never_changes_what_was_handed_over(workdir):
     step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER
   )
   shape = plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12)
-  first = loader.fill(loader.load(plan, 0, shape), {'advantages': ADVANTAGES}, IN_LOSS)
+  first = loader.fill(next(loader.steps(plan, shape)), {'advantages': ADVANTAGES}, IN_LOSS)
   before = jax.tree.map(np.array, first.chunks)
-  loader.fill(loader.load(plan, 1, shape), {'advantages': -ADVANTAGES}, ~IN_LOSS)
+  loader.fill([*loader.steps(plan, shape)][1], {'advantages': -ADVANTAGES}, ~IN_LOSS)
   loader.fill(first, {'advantages': -ADVANTAGES, 'values': -ADVANTAGES}, IN_LOSS)
   for a, b in zip(jax.tree.leaves(first.chunks), jax.tree.leaves(before)):
     np.testing.assert_array_equal(np.asarray(a), b)
@@ -243,7 +247,7 @@ def test_filling_again_takes_more_rows_out_and_keeps_the_other_columns(workdir):
   plan = StepPlan(
     step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER
   )
-  loaded = loader.load(plan, 0, plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12))
+  loaded = next(loader.steps(plan, plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12)))
   everything = np.ones(len(LENGTHS), bool)
   first = loader.fill(loaded, {'advantages': ADVANTAGES}, everything)
   second = loader.fill(
@@ -287,3 +291,91 @@ def test_pair_numbers_start_again_in_each_micro_batch_and_name_two_rows(workdir,
 def test_rows_of_no_pair_have_no_number(workdir):
   chunks = load(workdir, mesh_of(1, 1, 1), order=ORDER).chunks
   assert not np.asarray(chunks.pair).any() and not np.asarray(chunks.label).any()
+
+
+def _both(workdir):
+  plan = StepPlan(
+    step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER
+  )
+  return plan, plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12)
+
+
+def _ahead(loader, plan, shape, between=lambda packed: None):
+  async def collect():
+    steps = []
+    async with contextlib.aclosing(loader.ahead(plan, shape)) as loaded:
+      async for packed in loaded:
+        between(packed)
+        steps.append(packed)
+    return steps
+
+  return asyncio.run(collect())
+
+
+def _assert_equal(chunks, wanted):
+  for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_next_optimizer_step_is_read_while_the_previous_one_is_computed(workdir):
+  loader, later = RowLoader(workdir, mesh_of(1, 1, 1)), threading.Event()
+  read, rows = loader._reader.read, []
+
+  def reading(refs):
+    rows.extend(index for _, index in refs)
+    if set(rows) >= set(ORDER[1]):
+      later.set()
+    return read(refs)
+
+  loader._reader.read = reading
+  (first, second) = _ahead(loader, *_both(workdir), between=lambda _: later.wait(60) or 1 / 0)
+  assert (first.rows, second.rows) == ORDER
+  assert sorted(rows) == list(range(len(LENGTHS)))
+
+
+def test_slow_and_shuffled_reads_change_no_bit(workdir):
+  loader = RowLoader(workdir, mesh_of(1, 1, 1))
+  plan, shape = _both(workdir)
+  wanted = [*loader.steps(plan, shape)]
+  read = loader._reader.read
+
+  def delayed(refs):
+    time.sleep(0.02 * (1 - refs[0][1] / len(LENGTHS)))  # Later rows come first.
+    return read(refs)
+
+  loader._reader.read = delayed
+  for a, b in zip(_ahead(loader, plan, shape), wanted, strict=True):
+    _assert_equal(a.chunks, b.chunks)
+
+
+def test_a_damaged_row_of_a_later_step_is_one_line_and_ends_the_threads(workdir):
+  plan, shape = _both(workdir)
+  rows = list(plan.rows)
+  rows[ORDER[1][0]] = dataclasses.replace(rows[ORDER[1][0]], uid='grpo/other')
+  damaged = dataclasses.replace(plan, rows=tuple(rows))
+  before = threading.active_count()
+  with pytest.raises(RunError, match=r'holds grpo/9 \(3 tokens\), planned was grpo/other'):
+    _ahead(RowLoader(workdir, mesh_of(1, 1, 1)), damaged, shape)
+  assert threading.active_count() <= before
+
+
+def test_a_pipeline_that_is_given_up_ends_its_threads(workdir):
+  async def first():
+    async with contextlib.aclosing(loader.ahead(*_both(workdir))) as loaded:
+      return await anext(loaded)
+
+  loader, before = RowLoader(workdir, mesh_of(1, 1, 1)), threading.active_count()
+  assert asyncio.run(first()).rows == ORDER[0]
+  assert threading.active_count() <= before
+
+
+def test_the_pipeline_continues_at_its_state(workdir):
+  loader = RowLoader(workdir, mesh_of(1, 1, 1))
+  steps = loader.steps(*_both(workdir))
+  next(steps)
+  state, wanted = steps.get_state(), next(steps)
+  again = loader.steps(*_both(workdir))
+  again.set_state(state)
+  packed = next(again)
+  assert packed.rows == wanted.rows == ORDER[1]
+  _assert_equal(packed.chunks, wanted.chunks)

@@ -1,13 +1,12 @@
+import concurrent.futures
 import pickle
 
-import grain
 import pytest
 from stored import make_sample
 
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.replay.segments import (
   SegmentError,
-  SegmentSource,
   open_segment_reader,
   write_segment,
 )
@@ -39,11 +38,18 @@ def test_rows_come_back_bit_for_bit_in_the_order_asked(sealed):
   assert [encode(sample) for sample in reader.read(refs)] == wanted
 
 
-def test_grain_reads_the_source_with_threads(sealed):
-  refs = [('a.arrayrecord', 3), ('b.arrayrecord', 0), ('a.arrayrecord', 1)]
-  source = SegmentSource(open_segment_reader(sealed), refs)
-  uids = [sample.uid for sample in grain.MapDataset.source(source).repeat(5).to_iter_dataset()]
-  assert uids == ['g/3', 'g/4', 'g/1'] * 5
+def test_many_threads_read_many_files_within_the_open_limit(tmp_path):
+  for n in range(12):
+    write_segment(
+      tmp_path, f'{n}.arrayrecord', [encode(make_sample(f'g/{n}/{i}')) for i in range(20)]
+    )
+  reader = open_segment_reader(tmp_path)
+  reader._max_open = 3
+  refs = [(f'{n}.arrayrecord', i) for i in range(20) for n in range(12)] * 3
+  with concurrent.futures.ThreadPoolExecutor(16) as threads:
+    uids = [sample.uid for (sample,) in threads.map(lambda ref: reader.read([ref]), refs)]
+  assert uids == [f'g/{name.partition(".")[0]}/{i}' for name, i in refs]
+  assert len(reader._open) <= 3
 
 
 def test_writing_replaces_a_leftover_and_leaves_no_temporary(tmp_path):

@@ -57,7 +57,7 @@ def main(run: pathlib.Path, recorded: pathlib.Path, out: pathlib.Path, config: M
     ranks = data_parallel_ranks(mesh)
     shape = plan_shape(rows=len(plan.rows), ranks=ranks, chunks=4, chunk_len=16)
     columns = {'advantages': annotation.advantages}
-    packed = loader.fill(loader.load(plan, 0, shape), columns, annotation.in_loss)
+    packed = loader.fill(next(loader.steps(plan, shape)), columns, annotation.in_loss)
     result = compute(params, packed.chunks, packed.used, {})
     grads = Gatherer(mesh).gather(result.grads)
     if jax.process_index() == 0:

@@ -293,7 +293,7 @@ class Case:
     if off_policy:
       known = [columns_of(self.model_name)[row.index] for row in self.plan.rows]
       columns |= {name: [row[name] for row in known] for name in known[0]}
-    step = self.loader.load(self.plan, number, self.shape)
+    step = [*self.loader.steps(self.plan, self.shape)][number]
     return self.loader.fill(step, columns, found.in_loss), dict(found.constants)
 
   def params(self):
