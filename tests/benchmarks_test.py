@@ -92,6 +92,13 @@ def test_pairs_share_their_number():
 
 
 @pytest.mark.full
+def test_loading_runs():
+  done = run('loading.py', '--rows=8', '--tokens=64', '--disk_ms=20', '--step_ms=1')
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1] == 'all arrays are equal', done.stdout
+
+
+@pytest.mark.full
 def test_packing_runs():
   done = run('packing.py', '--tiny', '--rows=32', '--trained=16', '--rounds=1')
   assert done.returncode == 0, done.stderr

@@ -37,8 +37,6 @@ from jaxrl_llm.replay.segments import SegmentReader
 # Without this setting, Grain appends advice on its traceback filtering to the run's error messages.
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
-_THREADS = 8
-"""Number of threads that read rows."""
 _TOKENS_AT_ONCE = 8192
 """Number of tokens from which on rows are divided among threads. Short rows are read together,
 because handing each to a thread takes longer than reading it.
@@ -110,9 +108,16 @@ class _PackedPart(NamedTuple):
 class _PackedSteps(grain.IterDataset[PackedStep]):
   """Grain dataset of the optimizer steps of a plan."""
 
-  def __init__(self, plan: StepPlan, shape: Shape, reader: SegmentReader, sharding: NamedSharding):
+  def __init__(
+    self,
+    plan: StepPlan,
+    shape: Shape,
+    reader: SegmentReader,
+    sharding: NamedSharding,
+    options: grain.ReadOptions,
+  ):
     super().__init__()
-    self._plan, self._reader, self._parts = plan, reader, []
+    self._plan, self._reader, self._options, self._parts = plan, reader, options, []
     for number, numbers in enumerate(plan.optimizer_steps):
       packing = pack_step(plan, number, shape)
       grid = Grid.of(packing, shape, sharding)
@@ -121,8 +126,7 @@ class _PackedSteps(grain.IterDataset[PackedStep]):
 
   def __iter__(self) -> grain.DatasetIterator[PackedStep]:
     source = _Reads(self._reader, [read for part in self._parts for read in part.reads])
-    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_READS_AHEAD)
-    samples = grain.MapDataset.source(source).to_iter_dataset(options)
+    samples = grain.MapDataset.source(source).to_iter_dataset(self._options)
     return _PackedStepIterator(iter(samples), self._plan, self._parts)
 
 
@@ -184,11 +188,20 @@ def _reads(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 class RowLoader:
-  """Loads the rows of step plans. `workdir` is the run directory, which all processes can read."""
+  """Loads the rows of step plans."""
 
-  def __init__(self, workdir: pathlib.Path, mesh: Mesh):
+  def __init__(self, workdir: pathlib.Path, mesh: Mesh, *, threads: int = 8):
+    """
+    Args:
+      workdir: run directory, which all processes can read.
+      threads: number of threads that read rows ahead. If it is 0, rows are read when they are
+        needed.
+    """
     self._reader = SegmentReader(workdir)
     self._sharding = sharding_of_batch(mesh)
+    self._options = grain.ReadOptions(
+      num_threads=threads, prefetch_buffer_size=_READS_AHEAD if threads else 0
+    )
 
   def steps(self, plan: StepPlan, shape: Shape) -> grain.DatasetIterator[PackedStep]:
     """Returns an iterator over the plan's optimizer steps, packed and on the devices.
@@ -196,10 +209,9 @@ class RowLoader:
     It works ahead in threads, which `close` ends. The fields that forward passes or the annotation
     fill later, such as advantages, are 0.
     """
-    packed = _PackedSteps(plan, shape, self._reader, self._sharding)
-    return iter(
-      grain.experimental.ThreadPrefetchIterDataset(packed, prefetch_buffer_size=_STEPS_AHEAD)
-    )
+    packed = _PackedSteps(plan, shape, self._reader, self._sharding, self._options)
+    ahead = _STEPS_AHEAD if self._options.num_threads else 0
+    return iter(grain.experimental.ThreadPrefetchIterDataset(packed, prefetch_buffer_size=ahead))
 
   async def ahead(self, plan: StepPlan, shape: Shape) -> AsyncIterator[PackedStep]:
     """Yields the plan's optimizer steps as `steps` does, without blocking the event loop."""

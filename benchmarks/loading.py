@@ -1,0 +1,134 @@
+"""Seconds for which training waits for the rows of a batch, with and without read-ahead.
+
+  .venv/bin/python benchmarks/loading.py [--rows=64] [--tokens=16384] [--disk_ms=50] [--step_ms=500]
+
+A batch has four optimizer steps. Each read from the run's files takes `--disk_ms` longer than it
+does here, which simulates a slow disk, and computing an optimizer step is simulated by a wait of
+`--step_ms`. Both loaders give the same arrays, which is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+from absl import flags
+
+from jaxrl_llm.batching.plan import Row, Shape, StepPlan, plan_shape
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source, encode
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.data.load import PackedStep, RowLoader
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.replay.segments import write_segment
+
+_ROWS = flags.DEFINE_integer('rows', 64, 'Rows of a batch.', lower_bound=4)
+_TOKENS = flags.DEFINE_integer('tokens', 16384, 'Tokens of a row.', lower_bound=2)
+_DISK_MS = flags.DEFINE_float('disk_ms', 50.0, 'Added to each read.', lower_bound=0)
+_STEP_MS = flags.DEFINE_float('step_ms', 500.0, 'Of an optimizer step.', lower_bound=0)
+_STEPS = 4
+
+
+def sample(number: int, tokens: int) -> Sample:
+  """A rollout with one prompt token. Tokens and logprobs are random."""
+  draw = np.random.default_rng(number)
+  sampled = np.arange(tokens) > 0
+  return Sample(
+    uid=f'x/{number}',
+    task_id=f't:{number}',
+    visit=0,
+    sample_index=0,
+    group_id=f'x/{number}',
+    trajectory_id=f'x/{number}',
+    taskset='t',
+    domain='general',
+    source=Source.ROLLOUT,
+    tokens=draw.integers(0, 50000, tokens, dtype=np.int32),
+    prompt_len=1,
+    role=sampled.astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.where(sampled, -draw.random(tokens), 0).astype(np.float32),
+    segments=(
+      Segment(start=1, end=tokens, version=Version(0, 0), engine='embedded', finish='stop'),
+    ),
+    temperature=1.0,
+  )
+
+
+def batch(directory: pathlib.Path, rows: int, tokens: int) -> StepPlan:
+  """Writes the rows, and returns the plan that trains on them."""
+  name = 'rows.arrayrecord'
+  samples = [sample(number, tokens) for number in range(rows)]
+  write_segment(directory, name, [encode(row) for row in samples])
+  planned = tuple(
+    Row(
+      uid=row.uid,
+      source=name,
+      index=number,
+      length=tokens,
+      prompt_len=1,
+      group=row.group_id,
+      reward=1.0,
+      is_expert=False,
+      truncated=False,
+      version_step=0,
+    )
+    for number, row in enumerate(samples)
+  )
+  steps = tuple(tuple(range(rows))[number::_STEPS] for number in range(_STEPS))
+  return StepPlan(step=0, stage='x', rows=planned, optimizer_steps=steps)
+
+
+def slowed(loader: RowLoader, seconds: float) -> RowLoader:
+  read = loader._reader.read
+
+  def slow(refs):
+    time.sleep(seconds)
+    return read(refs)
+
+  loader._reader.read = slow
+  return loader
+
+
+async def exposed(
+  loader: RowLoader, plan: StepPlan, shape: Shape
+) -> tuple[float, list[PackedStep]]:
+  """Returns the seconds for which the optimizer steps wait for their rows, and the steps."""
+  steps, waited = [], 0.0
+  async with contextlib.aclosing(loader.ahead(plan, shape)) as loaded:
+    for _ in plan.optimizer_steps:
+      before = time.perf_counter()
+      steps.append(await anext(loaded))
+      waited += time.perf_counter() - before
+      await asyncio.sleep(_STEP_MS.value / 1e3)
+  return waited, steps
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise UserError(f'argument {argv[1]!r} is not a flag')
+  with tempfile.TemporaryDirectory() as name:
+    plan = batch(pathlib.Path(name), _ROWS.value, _TOKENS.value)
+    rows = -(-_ROWS.value // _STEPS)
+    shape = plan_shape(rows=rows, ranks=1, chunks=1, chunk_len=_TOKENS.value)
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    results = {}
+    for threads in (0, 8):
+      loader = slowed(RowLoader(pathlib.Path(name), mesh, threads=threads), _DISK_MS.value / 1e3)
+      results[threads] = asyncio.run(exposed(loader, plan, shape))
+      print(f'{threads} threads: {results[threads][0]:.2f} s of waiting for rows')
+    for before, after in zip(results[0][1], results[8][1], strict=True):
+      for a, b in zip(jax.tree.leaves(before.chunks), jax.tree.leaves(after.chunks), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    print('all arrays are equal')
+
+
+if __name__ == '__main__':
+  script.run(main)
