@@ -41,7 +41,9 @@ def main() -> None:
       )
       if len(text) > limits['characters']:
         raise ValueError(f'gives {len(text):,} characters, wanted at most {limits["characters"]:,}')
-      answer = {'text': text, 'marks': [[a, b] for a, b in marks[0] if a < b]}
+      # What a template renders into a variable may be marked where the text has already ended.
+      inside = [[start, min(end, len(text))] for start, end in marks[0]]
+      answer = {'text': text, 'marks': [[start, end] for start, end in inside if start < end]}
     except Exception as error:
       answer = {'error': ': '.join(filter(None, [type(error).__name__, str(error)[:2000]]))}
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -249,6 +249,9 @@ HOSTILE = (
   '%}', '{% import "os" as os %}', '{{ raise_exception("a\nb") }}', '{{ undefined.a.b }}',
   '{% macro m() %}{{ m() }}{% endmacro %}{{ m() '
   '}}', '{{ messages | tojson }}', '{%', '{{ "' + 'a' * 5000, '\ud800',
+  '{% generation %}a{% endgeneration %}',
+  '{% set x %}{% generation %}{{ "a" * 99 }}{% endgeneration %}{% endset %}b',
+  '{% for i in range(10 ** 6) %}{% generation %}a{% endgeneration %}{% endfor %}',
   '{{ messages[0].content.format(messages) '
   '}}', '{{ lipsum(10 ** 6) }}', '', '{% set x = namespace(a=1) %}{{ x.a }}',
 )  # fmt: skip
@@ -274,8 +277,10 @@ def test_any_chat_template_renders_or_is_refused(count):
     process = TemplateProcess(template)
     try:
       with bounded(), contextlib.closing(_Stopping(process)):
-        text = process.render(USER, add_generation_prompt=True, variables={'eos_token': '<eos>'})
-        assert isinstance(text, str)
+        text, marks = process.render(
+          USER, add_generation_prompt=True, variables={'eos_token': '<eos>'}
+        )
+        assert all(0 <= start < end <= len(text) for start, end in marks)
     except RenderError as error:
       check_line(str(error))
 
@@ -310,5 +315,5 @@ def test_any_conversation_renders_or_is_refused(count):
     count,
     given=given.map(lambda some: [{'role': role, 'content': text} for role, text in some]),
   )
-  assert process.render(messages, add_generation_prompt=True, variables={}) == 'aabc'
+  assert process.render(messages, add_generation_prompt=True, variables={}).text == 'aabc'
   process._stop()

@@ -188,7 +188,7 @@ def test_a_process_that_renders_templates_and_is_stopped_is_a_line_and_the_next_
   def render():
     return template.render(
       [{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={}
-    )
+    ).text
 
   assert render() == 'hi'
   (process,) = [
