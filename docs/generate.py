@@ -27,6 +27,8 @@ from typing import Any
 from jaxrl_llm import api
 from jaxrl_llm.app.commands import cli, launch, serve
 from jaxrl_llm.app.composition.scorers import SCORERS
+from jaxrl_llm.app.importers import table as importing
+from jaxrl_llm.app.importers import trl_table, verl_table
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.annotations import describe, field_types, is_record
 from jaxrl_llm.config.documents import body_documents, field_documents
@@ -349,10 +351,58 @@ def command_line() -> str:
   return '\n'.join(lines)
 
 
+IMPORTED_KEYS = (
+  'What `jaxrl import-verl` and `jaxrl import-trl` make of each key of the other library. In keys, '
+  '`*` stands for any',
+  'text. `stages.NAME` is the stage; names without a dot are options of its algorithm. A key whose '
+  'fate depends on its',
+  'value is in several tables. A key that is in none is reported as not supported.',
+)
+
+
+def imported_keys() -> str:
+  """The page of the importers' tables."""
+  lines = ['# Imported keys', '', NOTE, '', *IMPORTED_KEYS, '']
+  lines += key_tables('verl', verl_table.TABLE, verl_table.DEFAULTS)
+  lines += key_tables('TRL: all trainers', trl_table.COMMON, {})
+  for trainer, rows in trl_table.TABLES.items():
+    own = {key: row for key, row in rows.items() if trl_table.COMMON.get(key) is not row}
+    lines += key_tables(f'TRL: {trainer}', own, trl_table.DEFAULTS[trainer])
+  return '\n'.join(lines)
+
+
+def key_tables(
+  title: str, rows: Mapping[str, importing.Row], defaults: Mapping[str, Any]
+) -> list[str]:
+  """A section with a table for each fate of keys, and one of the library's defaults."""
+  found: dict[str, list[tuple[str, str]]] = {fate: [] for fate in importing.FATES}
+  for key, row in rows.items():
+    for end in dict.fromkeys(importing.final_rows(row)):
+      match end:
+        case importing.Mapped(to=to):
+          names = ', '.join(f'`{name}`' for name in to.split(', '))
+          found['mapped'].append((key, names))
+        case importing.NotNeeded(why=why):
+          found['not needed'].append((key, why))
+        case importing.NotSupported(why=why):
+          found['not supported'].append((key, why))
+  lines = [f'## {title}', '']
+  for fate, items in found.items():
+    if items:
+      lines += [f'### {title}: {fate}', '', f'| theirs | {"ours" if fate == "mapped" else "why"} |']
+      lines += ['|---|---|', *(f'| `{key}` | {cell(text)} |' for key, text in items), '']
+  if defaults:
+    lines += [f'### {title}: defaults', '', 'Their defaults hold for keys that are not given:', '']
+    lines += ['| theirs | default |', '|---|---|']
+    lines += [*(f'| `{key}` | `{value}` |' for key, value in defaults.items()), '']
+  return lines
+
+
 PAGES = {
   'configuration.md': configuration,
   'api.md': public_names,
   'command_line.md': command_line,
+  'imported_keys.md': imported_keys,
   'metrics.md': metrics.document,
 }
 

@@ -78,9 +78,9 @@ def test_the_console_command(arguments, code, out, err, monkeypatch, capsys):
 
 
 def test_the_console_command_lists_every_command():
-  listed = re.findall(r'^  jaxrl (\w+)', cli.__doc__, re.MULTILINE)
+  listed = re.findall(r'^  jaxrl ([\w-]+)', cli.__doc__, re.MULTILINE)
   assert tuple(listed) == cli.COMMANDS
-  assert {f'{name}.py' for name in cli.COMMANDS} == {
+  assert {f'{name.replace("-", "_")}.py' for name in cli.COMMANDS} == {
     path.name for path in (ROOT / 'launch').glob('*.py')
   }
 

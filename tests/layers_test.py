@@ -42,13 +42,14 @@ NESTED = {
   'app.serve': {*BELOW_APP, 'app', 'app.composition'},
   'app.dry_run': {*BELOW_APP, 'app', 'app.composition'},
   'app.offline': {*BELOW_APP, 'app', 'app.composition', 'app.serve'},
+  'app.importers': {*BELOW_APP, 'app', 'app.composition'},
   'app.cluster': {*BELOW_APP, 'app'},
   'app.sweeps': {*BELOW_APP, 'app', 'app.cluster'},
   'app.doctor': {*BELOW_APP, 'app', 'app.composition', 'app.dry_run', 'app.offline'},
   'app.commands': {
     *BELOW_APP,
     *('app', 'app.composition', 'app.cluster', 'app.sweeps', 'app.doctor'),
-    *('app.dry_run', 'app.offline', 'app.serve'),
+    *('app.dry_run', 'app.importers', 'app.offline', 'app.serve'),
   },
 }
 """What packages within packages import besides themselves: top-level packages, and packages beside

@@ -128,17 +128,20 @@ def parse_flags(
   document: str | None = None,
   *,
   takes_config: bool = True,
-) -> None:
-  """Parses a command's flags with absl. With --help, prints `document` and the flags, and exits
-  with code 0.
+  operands: Sequence[str] = (),
+) -> list[str]:
+  """Parses a command's flags with absl; returns its operands.
+
+  With --help, prints `document` and the flags, and exits with code 0.
 
   Args:
     absl_argv: command line, program name first.
     document: description of the command; defaults to the main module's docstring.
     takes_config: whether the command also takes --config, which --help then explains.
+    operands: names of the arguments that the command takes besides flags, all of them required.
 
   Raises:
-    UserError: absl rejects a flag, or an argument is not a flag.
+    UserError: absl rejects a flag, an operand is missing, or there are further arguments.
   """
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
     text = document or sys.modules['__main__'].__doc__ or ''
@@ -154,10 +157,14 @@ def parse_flags(
     raise UserError(f'--{error.flagname}: unknown flag; {hint}') from None
   except flags.Error as error:
     raise UserError(_one_line(error)) from None
-  if rest[1:]:
+  if len(rest) <= len(operands):
+    raise UserError(f'{operands[len(rest) - 1]}: missing, see --help')
+  if rest[1 + len(operands) :]:
     raise UserError(
-      f'{rest[1]}: unexpected argument; every value has a flag (--name=value), see --help'
+      f'{rest[1 + len(operands)]}: unexpected argument; every value has a flag (--name=value), see '
+      '--help'
     )
+  return rest[1:]
 
 
 def load_file(spec: str, root_type: type) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import sys
@@ -363,6 +364,9 @@ def test_flags_of_the_script_are_parsed_and_their_errors_are_one_line():
   )
   line = 'x.py: unexpected argument; every value has a flag (--name=value), see --help'
   assert message(parse_flags, ['t', 'x.py'], own_flags()) == line
+  assert parse_flags(['t', 'x.py', '--limit=3'], own_flags(), operands=('FILE',)) == ['x.py']
+  missing = message(functools.partial(parse_flags, operands=('FILE',)), ['t'], own_flags())
+  assert missing == 'FILE: missing, see --help'
   assert message(parse_flags, ['t', '--limit=ten'], own_flags()).startswith('flag --limit=ten: ')
 
 

@@ -1,19 +1,21 @@
 """Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same from a checkout.
 
-  jaxrl train       trains a configuration; the same command resumes
-  jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
-  jaxrl launch      launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
-  jaxrl evaluate    evaluates the commits of a run
-  jaxrl report      rebuilds a run's report.html
-  jaxrl sweep       runs the trials of a sweep file: grids, random and guided search, seeds
-  jaxrl compare     writes a page that compares runs
-  jaxrl score       scores a file of completions with one scorer
-  jaxrl curate      selects the tasks that are worth training on
-  jaxrl buffer      inspects a run's replay store
-  jaxrl replay      repeats one update of a run and compares it bit for bit
-  jaxrl convert     reads and writes Hugging Face model directories
-  jaxrl tokenizer   builds a tokenizer from the text of a taskset
-  jaxrl install     creates the environment of vLLM servers, or of compilers for other devices
+  jaxrl train        trains a configuration; the same command resumes
+  jaxrl serve        serves rollouts, explorers, reward models or sandboxes to runs elsewhere
+  jaxrl launch       launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
+  jaxrl evaluate     evaluates the commits of a run
+  jaxrl report       rebuilds a run's report.html
+  jaxrl sweep        runs the trials of a sweep file: grids, random and guided search, seeds
+  jaxrl compare      writes a page that compares runs
+  jaxrl score        scores a file of completions with one scorer
+  jaxrl curate       selects the tasks that are worth training on
+  jaxrl buffer       inspects a run's replay store
+  jaxrl replay       repeats one update of a run and compares it bit for bit
+  jaxrl convert      reads and writes Hugging Face model directories
+  jaxrl import-verl  makes a configuration file of a script or YAML file for verl
+  jaxrl import-trl   makes a configuration file of a command, YAML or Python file for TRL
+  jaxrl tokenizer    builds a tokenizer from the text of a taskset
+  jaxrl install      creates the environment of vLLM servers, or of compilers for other devices
 
 `jaxrl NAME --help` describes a command.
 """
@@ -42,6 +44,8 @@ COMMANDS = (
     'buffer',
     'replay',
     'convert',
+    'import-verl',
+    'import-trl',
     'tokenizer',
   ),
   'install',
@@ -58,7 +62,7 @@ def launch(name: str, argv: Sequence[str]) -> int:
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-  return importlib.import_module(f'{__package__}.{name}').main(argv)
+  return importlib.import_module(f'{__package__}.{name.replace("-", "_")}').main(argv)
 
 
 def main() -> int:

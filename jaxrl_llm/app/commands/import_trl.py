@@ -1,0 +1,41 @@
+"""Makes a configuration file of arguments for TRL.
+
+  jaxrl import-trl train.sh [--trainer=grpo] [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
+
+FILE is a shell script with a command such as `trl grpo --key value …` or `python train.py --key
+value …`, a YAML file of arguments, or a Python file that calls GRPOConfig(…) or the like. It is
+read and never run. The report says of every argument whether it is mapped, not needed (and why) or
+not supported.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from jaxrl_llm.app.importers import command, trl, trl_files, trl_table
+from jaxrl_llm.app.importers.report import Imported, imported
+from jaxrl_llm.app.importers.table import Import
+
+FLAGS = flags.FlagValues()
+command.define_flags(FLAGS)
+flags.DEFINE_enum(
+  'trainer', None, list(trl_table.TRAINERS), 'Trainer of the arguments; by default the file says.',
+  flag_values=FLAGS,
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return command.run(argv, FLAGS, __doc__, _read)
+
+
+def _read(path: pathlib.Path, define: Mapping[str, str]) -> Imported:
+  arguments = trl_files.read_file(path, define, FLAGS.trainer)
+  trainer = arguments.trainer
+  keys = Import(arguments.given, trl_table.TABLES[trainer], trl_table.DEFAULTS[trainer])
+  functions = str(path) if path.suffix == '.py' else None
+  trl.draft(keys, trainer, stem=path.stem, rows=FLAGS.rows, functions=functions)
+  return imported('TRL', keys, arguments.notes)

@@ -1,0 +1,35 @@
+"""Makes a configuration file of a configuration for verl.
+
+  jaxrl import-verl run_qwen3-8b.sh [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
+
+FILE is a shell script that starts `python3 -m verl.trainer.main_ppo key=value …`, or a YAML file.
+It is read and never run: variables, defaults such as ${NAME:-8} and arithmetic are substituted,
+commands such as $(date) are not. The report says of every key whether it is mapped, not needed
+(and why) or not supported.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from jaxrl_llm.app.importers import command, verl, verl_files, verl_table
+from jaxrl_llm.app.importers.report import Imported, imported
+from jaxrl_llm.app.importers.table import Import
+
+FLAGS = flags.FlagValues()
+command.define_flags(FLAGS)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return command.run(argv, FLAGS, __doc__, _read)
+
+
+def _read(path: pathlib.Path, define: Mapping[str, str]) -> Imported:
+  given, notes = verl_files.read_file(path, define)
+  keys = Import(given, verl_table.TABLE, verl_table.DEFAULTS)
+  verl.draft(keys, stem=path.stem, rows=FLAGS.rows)
+  return imported('verl', keys, notes)

@@ -1,0 +1,117 @@
+"""Keys and values of another library's configuration, as they were given, from words or YAML.
+
+Invariant: reading takes time and memory proportional to the size of the text. YAML has no aliases
+and no tags here, so nothing is expanded or constructed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import check_depth, read_bytes
+from jaxrl_llm.core.types import Json
+
+_LIMIT_BYTES = 1 << 20
+_YAML_LIMIT_BYTES = 256 << 10
+_LONGEST_SCALAR = 10_000
+_WORDS = {
+  **dict.fromkeys(('true', 'True', 'TRUE'), True),
+  **dict.fromkeys(('false', 'False', 'FALSE'), False),
+  **dict.fromkeys(('null', 'None', '~', ''), None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+  """A key with its value."""
+
+  key: str
+  value: Json
+  where: str
+  """Line of the file, for the report."""
+  missing: tuple[str, ...] = ()
+  """Parts of the value that only running a script or program could tell."""
+
+
+def read_text(path: pathlib.Path) -> str:
+  """Returns the text of a file of at most 1 MiB. Raises UserError if that is impossible."""
+  try:
+    return read_bytes(path, _LIMIT_BYTES).decode()
+  except (OSError, ValueError) as error:
+    raise UserError(f'{path}: cannot be read: {one_line(error)}') from None
+
+
+def scalar(text: str) -> Json:
+  """Returns the number, boolean or null that a text spells, or the text itself."""
+  if text in _WORDS:
+    return _WORDS[text]
+  if len(text) < 40:
+    if re.fullmatch(r'[+-]?\d+', text):
+      return int(text)
+    if re.fullmatch(r'[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?', text):
+      return float(text)
+  return text
+
+
+def value_of(text: str) -> Json:
+  """Returns the value that a text spells in a command line: a scalar, a list or a mapping."""
+  if text[:1] in ('[', '{') and len(text) <= _LONGEST_SCALAR:
+    try:
+      return read_yaml(text)
+    except UserError:
+      return text
+  if len(text) >= 2 and text[0] == text[-1] and text[0] in '\'"':
+    return text[1:-1]
+  return scalar(text)
+
+
+class _Loader(yaml.BaseLoader):
+  """Makes text of all scalars; refuses aliases, and keys that are given twice."""
+
+  def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+    if self.check_event(yaml.events.AliasEvent):
+      raise yaml.YAMLError('an alias (*name), which is not read; write the value out')
+    return super().compose_node(parent, index)
+
+  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    if len(set(keys)) < len(node.value):
+      raise yaml.YAMLError('a key that is given twice, or is no text')
+    return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(text: str, name: str = 'value') -> Json:
+  """Parses YAML. Raises UserError for anything that is not plain YAML of limited size and depth."""
+  if len(text) > _YAML_LIMIT_BYTES:
+    raise UserError(f'{name}: {len(text):,} characters, wanted at most {_YAML_LIMIT_BYTES:,}')
+  try:
+    value = yaml.load(text, _Loader)
+    check_depth(value)
+  except (yaml.YAMLError, ValueError, RecursionError) as error:
+    raise UserError(f'{name}: not plain YAML: {one_line(error, 200)}') from None
+  return _scalars(value)
+
+
+def _scalars(value: Any) -> Json:
+  if isinstance(value, dict):
+    return {str(key): _scalars(item) for key, item in value.items()}
+  if isinstance(value, list):
+    return [_scalars(item) for item in value]
+  return scalar(value) if isinstance(value, str) else value
+
+
+def leaves(value: Mapping[str, Json], prefix: str = '') -> Iterator[tuple[str, Json]]:
+  """Yields the values of nested mappings with dotted keys. An empty mapping is a value."""
+  for key, item in value.items():
+    name = f'{prefix}{key}'
+    if isinstance(item, Mapping) and item:
+      yield from leaves(item, f'{name}.')
+    else:
+      yield name, item

@@ -1,0 +1,80 @@
+"""Reads verl's configurations: shell scripts that start its trainer, and YAML files."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Mapping
+
+from jaxrl_llm.app.importers.given import Given, leaves, read_text, read_yaml, value_of
+from jaxrl_llm.app.importers.shell import Command, read_script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+_MAIN = re.compile(r'(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?')
+_PAIR = re.compile(r'(\+{0,2}|~)([A-Za-z_][\w.\-]*)=(.*)', re.DOTALL)
+_REFERENCE = re.compile(r'\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}')
+
+
+def read_file(path: pathlib.Path, define: Mapping[str, str]) -> tuple[list[Given], list[str]]:
+  """Returns the keys that a file gives, and notes about how it was read.
+
+  Args:
+    path: file ending .yaml or .yml, or a shell script.
+    define: values of the script's variables.
+
+  Raises:
+    UserError: the file cannot be read, or starts no trainer.
+  """
+  content = read_text(path)
+  if path.suffix in ('.yaml', '.yml'):
+    tree = read_yaml(content, str(path))
+    if not isinstance(tree, dict):
+      raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')
+    return _resolved(dict(leaves(tree))), []
+  try:
+    script = read_script(content, define)
+  except UserError as error:
+    raise UserError(f'{path}: {error}') from None
+  starts = [
+    (command, at) for command in script.commands for at in [_trainer_at(command)] if at is not None
+  ]
+  if not starts:
+    raise UserError(
+      f'{path}: no command starts verl.trainer.main_ppo; wanted python3 -m verl.trainer.main_ppo '
+      'key=value …'
+    )
+  command, at = starts[0]
+  notes = [*script.notes] + [
+    f'line {other.line}: a further command starts a trainer; only that of line {command.line} is '
+    'read'
+    for other, _ in starts[1:]
+  ]
+  return [_given(command, index) for index in range(at + 1, len(command.words))], notes
+
+
+def _trainer_at(command: Command) -> int | None:
+  return next((i for i, word in enumerate(command.words) if _MAIN.fullmatch(word.text)), None)
+
+
+def _given(command: Command, index: int) -> Given:
+  word, where = command.words[index], f'line {command.line}'
+  flag = re.fullmatch(r'(--config-(?:name|path))=(.*)', word.text)
+  if flag is not None:
+    return Given(flag[1], flag[2].strip('\'"'), where, word.missing)
+  match = _PAIR.fullmatch(word.text)
+  if match is None or match[1] == '~':
+    return Given(word.text, '', where, word.missing)
+  return Given(match[2], value_of(match[3]), where, word.missing)
+
+
+def _resolved(values: Mapping[str, Json]) -> list[Given]:
+  """Follows references such as `${data.max_prompt_length}` to other keys of the file, once."""
+  given = []
+  for key, value in values.items():
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if match is not None:
+      value = values.get(match[1], value if match[2] is None else value_of(match[2].strip()))
+    is_open = isinstance(value, str) and ('${' in value or value == '???')
+    given.append(Given(key, value, 'YAML', (value,) if is_open else ()))
+  return given
