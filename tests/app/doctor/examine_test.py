@@ -46,7 +46,7 @@ def test_what_the_run_refuses_is_a_failure_of_the_configuration(
   place.mkdir()
   findings = found(apply_overrides(faults.healthy(place), {key: value}), tmp_path / 'run')
   (failed,) = [finding for finding in findings if finding.status == FindingStatus.FAILURE]
-  assert failed.check == 'configuration' and words in failed.found
+  assert failed.check == 'configuration' and words in failed.result
 
 
 def test_faults_planted_together_have_a_line_each(folder, tmp_path):
