@@ -35,7 +35,7 @@ from jaxrl_llm.config.documents import body_documents, field_documents
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as GROUP_PROCESSORS
 from jaxrl_llm.objectives.surrogates import SURROGATES
-from jaxrl_llm.runtime import metrics
+from jaxrl_llm.runtime import metric_names
 from jaxrl_llm.tasks.processors import PROCESSORS as TASK_PROCESSORS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -403,7 +403,7 @@ PAGES = {
   'api.md': public_names,
   'command_line.md': command_line,
   'imported_keys.md': imported_keys,
-  'metrics.md': metrics.document,
+  'metrics.md': metric_names.document,
 }
 
 

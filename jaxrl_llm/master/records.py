@@ -184,6 +184,7 @@ def _rollout_row(
     'group_id': sample.group_id,
     'sample_index': sample.sample_index,
     'taskset': sample.taskset,
+    'domain': scored.task.domain,
     'prompt': scored.task.prompt[-1]['content'],
     'completion': scored.completion,
     'truth': scored.task.truth,

@@ -24,7 +24,7 @@ from jaxrl_llm.runtime import metrics, report, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 PAGE = 'compare.html'
-SCRIPTS = ('dom.js', 'charts.js', 'side_by_side.js', 'compare.js')
+SCRIPTS = ('dom.js', 'export.js', 'charts.js', 'side_by_side.js', 'compare.js')
 MAX_POINTS = 1000
 """Maximum number of steps per curve. If a run is longer, long curves show only every k-th step,
 with the same k for all runs.
@@ -165,6 +165,7 @@ def payload(
     ],
     'keys': sorted(keys),
     'descriptions': {key: text for key in keys if (text := metrics.describe(key))},
+    'labels': report.labels(keys),
     'differences': _differences(configs),
     'beside': beside,
     'answers': _answers([runs[i] for i in beside], [stages[i] for i in beside]),

@@ -88,7 +88,7 @@ EDGES: Mapping[Edge, Ends] = {
   Edge.EVAL: Ends(
     source='master',
     target='reward models',
-    lane='reward models',
+    lane='scoring',
     diagram='Kimi: eval request and its reply, Master ↔ Reward Models',
     text=(
       'The samples of a group are scored, each as soon as it ends: from the first sample to the '
@@ -144,7 +144,7 @@ EDGES: Mapping[Edge, Ends] = {
   Edge.AUXILIARY_SCORE: Ends(
     source='rollout',
     target='reward models',
-    lane='reward models',
+    lane='scoring',
     diagram='Trinity: Reward Model, asked by Workflow Runners (here through the master)',
     text='A workflow requests the score of an attempt in mid-episode; the answer is not stored.',
   ),
@@ -335,9 +335,16 @@ class Event(NamedTuple):
   fields: dict[str, Json]
 
 
-def read(path: pathlib.Path) -> Iterator[Event | None]:
-  """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines."""
+def read(path: pathlib.Path, limit: int | None = None) -> Iterator[Event | None]:
+  """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines.
+
+  Args:
+    limit: maximum size in bytes of the part that is read, at the end of the file; None: all of it.
+  """
   with path.open('rb') as file:
+    if limit is not None and (size := path.stat().st_size) > limit:
+      file.seek(size - limit - 1)
+      next(file)  # The rest of a line.
     for line in file:
       if line.strip():
         yield _event(line)

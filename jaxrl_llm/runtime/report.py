@@ -16,15 +16,18 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime import events, metrics, timeline, transcripts, writers
+from jaxrl_llm.runtime import events, metric_names, metrics, timeline, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 ASSETS = pathlib.Path(__file__).parent / 'report'
-SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
+SCRIPTS = (
+  *('dom.js', 'export.js', 'charts.js', 'rollouts.js', 'distributions.js', 'mismatch.js'),
+  *('timeline.js', 'page.js'),
+)
 
 MAX_POINTS = 2000
 """Maximum number of points of a curve.
@@ -32,7 +35,11 @@ MAX_POINTS = 2000
 A longer curve is divided into MAX_POINTS / 2 - 1 equal sections. Of each section, the points with
 the smallest and the largest value are kept, and of the whole curve, its first and last points.
 """
+EVENT_BYTES = 16_000_000
+"""Maximum size of the end of events.jsonl that is read, in bytes."""
 Row = dict[str, Any]
+Point = tuple[int, float | int | None, int]
+"""A place on the x-axis, a value, and the index of a stage."""
 
 
 def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None) -> pathlib.Path:
@@ -100,7 +107,7 @@ def payload(workdir: pathlib.Path) -> Row:
   series = _series(rows, stages)
   rollouts, corrupt_rollouts = transcripts.rollouts(workdir, stages)
   answers, corrupt_answers = transcripts.answers(workdir, stages)
-  messages = timeline.load(workdir / events.FILE)
+  messages = timeline.load(workdir / events.FILE, EVENT_BYTES)
   unreadable = {
     log.name: corrupt,
     'rollouts': corrupt_rollouts,
@@ -115,13 +122,21 @@ def payload(workdir: pathlib.Path) -> Row:
     'warnings': _warnings(rows, unreadable),
     'series': series,
     'descriptions': {key: text for key in series if (text := metrics.describe(key))},
+    'labels': labels(series),
     'evaluations': _evaluations(rows, stages),
     'answers': answers,
     'timeline': timeline.payload(messages),
     'idle': _idle(messages.steps, stages),
+    'idle_from': messages.steps[0].number if messages.cut and messages.steps else None,
     'rollouts': rollouts,
     'config': _config(workdir / 'config.json'),
   }
+
+
+def labels(keys: Iterable[str]) -> dict[str, Row]:
+  """Returns the name, unit and rounding error of each metric, keyed by key."""
+  found = {key: metric_names.label(key) for key in keys}
+  return {key: {**label._asdict(), 'noise': label.noise} for key, label in found.items()}
 
 
 def _config(path: pathlib.Path) -> Any:
@@ -152,8 +167,10 @@ def stages_of(rows: list[Row]) -> list[Row]:
     steps = [step_of(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
     offset = end if min(steps) < end else 0
     start = end if stages else min(steps)
+    # The row of a step is written once it is completed; only an evaluation has a row of step 0.
+    before = end if stages else max(0, start - 1)
     end = max(steps) + offset
-    stages.append({'name': name, 'start': start, 'offset': offset, 'steps': end - start})
+    stages.append({'name': name, 'start': start, 'offset': offset, 'steps': end - before})
   return stages
 
 
@@ -163,46 +180,53 @@ def stage_index(row: Row, stages: list[Row]) -> int:
 
 
 def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
-  points: dict[str, list[tuple[int, float | int | None, int]]] = {}
+  """Returns the curve of each metric, keyed by key."""
+  places = {stage['name']: (i, stage['offset']) for i, stage in enumerate(stages)}
+  points: dict[str, list[Point]] = {}
   for row in rows:
-    stage = stage_index(row, stages)
-    x = step_of(row) + stages[stage]['offset']
+    stage, offset = places[str(row.get(writers.STAGE, 'run'))]
+    x = step_of(row) + offset
     for key, value in row.items():
-      if key not in (writers.STAGE, writers.STEP) and (value is None or is_number(value)):
-        points.setdefault(key, []).append((x, short(value), stage))
+      if value is None or is_number(value):
+        points.setdefault(key, []).append((x, value, stage))
   series = {}
   for key, values in points.items():
-    if any(y is not None for _, y, _ in values):
-      xs, ys, of = zip(*_thinned(sorted(values, key=lambda p: p[0])))
-      series[key] = {'x': xs, 'y': ys, 'stage': of}
+    if key not in (writers.STAGE, writers.STEP) and any(y is not None for _, y, _ in values):
+      series[key] = _curve(sorted(values, key=lambda p: p[0]))
   return series
+
+
+def _curve(points: list[Point]) -> Row:
+  """Returns the columns of a curve of at most MAX_POINTS points."""
+  xs, ys, of = zip(*_thinned(points))
+  return {'x': xs, 'y': [short(y) for y in ys], 'stage': of}
 
 
 def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
   """Returns curves of the idle share of each step, keyed by role (trainer or rollout)."""
-  points: dict[str, list[tuple[int, float | int | None, int]]] = {}
+  points: dict[str, list[Point]] = {}
   for step in steps:
     stage = max((i for i, s in enumerate(stages) if s['start'] < step.number), default=0)
     for role, share in step.idle.items():
-      points.setdefault(role, []).append((step.number, short(share), stage))
-  curves = {role: zip(*_thinned(values)) for role, values in points.items()}
-  return {role: dict(zip(('x', 'y', 'stage'), columns)) for role, columns in curves.items()}
+      points.setdefault(role, []).append((step.number, share, stage))
+  return {role: _curve(values) for role, values in points.items()}
 
 
-def _thinned(
-  points: list[tuple[int, float | int | None, int]],
-) -> list[tuple[int, float | int | None, int]]:
+def _thinned(points: list[Point]) -> list[Point]:
   if len(points) <= MAX_POINTS:
     return points
   kept = {0, len(points) - 1}
   stretches = MAX_POINTS // 2 - 1
+  values = [y for _, y, _ in points]
+  gaps = None in values
   for i in range(stretches):
     indices = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
-    finite = [j for j in indices if points[j][1] is not None] or [indices[0]]
-    kept |= {
-      min(finite, key=lambda j: points[j][1] or 0.0),
-      max(finite, key=lambda j: points[j][1] or 0.0),
-    }
+    finite = [j for j in indices if values[j] is not None] if gaps else indices
+    kept |= (
+      {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+      if finite
+      else {indices[0]}
+    )
   return [points[j] for j in sorted(kept)]
 
 

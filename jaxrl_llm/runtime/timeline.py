@@ -24,7 +24,7 @@ BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, 
 LANES = (
   'trainer',
   'rollout',
-  'reward models',
+  'scoring',
   'auxiliary models',
   'replay buffer',
   'weights',
@@ -83,16 +83,23 @@ class Timeline:
   steps: list[Step]
   unreadable: int
   """Number of lines that are not valid events or are replies to unknown requests."""
+  cut: bool = False
+  """Whether the beginning of the log was not read."""
 
 
-def load(path: pathlib.Path) -> Timeline:
-  """Loads the timeline from an events.jsonl. It is empty if the file does not exist."""
+def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
+  """Loads the timeline from an events.jsonl. It is empty if the file does not exist.
+
+  Args:
+    limit: maximum size in bytes of the end of the file that is read; None: all of it is read.
+  """
+  cut = limit is not None and path.is_file() and path.stat().st_size > limit
   spans: list[Span] = []
   asked: dict[tuple[int, int], int] = {}
   begun: dict[int, float] = {}
   ended: dict[int, float] = {}
   unreadable = 0
-  for event in read(path) if path.is_file() else ():
+  for event in read(path, limit) if path.is_file() else ():
     if event is None:
       unreadable += 1
       continue
@@ -105,7 +112,7 @@ def load(path: pathlib.Path) -> Timeline:
         Span(event.edge, event.attempt, event.step, event.id, None, event.t, event.t, event.fields)
       )
     elif (place := asked.pop((event.attempt, event.of), None)) is None:
-      unreadable += 1
+      unreadable += not cut  # Its request may be in the part that is not read.
     else:
       span = spans[place]
       spans[place] = span._replace(
@@ -114,7 +121,9 @@ def load(path: pathlib.Path) -> Timeline:
   for place in asked.values():
     spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
   spans.sort(key=lambda span: (span.attempt, span.start))
-  return Timeline(spans, _steps(spans, begun), unreadable)
+  steps = _steps(spans, begun)
+  # The beginning of the first step was not read.
+  return Timeline(spans, steps[1:] if cut else steps, unreadable, cut)
 
 
 def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:

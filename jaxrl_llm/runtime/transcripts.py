@@ -43,9 +43,7 @@ def short(value: Any, digits: int = 6) -> Any:
 
   Other values are returned unchanged.
   """
-  return (
-    float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
-  )
+  return float(f'{value:.{digits}g}') if type(value) is float and math.isfinite(value) else value
 
 
 def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
@@ -169,7 +167,7 @@ def rollouts(
   """
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files, ROLLOUT_BYTES if budget is None else budget)
-  tokens, scores, tasks = _Indices(), _Indices(), {}
+  tokens, scores, groups, tasks = _Indices(), _Indices(), _Indices(), {}
   rows, corrupt = [], 0
   for stage, step, path in chosen:
     for row in _leading_groups(path, limit):
@@ -178,15 +176,17 @@ def rollouts(
         corrupt += 1
         continue
       task = (_text(row.get('task_id')), _text(row.get('prompt')))
-      place = tasks.setdefault(task, (len(tasks), row.get('truth'), row.get('taskset')))[0]
-      rows.append(
-        {'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, **compact}
-      )
+      kind = (row.get('taskset'), row.get('domain'))
+      place = tasks.setdefault(task, (len(tasks), row.get('truth'), *kind))[0]
+      group = groups.place((stage, step, _text(row.get('group_id')), place))
+      where = {'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, 'g': group}
+      rows.append({**where, **compact})
   return {
     'tokens': list(tokens),
     'scores': [json.loads(score) for score in scores],
     'tasks': [
-      {'id': i, 'prompt': p, 'truth': t, 'taskset': s} for (i, p), (_, t, s) in tasks.items()
+      {'id': i, 'prompt': p, 'truth': t, 'taskset': s, 'domain': d}
+      for (i, p), (_, t, s, d) in tasks.items()
     ],
     'rows': rows,
     'shown': _shown(len(rows), len(chosen), len(files), limit),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from browsing import open_page, start_browser
+from browsing import open_page
 from paths import ROOT
 from selenium.webdriver.common.by import By
 
@@ -176,13 +176,6 @@ def test_hostile_text_cannot_leave_the_data(hostile):
   assert page.count('<script') == 2 and '<img' not in page
   assert not re.findall(r'https?://(?!www\.w3\.org/2000/svg)[\w.]+', page)
   assert not re.findall(r'innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(', page)
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-  driver = start_browser(tmp_path_factory.mktemp('browser'))
-  yield driver
-  driver.quit()
 
 
 def texts(browser, selector):

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 import pytest
-from browsing import open_page, start_browser
+from browsing import open_page
 from paths import ROOT
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -479,13 +479,6 @@ def long_run(tmp_path_factory):
       )
     rollouts.write('grpo', step, rows)
   return run
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-  driver = start_browser(tmp_path_factory.mktemp('browser'))
-  yield driver
-  driver.quit()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 // Curves as inline SVG: lines (raw faint, smoothed bold), stacked areas, stage boundaries, crosshair with values.
 
-const HEIGHT = 224;
+const HEIGHT = 240;
 const TOP = 24;
-const BOTTOM = 26;
+const BOTTOM = 42;
 const MARKER_LIMIT = 40; // series with at most so many points show each as a dot and are never smoothed
 
 // Round tick positions that cover [low, high] in about `count` steps, and how many decimals they need.
@@ -44,12 +44,33 @@ function smoothed(series, weight, low, high) {
   return total.map((v, i) => (series.y[i] === null ? null : v));
 }
 
+// The name of a metric; its key where it has none.
+function nameOf(key) {
+  return DATA.labels[key]?.name ?? key;
+}
+
+// The unit that all lines of a chart share; empty where they differ.
+function unitOf(series) {
+  const units = [...new Set(series.map((line) => line.unit ?? DATA.labels[line.key]?.unit ?? ''))];
+  return units.length === 1 ? units[0] : '';
+}
+
+function axisTitles(left, width, x, y) {
+  const middle = TOP + (HEIGHT - TOP - BOTTOM) / 2;
+  return [drawn('text', { class: 'axis-title', x: (left + width - 10) / 2, y: HEIGHT - 6, 'text-anchor': 'middle' }, x),
+    drawn('text', { class: 'axis-title', transform: `translate(11 ${middle}) rotate(-90)`, 'text-anchor': 'middle' }, y)];
+}
+
 // The range of y to show: all of it, unless a few points stand far outside the rest (a first step that compiles).
 function yRange(values, spec) {
   const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
   if (!sorted.length) return { low: 0, high: 1, outside: 0 };
   let low = sorted[0];
   let high = sorted[sorted.length - 1];
+  const largest = Math.max(Math.abs(low), Math.abs(high));
+  // Rounding error is no curve: it stays on the line of 0, or of the constant that it is added to.
+  if (largest > 0 && largest <= (spec.noise ?? 0)) return { low: low < 0 ? -10 * spec.noise : 0, high: 10 * spec.noise, outside: 0, rounding: largest };
+  if (high > low && high - low < 1e-6 * largest && !spec.range) return { low: low - 0.5 * largest, high: high + 0.5 * largest, outside: 0, rounding: high - low };
   if (sorted.length >= 8 && !spec.full) {
     const cut = Math.max(1, Math.round(0.02 * (sorted.length - 1)));
     const [q1, q3] = [sorted[cut], sorted[sorted.length - 1 - cut]];
@@ -70,6 +91,11 @@ function dash(line) {
   return line.dash ? ` d${line.dash}` : '';
 }
 
+// The key of a line beside its name, where that is another word.
+function beside(line) {
+  return line.key in DATA.labels && line.name !== line.key ? element('code', { class: 'key' }, ` ${line.key}`) : null;
+}
+
 function spread(line, i) {
   const error = line.high ? (line.high[i] - line.low[i]) / 2 : 0;
   return error ? ` ± ${Number(error.toPrecision(2))}` : '';
@@ -80,19 +106,38 @@ class Chart {
   // joined?}; `joined` draws one line through all stages; stacked series have the same x and no gaps. A series may
   // have a band of its own, low and high at its x, a dash (1 or 2), and a title for the legend.
   constructor(spec, smoothing) {
-    this.spec = spec;
+    this.spec = { noise: Math.min(...spec.series.map((line) => DATA.labels[line.key]?.noise ?? 0)), ...spec };
     this.smoothing = smoothing;
     this.hidden = new Set();
     this.svg = drawn('svg', { height: HEIGHT, tabindex: 0, role: 'img', 'aria-label': spec.title });
     this.note = element('div', { class: 'note' });
     this.node = element('section', { class: `chart card${spec.wide ? ' wide' : ''}`, 'data-chart': spec.title },
-      element('h3', {}, spec.title), element('div', { class: 'caption' }, spec.caption || ''), this.legend(), this.svg, this.note);
+      element('div', { class: 'title' }, element('h3', {}, spec.title), exports(spec.title, () => this.rows(), () => this.visible(), () => this.svg)),
+      element('div', { class: 'caption' }, spec.caption || ''), this.legend(), this.svg, this.note);
     this.svg.addEventListener('pointermove', (event) => this.hover(event.clientX, event.clientY));
     this.svg.addEventListener('pointerdown', (event) => this.hover(event.clientX, event.clientY));
     this.svg.addEventListener('pointerleave', () => this.leave());
     this.svg.addEventListener('blur', () => this.leave());
     this.svg.addEventListener('keydown', (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.node);
+  }
+
+  visible() {
+    return this.spec.series.filter((line) => !this.hidden.has(line.key));
+  }
+
+  // The lines of the chart's CSV: the values as logged, not smoothed.
+  rows() {
+    const lines = this.visible();
+    const at = new Map();
+    lines.forEach((line, l) => line.x.forEach((x, i) => {
+      const place = `${x} ${line.stage[i]}`;
+      const row = at.get(place) ?? at.set(place, { x, stage: line.stage[i], values: new Array(lines.length).fill(null) }).get(place);
+      row.values[l] = line.y[i];
+    }));
+    const { stages } = this.spec;
+    return [['stage', 'step', ...lines.map((line) => line.key)], ...[...at.values()].sort((a, b) => a.x - b.x || a.stage - b.stage)
+      .map((row) => [stages[row.stage].name, row.x - stages[row.stage].offset, ...row.values])];
   }
 
   legend() {
@@ -106,12 +151,12 @@ class Chart {
         event.currentTarget.setAttribute('aria-pressed', String(!this.hidden.has(line.key)));
         this.draw();
       },
-    }, element('span', { class: `swatch b${line.colour}${dash(line)}` }), element('span', {}, line.name))));
+    }, element('span', { class: `swatch b${line.colour}${dash(line)}` }), element('span', {}, line.name, ...[beside(line)].filter(Boolean)))));
   }
 
   // What is drawn: per visible series the points, smoothed where asked, and for stacked charts the lower edge too.
   layers() {
-    const lines = this.spec.series.filter((line) => !this.hidden.has(line.key));
+    const lines = this.visible();
     const band = this.spec.band && !this.hidden.size ? [...this.spec.band.low.y, ...this.spec.band.high.y] : [];
     for (const line of lines) band.push(...(line.low ?? []), ...(line.high ?? []));
     const totals = this.spec.stacked ? lines[0].x.map((_, i) => lines.reduce((a, line) => a + line.y[i], 0)) : null;
@@ -139,7 +184,7 @@ class Chart {
     const y = this.range;
     const scale = ticks(y.low, y.high, 4);
     const labels = scale.values.map((v) => tickText(v, scale.step));
-    const left = 12 + 7 * Math.max(...labels.map((l) => l.length), 2);
+    const left = 30 + 7 * Math.max(...labels.map((l) => l.length), 2);
     const xs = spec.series.flatMap((l) => [l.x[0], l.x[l.x.length - 1]]);
     const [first, last] = [Math.min(...xs), Math.max(...xs)];
     this.px = (x) => (last === first ? (left + width) / 2 : left + ((x - first) / (last - first)) * (width - left - 10));
@@ -151,9 +196,11 @@ class Chart {
     this.svg.setAttribute('viewBox', `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren(
       drawn('clipPath', { id: clip }, drawn('rect', { x: left - 6, y: TOP - 5, width: width - left + 12, height: HEIGHT - TOP - BOTTOM + 10 })),
-      ...this.axes(left, width, first, last, scale.values, labels), ...this.boundaries(left, width, first, last), plot, this.cursor);
+      ...this.axes(left, width, first, last, scale.values, labels), ...this.boundaries(left, width, first, last), plot, this.cursor,
+      ...axisTitles(left, width, 'step', spec.unit ?? unitOf(spec.series)));
     const restore = element('button', { type: 'button', onclick: () => { spec.full = true; this.draw(); } }, 'show all');
-    this.note.replaceChildren(...(y.outside ? [`${plural(y.outside, 'point')} outside the axis · `, restore] : []));
+    if (y.rounding) this.note.replaceChildren(`Rounding error alone: at most ${number(y.rounding)}.`);
+    else this.note.replaceChildren(...(y.outside ? [`${plural(y.outside, 'point')} outside the axis · `, restore] : []));
   }
 
   axes(left, width, first, last, values, labels) {
@@ -236,7 +283,7 @@ class Chart {
   hover(clientX, clientY) {
     if (!this.px) return;
     const box = this.svg.getBoundingClientRect();
-    const lines = this.spec.series.filter((l) => !this.hidden.has(l.key));
+    const lines = this.visible();
     const target = clientX - box.left;
     const candidates = lines.map((l) => l.x[nearest(l.x.map(this.px), target)]);
     this.show(candidates.reduce((a, b) => (Math.abs(this.px(b) - target) < Math.abs(this.px(a) - target) ? b : a)), clientY);

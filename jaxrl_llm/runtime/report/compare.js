@@ -56,7 +56,7 @@ function chartOf(title, key, options) {
   const series = linesOf(key, '');
   if (!series.length) return null;
   const caption = options?.caption ?? DATA.descriptions[key] ?? key;
-  const chart = new Chart({ title, series, stages: DATA.stages, caption, ...options }, SMOOTHING);
+  const chart = new Chart({ title, series, stages: DATA.stages, caption, unit: DATA.labels[key]?.unit, noise: DATA.labels[key]?.noise, ...options }, SMOOTHING);
   CHARTS.push(chart);
   return chart.node;
 }

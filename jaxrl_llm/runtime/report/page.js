@@ -4,19 +4,21 @@ const SMOOTHING = { weight: 0.7 };
 const CHARTS = [];
 
 function lines(keys) {
-  return keys.filter((key) => DATA.series[key]).map((key, i) => ({ key, name: key, colour: (i % 8) + 1, ...DATA.series[key] }));
+  return keys.filter((key) => DATA.series[key]).map((key, i) => ({ key, name: nameOf(key), colour: (i % 8) + 1, ...DATA.series[key] }));
 }
 
 function matching(pattern) {
   return Object.keys(DATA.series).filter((key) => pattern.test(key));
 }
 
-// A chart of the keys that the run has; nothing where it has none of them. One key gets its description as the caption.
+// A chart of the keys that the run has; nothing where it has none of them. One key gets its description as the caption,
+// and every chart of one key that key itself.
 function chartOf(title, keys, options) {
   const series = lines(keys);
   if (!series.length) return null;
-  const caption = options?.caption ?? (series.length === 1 ? DATA.descriptions[series[0].key] ?? series[0].key : '');
-  const chart = new Chart({ title, series, stages: DATA.stages, caption, ...options }, SMOOTHING);
+  const text = options?.caption ?? (series.length === 1 ? DATA.descriptions[series[0].key] ?? '' : '');
+  const caption = element('span', {}, ...(series.length === 1 ? [element('code', {}, series[0].key), ' '] : []), text);
+  const chart = new Chart({ title, series, stages: DATA.stages, ...options, caption }, SMOOTHING);
   CHARTS.push(chart);
   return chart.node;
 }
@@ -42,24 +44,25 @@ function timePerPhase() {
   const order = ['gen', 'reward', 'old_log_prob', 'ref', 'values', 'adv', 'update_critic', 'update_actor', 'update_weights', 'save_checkpoint', 'testing'];
   const place = (key) => { const i = order.indexOf(key.slice(9)); return i < 0 ? order.length : i; };
   const keys = matching(/^timing_s\/(?!(step|annotate|train)$)/).sort((a, b) => place(a) - place(b));
-  const series = aligned(lines(keys).map((line) => ({ ...line, name: line.key.slice(9) })));
+  const series = aligned(lines(keys).map((line) => ({ ...line, name: nameOf(line.key).replace(/^Time of /, '') })));
   return chartOf('Time per phase', keys, { series, stacked: true, zero: true, wide: true, caption: 'Seconds of each phase of a step, stacked.' });
 }
 
 function curves() {
-  const accuracy = matching(/^val-core\/.*\/acc\/[^/]+$/);
-  const acc = accuracy.map((key) => key.replace(/^val-core\//, '').replace('/acc/', ' '));
+  const accuracy = matching(/^val-core\/.*\/acc\/(?!pass@)[^/]+$/);
+  const pass = matching(/^val-core\/.*\/acc\/pass@[^/]+$/).sort((a, b) => Number(a.split('@').at(-1)) - Number(b.split('@').at(-1)));
   const pairs = matching(/(^|^val-core\/.*\/)rewards\/accuracies$/);
   const charts = [
     chartOf('Reward', ['critic/score/mean'], {}),
-    chartOf('Held-out accuracy', accuracy, { series: lines(accuracy).map((l, i) => ({ ...l, name: acc[i] })), range: [0, 1], joined: true,
-      caption: 'Share of held-out tasks solved; greedy, and over k samples where measured.' }),
+    chartOf('Held-out accuracy', accuracy, { range: [0, 1], joined: true, unit: 'share of tasks',
+      caption: 'Share of held-out tasks solved; greedy, and the mean over k samples where measured.' }),
     chartOf('KL', ['actor/ppo_kl', 'actor/kl_loss', 'rollout_corr/kl'], { caption:
       'Nats per token: ppo_kl to the policy before the update, kl_loss to the reference, rollout_corr/kl from sampler to trainer.' }),
     chartOf('Entropy', ['actor/entropy'], { zero: true }),
     responseLength(),
     chartOf('Gradient norm', ['actor/grad_norm'], { zero: true }),
     chartOf('Policy loss', ['actor/pg_loss'], {}),
+    chartOf('pass@k', pass, { range: [0, 1], joined: true, unit: 'share of tasks', caption: 'Share of held-out tasks that at least one of k samples solves, estimated without bias.' }),
     chartOf('Pairs won', pairs, { range: [0, 1], caption: 'Share of pairs whose chosen answer wins, in training and held out.' }),
     chartOf('Margin of pairs', ['rewards/margins'], {}),
     chartOf("Critic's explained variance", ['critic/vf_explained_var'], { caption: '1 is a perfect critic, 0 no better than a constant.' }),
@@ -83,14 +86,22 @@ function anyMetric() {
   const place = element('div', { class: 'charts' });
   const show = (key) => {
     CHARTS.splice(0, CHARTS.length, ...CHARTS.filter((chart) => !place.contains(chart.node)));
-    place.replaceChildren(chartOf(key, [key], { wide: true }));
+    place.replaceChildren(chartOf(nameOf(key), [key], { wide: true }));
   };
   const select = element('select', { 'aria-label': 'Metric', onchange: (event) => show(event.target.value) },
-    ...keys.map((key) => element('option', { value: key }, key)));
+    ...keys.map((key) => element('option', { value: key }, nameOf(key) === key ? key : `${key} · ${nameOf(key)}`)));
   const box = element('details', { class: 'card', ontoggle: () => { if (box.open && !place.firstChild) show(select.value); } },
     element('summary', {}, `All ${keys.length} metrics`), element('div', { class: 'body' }, element('div', { class: 'bar' }, select), place));
   box.style.marginTop = '16px';
   return box;
+}
+
+const EVALUATIONS_SHOWN = 30;
+
+// At most `count` of the items, evenly spaced, the first and the last among them.
+function spreadEvenly(items, count) {
+  if (items.length <= count) return items;
+  return Array.from({ length: count }, (_, i) => items[Math.round((i * (items.length - 1)) / (count - 1))]);
 }
 
 function evaluation() {
@@ -104,14 +115,19 @@ function evaluation() {
     const delta = last.values[i] - first.values[i];
     return element('td', { class: `number delta${delta < 0 ? ' down' : ''}` }, `${delta < 0 ? '−' : '+'}${Math.abs(delta).toFixed(3)}`);
   });
+  const body = element('tbody', {});
   const table = element('table', { id: 'evaluations' },
     element('thead', {}, element('tr', {}, element('th', {}, 'Stage'), element('th', { class: 'number' }, 'Step'),
-      ...columns.map((c) => element('th', { class: 'number', title: DATA.descriptions[c] ?? c }, c.replace(/^val-(core|aux)\//, '').replace('/acc/', ' '))))),
-    element('tbody', {}, ...rows.map((row) => element('tr', { class: row === first || row === last ? 'mark' : null },
-      element('td', {}, DATA.stages[row.stage].name), element('td', { class: 'number' }, whole(row.step)),
-      ...row.values.map((v, i) => cell(v, columns[i])))),
-    element('tr', {}, element('td', {}, 'Change'), element('td', {}), ...change)));
-  return section('Evaluation', 'evaluation', element('div', { class: 'card scroll' }, table), ...DATA.answers.map(answers));
+      ...columns.map((c) => element('th', { class: 'number', title: DATA.descriptions[c] ?? c }, nameOf(c), element('code', { class: 'key under' }, c))))),
+    body);
+  const draw = (shown) => body.replaceChildren(...shown.map((row) => element('tr', { class: row === first || row === last ? 'mark' : null },
+    element('td', {}, DATA.stages[row.stage].name), element('td', { class: 'number' }, whole(row.step)),
+    ...row.values.map((v, i) => cell(v, columns[i])))), element('tr', {}, element('td', {}, 'Change'), element('td', {}), ...change));
+  const some = spreadEvenly(rows, EVALUATIONS_SHOWN);
+  draw(some);
+  const all = some.length < rows.length ? element('div', { class: 'more' }, element('button', { type: 'button', onclick: () => { draw(rows); all.remove(); } },
+    `Show all ${whole(rows.length)} evaluations; these are ${some.length}, evenly spaced`)) : null;
+  return section('Evaluation', 'evaluation', element('div', { class: 'card' }, element('div', { class: 'scroll' }, table), all), ...DATA.answers.map(answers));
 }
 
 // Answers to the same prompts at the evaluations that mark the run's way.
@@ -174,7 +190,7 @@ function section(title, id, ...children) {
 }
 
 function page() {
-  const sections = [curves(), evaluation(), mismatch(), timeline(), rollouts(), configuration()].filter(Boolean);
+  const sections = [curves(), evaluation(), distributions(), mismatch(), timeline(), rollouts(), configuration()].filter(Boolean);
   const tiles = DATA.summary.map((tile) => element('div', { class: 'tile card' }, element('div', { class: 'label' }, tile.label),
     element('div', { class: 'value' }, tile.value), element('div', { class: 'detail' }, tile.detail)));
   const warnings = DATA.warnings.length ? element('div', { class: 'warnings card', role: 'status' }, ...DATA.warnings.map((w) => element('div', {}, w))) : null;

@@ -1,4 +1,4 @@
-// The rollouts: grouped by task or flat, sorted, filtered, paged; tokens coloured by what happened to them.
+// The rollouts: by task, by group or flat, sorted, filtered, paged; tokens coloured by what happened to them.
 
 const TASKS_A_PAGE = 10;
 const ROLLOUTS_A_PAGE = 60;
@@ -15,12 +15,16 @@ function shade(value) {
   return value ? `rgb(var(--${value > 0 ? 'positive' : 'negative'}) / calc(var(--strength) * ${strength}))` : 'transparent';
 }
 
+// What rollouts are shown under, and the noun of it in the count.
+const GROUPINGS = { task: { of: (row) => row.k, noun: 'task' }, group: { of: (row) => row.g, noun: 'group' } };
+
 const SORTS = { step: (row) => row.x, reward: (row) => row.r ?? -Infinity, length: (row) => row.t.length };
 
 class Rollouts {
   constructor(data) {
     this.data = data;
-    this.view = { sort: 'step', down: false, grouped: true, colour: 'advantage', text: '', stage: '', outcome: '', page: 0 };
+    this.view = { sort: 'step', down: false, grouping: 'task', colour: 'advantage', text: '', stage: '', outcome: '', page: 0 };
+    this.whole = Object.fromEntries(Object.entries(GROUPINGS).map(([name, { of }]) => [name, groupedBy(data.rows, of)]));
     this.limits = Object.fromEntries(Object.keys(COLOURS).map((name) => [name, this.limit(name)]));
     this.list = element('div', { id: 'rollouts', onpointerover: (e) => this.hover(e), onpointerout: hideTip });
     this.scale = element('span', { class: 'scale' });
@@ -59,7 +63,7 @@ class Rollouts {
       ...stages.map((i) => option(i, DATA.stages[i].name)));
     const outcome = element('select', { 'aria-label': 'Outcome', onchange: change('outcome') }, option('', 'all outcomes'),
       option('positive', 'reward above 0'), option('zero', 'reward 0 or less'), option('unscorable', 'without reward'), option('cut', 'cut at the limit'));
-    const grouping = choice([['task', 'By task'], ['flat', 'All']], 'task', (v) => this.change({ grouped: v === 'task' }), 'Grouping');
+    const grouping = choice([['task', 'By task'], ['group', 'By group'], ['flat', 'All']], 'task', (grouping) => this.change({ grouping }), 'Grouping');
     const colours = [...Object.entries(COLOURS).map(([value, c]) => [value, c.label]), ['none', 'None']];
     const colour = choice(colours, 'advantage', (value) => { this.view.colour = value; this.recolour(); }, 'Colour of tokens');
     return element('div', {},
@@ -97,14 +101,20 @@ class Rollouts {
     return keyed.map(([, , item]) => item);
   }
 
-  // Tasks with their rollouts; a task sorts by its earliest step, mean reward or mean length.
+  // Tasks or groups with those of their rollouts that are shown. They sort by their earliest or latest step shown, or by
+  // the mean reward or length over all of their rollouts, shown or not.
   groups(rows) {
-    const byTask = new Map();
-    rows.forEach((row) => (byTask.get(row.k) ?? byTask.set(row.k, []).get(row.k)).push(row));
-    const { sort, down } = this.view;
-    const edge = { step: (g) => g.reduce((a, row) => (down ? Math.max(a, row.x) : Math.min(a, row.x)), g[0].x) };
-    const mean = (g) => g.reduce((a, row) => a + SORTS[sort](row), 0) / g.length;
-    return this.sorted([...byTask.values()], edge[sort] || mean);
+    const { sort, down, grouping } = this.view;
+    const { of } = GROUPINGS[grouping];
+    const edge = (g) => g.reduce((a, row) => (down ? Math.max(a, row.x) : Math.min(a, row.x)), g[0].x);
+    const mean = (g) => this.meanOf(this.whole[grouping].get(of(g[0])), sort === 'reward' ? (row) => row.r : SORTS[sort]) ?? -Infinity;
+    return this.sorted([...groupedBy(rows, of).values()], sort === 'step' ? edge : mean);
+  }
+
+  // The mean over the rows that have the value; null where none has.
+  meanOf(rows, value) {
+    const values = rows.map(value).filter((v) => v !== null);
+    return values.length ? meanOfValues(values) : null;
   }
 
   draw() {
@@ -116,12 +126,13 @@ class Rollouts {
       head.setAttribute('aria-label', `Sort by ${name}${on ? (this.view.down ? ', descending' : ', ascending') : ''}`);
       head.textContent = `${name[0].toUpperCase()}${name.slice(1)}${on ? (this.view.down ? ' ▼' : ' ▲') : ''}`;
     }
-    const items = this.view.grouped ? this.groups(rows) : this.sorted(rows, SORTS[this.view.sort]);
-    const size = this.view.grouped ? TASKS_A_PAGE : ROLLOUTS_A_PAGE;
+    const grouped = this.view.grouping in GROUPINGS;
+    const items = grouped ? this.groups(rows) : this.sorted(rows, SORTS[this.view.sort]);
+    const size = grouped ? TASKS_A_PAGE : ROLLOUTS_A_PAGE;
     const pages = Math.max(1, Math.ceil(items.length / size));
     const shown = items.slice(this.view.page * size, (this.view.page + 1) * size);
     if (!shown.length) this.list.replaceChildren(element('div', { class: 'card empty' }, 'No rollout matches.'));
-    else if (this.view.grouped) this.list.replaceChildren(...shown.map((group) => this.task(group)));
+    else if (grouped) this.list.replaceChildren(...shown.map((group) => this.task(group)));
     else this.list.replaceChildren(element('div', { class: 'task card' }, ...shown.map((row) => this.rollout(row, true))));
     this.drawFoot(rows.length, items.length, pages);
     this.recolour();
@@ -129,8 +140,8 @@ class Rollouts {
 
   drawFoot(rows, items, pages) {
     const turn = (page) => { this.view.page = page; this.draw(); this.node.scrollIntoView(); };
-    const { page, grouped } = this.view;
-    const count = grouped ? `${plural(rows, 'rollout')} of ${plural(items, 'task')}` : plural(rows, 'rollout');
+    const { page, grouping } = this.view;
+    const count = grouping in GROUPINGS ? `${plural(rows, 'rollout')} of ${plural(items, GROUPINGS[grouping].noun)}` : plural(rows, 'rollout');
     this.foot.replaceChildren(element('span', {}, count), element('span', { class: 'space' }),
       element('button', { type: 'button', disabled: page === 0, onclick: () => turn(page - 1) }, '‹ Previous'),
       element('span', {}, `page ${whole(page + 1)} of ${whole(pages)}`),
@@ -139,12 +150,15 @@ class Rollouts {
 
   task(group) {
     const task = this.data.tasks[group[0].k];
-    const scored = group.filter((row) => row.r !== null);
-    const mean = scored.length ? number(scored.reduce((a, row) => a + row.r, 0) / scored.length) : 'none';
+    const { grouping } = this.view;
+    const all = this.whole[grouping].get(GROUPINGS[grouping].of(group[0]));
+    const mean = this.meanOf(all, (row) => row.r);
+    const count = group.length < all.length ? `${whole(group.length)} of ${plural(all.length, 'rollout')} shown` : plural(all.length, 'rollout');
+    const place = grouping === 'group' ? `${DATA.stages[group[0].s].name} ${whole(group[0].p)} · ` : '';
     const node = element('article', { class: 'task card' }, element('div', { class: 'top' },
       element('div', { class: 'prompt', tabindex: task.prompt.length > 400 ? 0 : null }, task.prompt),
       element('div', { class: 'facts' }, ...(task.truth === null ? [] : ['truth ', element('b', {}, task.truth), ' · ']),
-        `mean reward ${mean} · ${plural(group.length, 'rollout')}`)));
+        `${place}mean reward ${mean === null ? 'none' : number(mean)} · ${count}`)));
     const rows = this.sorted(group, SORTS[this.view.sort]);
     node.append(...rows.slice(0, ROLLOUTS_A_TASK).map((row) => this.rollout(row, false)));
     if (rows.length > ROLLOUTS_A_TASK) node.append(this.more(rows, ROLLOUTS_A_TASK));

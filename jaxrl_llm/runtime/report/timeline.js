@@ -1,9 +1,14 @@
 // Messages as spans on lanes over time, a few steps at once; and the idle shares of trainer and rollout over all steps.
 
 const SPAN_COLOURS = { training_data: 'f1 soft', gradient_update: 'f1', rollout: 'f2', suite: 'f6', eval: 'f3', store: 'f4', fetch: 'f7', weights: 'f5' };
+const SPAN_NAMES = { eval: 'scoring', suite: 'evaluation', auxiliary_score: 'scoring in mid-episode' };
 const LANE_GAP = 14;
 const HEAD = 40; // pixels above the lanes, where the steps are named
 const FOOT = 24;
+
+function spanName(edge) {
+  return SPAN_NAMES[edge] ?? edge.replace('_', ' ');
+}
 
 function percent(share) {
   return `${Math.round(100 * share)} %`;
@@ -26,14 +31,20 @@ class Timeline {
     const pick = choice(counts, String(this.view.count), (count) => { this.view.count = Number(count); this.turn(0); }, 'Number of steps');
     const shown = Object.keys(data.edges).filter((edge) => data.spans.some((span) => span.e === edge));
     const legend = element('div', { class: 'legend' }, ...shown.map((edge) => element('span', { class: 'entry', title: data.edges[edge].text },
-      drawn('svg', { class: 'swatch' }, drawn('rect', { class: this.colour({ e: edge }), width: 11, height: 11, rx: 3 })), edge.replace('_', ' '))));
+      drawn('svg', { class: 'swatch' }, drawn('rect', { class: this.colour({ e: edge }), width: 11, height: 11, rx: 3 })), spanName(edge))));
     this.node = element('div', { class: 'card chart timeline' }, element('div', { class: 'bar' }, element('label', {}, 'Steps shown', pick),
-      this.place, element('span', { class: 'space' }), ...this.turns), legend, this.svg);
+      this.place, element('span', { class: 'space' }), ...this.turns, exports('Timeline', () => this.rows(), () => [], () => this.svg)), legend, this.svg);
     this.svg.addEventListener('pointermove', (event) => this.hover(event));
     this.svg.addEventListener('pointerdown', (event) => this.hover(event));
     this.svg.addEventListener('pointerleave', hideTip);
     new ResizeObserver(() => this.draw()).observe(this.node);
     this.turn(0);
+  }
+
+  // The lines of the timeline's CSV: every message that the page has.
+  rows() {
+    return [['message', 'start (s)', 'seconds', 'from', 'to', 'id', 'reply'], ...this.data.spans.map((span) => [spanName(span.e), span.t, span.d,
+      this.data.edges[span.e].from, this.data.edges[span.e].to, span.id, span.reply])];
   }
 
   colour(span) {
@@ -125,7 +136,7 @@ class Timeline {
     const facts = [...ids, ...Object.entries(span.fields)];
     const took = span.unanswered ? 'no reply' : span.reply === null ? 'message' : seconds(span.d);
     const rows = facts.map(([name, value]) => element('div', { class: 'row fact' }, element('span', {}, name), element('b', {}, String(value))));
-    showTip(event.clientX + 14, event.clientY + 14, true, element('div', {}, element('b', {}, `${span.e.replace('_', ' ')} · ${took}`)),
+    showTip(event.clientX + 14, event.clientY + 14, true, element('div', {}, element('b', {}, `${spanName(span.e)} · ${took}`)),
       element('div', { class: 'head' }, `${edge.from} → ${edge.to}`), ...rows);
   }
 }
@@ -133,8 +144,9 @@ class Timeline {
 function timeline() {
   if (!DATA.timeline) return null;
   const series = Object.entries(DATA.idle).map(([role, points], i) => ({ key: `idle/${role}`, name: role, colour: i + 1, ...points }));
-  const chart = new Chart({ title: 'Idle share', series, stages: DATA.stages, range: [0, 1], wide: true,
-    caption: 'Share of each step in which the trainer had no batch and wrote no checkpoint, and share in which no rollout or suite was running.' }, SMOOTHING);
+  const chart = new Chart({ title: 'Idle share', series, stages: DATA.stages, range: [0, 1], wide: true, unit: 'share of the step',
+    caption: 'Share of each step in which the trainer had no batch and wrote no checkpoint, and share in which no rollout or suite was running.'
+      + (DATA.idle_from === null ? '' : ` From step ${whole(DATA.idle_from)} on: of a long run, the page has the messages of the last steps.`) }, SMOOTHING);
   CHARTS.push(chart);
   return section('Timeline', 'timeline', element('p', { class: 'muted small' },
     'The messages of the last steps, from events.jsonl. A bar spans a request and its reply; a tick is a message without a reply. Hover over one for its ids. A step begins when training on the previous batch has ended.'),
