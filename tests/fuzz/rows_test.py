@@ -27,7 +27,10 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.app.offline.scoring import read_attempts
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import decode, encode
 from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.tasks.example_tokens import example_samples
+from jaxrl_llm.tasks.examples import ExamplesConfig, load_examples
 from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks
 from jaxrl_llm.tasks.processors import PROCESSORS, ProcessorContext, TaskProcessorConfig, process
 from jaxrl_llm.tasks.taskset import (
@@ -36,6 +39,7 @@ from jaxrl_llm.tasks.taskset import (
   demonstrations,
   load_taskset,
 )
+from jaxrl_llm.tasks.tokenizer import Tokenizer, build_bpe_tokenizer
 
 PIXEL = base64.b64decode(
   'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg=='
@@ -82,7 +86,34 @@ SCORED = (
   {'prompt': [USER], 'completion': '5', 'reward_model': {'ground_truth': '5'}, 'ability': 'math'},
   {'tests': ['assert f() == 1'], 'entry_point': 'f', 'completion': 'def f(): return 1'},
 )
+CALL = {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2, 'b': [3]}}}
+ADD = {'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}
+EXAMPLES = (
+  {'messages': [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]},
+  {
+    'messages': [
+      USER,
+      {'role': 'assistant', 'content': None, 'tool_calls': [CALL]},
+      {'role': 'tool', 'content': '5', 'tool_call_id': 'x'},
+      {**ASSISTANT, 'reasoning_content': 'easy'},
+    ],
+    'tools': [ADD],
+  },
+  {'messages': [USER, ASSISTANT], 'tools': json.dumps([ADD]), 'chat_template_kwargs': {'a': 1}},
+  {'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 'a'}]}, ASSISTANT]},
+  {'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
+  {'prompt': [SYSTEM, USER], 'completion': [ASSISTANT]},
+  {'prompt': 'a b', 'completion': ' c d', 'ability': 'math'},
+  {'text': 'a b c'},
+)
+CHAT = (
+  "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ '<|im_start|>' + "
+  "message.role + '\n' + (message.content or '') }}{% for call in message.tool_calls or [] %}"
+  "{{ call | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 GOOD_PAIR = {'prompt': 'a good prompt', 'chosen': 'yes', 'rejected': 'no'}
+GOOD_EXAMPLE = {'text': 'a good text'}
 GOOD_SCORED = {'prompt': 'a good prompt', 'completion': 'yes'}
 GOOD = {'prompt': 'a good prompt', 'answer': 'good'}
 
@@ -272,6 +303,44 @@ def test_lines_are_attempts_or_refused(folder, count):
       assert isinstance(attempt.completion, str) and isinstance(attempt.response_len, int)
 
   fuzz(check, count, data=lines(SCORED, GOOD_SCORED))
+
+
+@COUNTS
+def test_lines_are_examples_or_refused(folder, count):
+  """Through to their tokens, by a chat template with a process of its own."""
+  file, made = folder / 'chat.jsonl', folder / 'tokenizer'
+  build_bpe_tokenizer(['a b c'], made, vocab_size=300, template='chatml')
+  (made / 'chat_template.jinja').write_text(CHAT)
+  tokenizer = Tokenizer.from_directory(made)
+
+  def check(data, longest, too_long):
+    file.write_bytes(data)
+
+    def load(path, on_corrupt):
+      config = ExamplesConfig(name='e', source=path, on_corrupt=on_corrupt, too_long=too_long)
+      found = load_examples(config)
+      return found, *example_samples(found, tokenizer, longest)
+
+    strict = taken(file, lambda path: load(path, 'fail'))
+    found, samples, counts = taken(file, lambda path: load(path, 'skip'))
+    read = dict(found.counts)
+    assert read.pop('read') == sum(read.values()) and read['kept'] == len(found.examples)
+    assert (strict is None) == bool(read['corrupt'] + counts['corrupt'])
+    rows = {sample.uid.partition('/')[0] for sample in samples}
+    lost = counts['corrupt'] + counts['too_long'] + counts['without_loss']
+    assert len(rows) + lost == len(found.examples) and 'e:0' in rows
+    for sample in samples:
+      again = decode(encode(sample))
+      assert again.uid == sample.uid and (again.tokens == sample.tokens).all()
+      assert len(sample.tokens) <= longest and sample.loss_mask.any() and not sample.loss_mask[0]
+
+  fuzz(
+    check,
+    count,
+    data=lines(EXAMPLES, GOOD_EXAMPLE),
+    longest=st.sampled_from([20, 50, 9999]),
+    too_long=st.sampled_from(['truncate', 'split', 'skip']),
+  )
 
 
 TEMPLATES = (

@@ -215,6 +215,16 @@ def ppo_run() -> pathlib.Path:
   return finished('ppo', config=PPO)
 
 
+def chat_sft_run() -> pathlib.Path:
+  """What docs/start/chat_sft.py leaves: rows, checkpoint and `run`; its output is beside it."""
+
+  def build(folder: pathlib.Path) -> None:
+    cache = f'compilation_cache={session() / "programs"}'
+    folder.with_suffix('.stdout').write_text(call('docs/start/chat_sft.py', folder, cache).stdout)
+
+  return shared('chat_sft', build)
+
+
 def killed_ppo_run() -> pathlib.Path:
   """PPO, killed inside the warm-up and after a refresh of the reference, and run to its end."""
   return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))

@@ -14,7 +14,14 @@ from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
+from jaxrl_llm.app.composition.static_rows import (
+  check_fills,
+  static_file,
+  write_demonstrations,
+  write_examples,
+  write_pairs,
+)
+from jaxrl_llm.app.composition.workdir import TOKENIZER
 from jaxrl_llm.app.schema import (
   Config,
   Demonstrations,
@@ -31,33 +38,28 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
-from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.data.streams import count_rows, sample_lengths
+from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.recorded import write_recorded
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.replay.browse import open_copy
-from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rewards.api import RewardsConfig, in_force
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
-from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
+from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime.writers import METRICS_FILE
-from jaxrl_llm.tasks.example_tokens import example_samples
 from jaxrl_llm.tasks.examples import ExampleSet, example_texts, load_examples
 from jaxrl_llm.tasks.preferences import (
   Preferences,
   load_preferences,
   pairs_of_tasks,
-  preference_samples,
 )
 from jaxrl_llm.tasks.processors import ProcessorContext, process
 from jaxrl_llm.tasks.taskset import (
   Taskset,
   check_disjoint,
-  demonstrations,
   drop_long,
   taskset_loader,
 )
@@ -185,20 +187,20 @@ def prepare(
   for stage in config.stages:
     match stage.source:
       case Demonstrations() as shown:
-        _write_demonstrations(
+        write_demonstrations(
           stage.name, shown, shown.sequences, tasksets, tokenizer, workdir, longest
         )
       case Rollouts(experts=ExpertsConfig() as experts, expert_rows=count):
-        _write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
+        write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
       case Recorded() as recorded:
         _take_over(stage, recorded, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
-    _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
+    write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   for found in examples.values():
-    _write_examples(found, tokenizer, spec, workdir, longest)
+    write_examples(found, tokenizer, spec, workdir, longest)
   for stage in config.stages:
     if isinstance(stage.source, Examples):
-      _check_fills(stage, workdir)
+      check_fills(stage, workdir)
   lengths = {
     stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
     for stage in config.stages
@@ -292,31 +294,25 @@ def _check_held_out(
 ) -> None:
   """Raises UserError if a prompt of training pairs or examples also occurs in a measurement."""
   for stage in config.stages:
-    match stage.source:
-      case Pairs() as source:
-        kind = 'preferences'
-        digests = {
-          name: {pair.task.digest for pair in preferences[name].pairs} for name in _named(source)
-        }
-      case Examples() as source:
-        kind = 'examples'
-        digests = {
-          name: {example.digest for example in examples[name].examples} for name in _named(source)
-        }
-      case _:
-        continue
-    trained = digests.pop(source.train)
-    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites} | digests
-    for name, held_out in measured.items():
-      if common := trained & held_out:
+    source = stage.source
+    if not isinstance(source, Examples | Pairs):
+      continue
+    kind = 'preferences' if isinstance(source, Pairs) else 'examples'
+    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites}
+    trained, held_out = (
+      {pair.task.digest for pair in preferences[name].pairs}
+      if isinstance(source, Pairs)
+      else {example.digest for example in examples[name].examples}
+      for name in (source.train, source.held_out or source.train)
+    )
+    if source.held_out is not None:
+      measured[source.held_out] = held_out
+    for name, digests in measured.items():
+      if common := trained & digests:
         raise UserError(
           f'stages.{stage.name}: {kind} {source.train} (training) and {name} (held out) share '
           f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
         )
-
-
-def _named(source: Pairs | Examples) -> set[str]:
-  return {source.train} if source.held_out is None else {source.train, source.held_out}
 
 
 def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequence[Task]:
@@ -353,45 +349,6 @@ def _tokenizer(
     build_tokenizer(config.policy.tokenizer, texts, unfinished)
     unfinished.rename(directory)
   return Tokenizer.from_directory(directory)
-
-
-def demonstrations_file(stage: str) -> str:
-  """Returns the path of a stage's demonstrations, relative to the run directory."""
-  return f'{DATA}/{stage}.arrayrecord'
-
-
-def _write_demonstrations(
-  stage: str,
-  config: Demonstrations | ExpertsConfig,
-  batch: int,
-  tasksets: Mapping[str, Taskset],
-  tokenizer: Tokenizer,
-  workdir: pathlib.Path,
-  longest: int,
-) -> None:
-  """Writes the demonstrations of at most `longest` tokens as samples; raises UserError if there are
-  fewer than `batch`.
-  """
-  file, names = demonstrations_file(stage), config.tasksets
-  path = workdir / file
-  if path.exists():
-    return
-  pairs = [pair for name in names for pair in demonstrations(tasksets[name], config)]
-  samples = [
-    demonstration_sample(task, answer, tokenizer, number=i)
-    for i, (task, answer) in enumerate(pairs)
-  ]
-  fitting = [sample for sample in samples if len(sample.tokens) <= longest]
-  logging.info(
-    '%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting)
-  )
-  if len(fitting) < batch:
-    raise UserError(
-      f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not '
-      f'fill a batch of {batch} sequences; draw more tasks, lower the batch, or raise the lengths'
-    )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_segment(path.parent, path.name, [encode(sample) for sample in fitting])
 
 
 def _take_over(
@@ -500,38 +457,6 @@ def _check_same_tokenizer(
     )
 
 
-def preferences_file(name: str) -> str:
-  """Returns the path of preference samples (alternately chosen, rejected) in the run directory."""
-  return f'{DATA}/{name}.pairs.arrayrecord'
-
-
-def examples_file(name: str) -> str:
-  """Returns the path of the samples of examples, relative to the run directory."""
-  return f'{DATA}/{name}.examples.arrayrecord'
-
-
-def static_file(stage: StageConfig) -> str:
-  """Returns the path, in the run directory, of the static rows of a stage that does not sample."""
-  match stage.source:
-    case Pairs(train=name):
-      return preferences_file(name)
-    case Examples(train=name):
-      return examples_file(name)
-  return demonstrations_file(stage.name)
-
-
-def held_out_file(stage: StageConfig) -> str | None:
-  """Returns the path, in the run directory, of the rows on which a stage's evaluations measure the
-  loss; None if there are none.
-  """
-  match stage.source:
-    case Pairs(held_out=str() as name):
-      return preferences_file(name)
-    case Examples(held_out=str() as name):
-      return examples_file(name)
-  return None
-
-
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
 """Fields that preferences made from a taskset may set; the rest comes from the taskset."""
 
@@ -567,60 +492,4 @@ def _preferences(
       )
   return pairs_of_tasks(
     tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name
-  )
-
-
-def _write_pairs(
-  source: PreferenceSource,
-  preferences: Preferences,
-  tokenizer: Tokenizer,
-  workdir: pathlib.Path,
-  longest: int,
-) -> None:
-  path = workdir / preferences_file(source.name)
-  if path.exists():
-    return
-  samples = [preference_samples(pair, tokenizer) for pair in preferences.pairs]
-  fitting = [both for both in samples if max(len(sample.tokens) for sample in both) <= longest]
-  logging.info(
-    'preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting)
-  )
-  if not fitting:
-    raise UserError(
-      f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths'
-    )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_segment(path.parent, path.name, [encode(sample) for both in fitting for sample in both])
-
-
-def _write_examples(
-  examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
-) -> None:
-  """Writes the sequences of examples, of at most `longest` tokens each, as samples."""
-  path = workdir / examples_file(examples.config.name)
-  if path.exists():
-    return
-  samples, _ = example_samples(examples, tokenizer, longest)
-  largest = max(int(sample.tokens.max()) for sample in samples)
-  if largest >= spec.vocab_size:
-    raise UserError(
-      f'examples {examples.config.name}: a row has token {largest}, and the model has '
-      f'{spec.vocab_size} tokens; use the tokenizer of the model'
-    )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_segment(path.parent, path.name, [encode(sample) for sample in samples])
-
-
-def _check_fills(stage: StageConfig, workdir: pathlib.Path) -> None:
-  """Raises UserError if a stage's examples do not fill a batch; logs how long an epoch is."""
-  count = count_rows(workdir, static_file(stage))
-  batch = stage.source.sequences
-  if count < batch:
-    raise UserError(
-      f'stages.{stage.name}.source: {count} sequences of examples {stage.source.train} do not fill '
-      f'a batch of {batch}; add rows, or lower sequences_per_batch'
-    )
-  logging.info(
-    'stage %s: %d sequences, %.1f steps an epoch, %.1f epochs',
-    *(stage.name, count, count / batch, stage.steps * batch / count),
   )

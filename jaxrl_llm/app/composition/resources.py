@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.app.composition.engines import build_engine
-from jaxrl_llm.app.composition.prepare import (
-  Prepared,
-  demonstrations_file,
-  held_out_file,
-  static_file,
-)
+from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_processors
 from jaxrl_llm.app.composition.state import begin_stage, critic_model
+from jaxrl_llm.app.composition.static_rows import (
+  demonstrations_file,
+  held_out_file,
+  static_file,
+)
 from jaxrl_llm.app.composition.workdir import made_files
 from jaxrl_llm.app.composition.workflows import build_workflow
 from jaxrl_llm.app.schema import PastConfig, Recorded, Rollouts, StageConfig

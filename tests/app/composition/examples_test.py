@@ -23,7 +23,8 @@ from jaxrl_llm.api import (
   TasksetConfig,
   TokenizerConfig,
 )
-from jaxrl_llm.app.composition.prepare import held_out_file, prepare, static_file
+from jaxrl_llm.app.composition.prepare import prepare
+from jaxrl_llm.app.composition.static_rows import held_out_file, static_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import all_rows
 
@@ -120,3 +121,8 @@ def test_shared_prompts_are_refused(config, tmp_path):
 def test_a_run_that_cannot_train_ends_before_it_begins(config, tmp_path, change, reason):
   with pytest.raises(UserError, match=reason):
     prepare(change(config), tmp_path / 'run')
+
+
+def test_examples_that_are_their_own_held_out_side_are_refused(config, tmp_path):
+  with pytest.raises(UserError, match=r'examples chat \(training\) and chat \(held out\) share'):
+    prepare(with_source(config, held_out='chat'), tmp_path / 'run')

@@ -10,8 +10,9 @@ import jax
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.prepare import preferences_file, prepare
+from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec
+from jaxrl_llm.app.composition.static_rows import preferences_file
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
