@@ -7,11 +7,13 @@ import pathlib
 
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.quarantine import files, listed
+from jaxrl_llm.replay.segments import is_whole
 from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase for each part of the store that a commit needs and that is missing.
+  """Returns a phrase for each part of the store that a commit needs and that is missing. Segments
+  that are no longer whole count as missing; their rows are not read.
 
   Writes nothing.
 
@@ -29,10 +31,9 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
   with snapshot(directory) as (db, _):
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
     (plans,) = db.execute('SELECT count(*) FROM plans WHERE step < ?', (step,)).fetchone()
-    named = [
-      name
-      for (name,) in db.execute('SELECT name FROM segments WHERE step < ? ORDER BY name', (step,))
-    ]
+    named = dict(
+      db.execute('SELECT name, rows FROM segments WHERE step < ? ORDER BY name', (step,))
+    )
   current = json.loads(row[0]) if row else None
   if store is not None and current != store:
     return [
@@ -45,10 +46,17 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     ]
   there = files(directory, SEGMENTS)
   gone = [name for name in named if name not in there]
-  if not gone:
-    return []
-  aside = len(files(directory, QUARANTINE).keys() & set(gone))
-  return [
-    f'of {len(named)} sealed segments in {directory / SEGMENTS} {listed(gone)}'
-    + (f' ({aside} of them in {QUARANTINE}/: move them back)' if aside else '')
+  cut = [
+    name
+    for name, rows in named.items()
+    if name in there and not is_whole(directory / SEGMENTS / name, rows)
   ]
+  aside = len(files(directory, QUARANTINE).keys() & set(gone))
+  of = f'of {len(named)} sealed segments in {directory / SEGMENTS}'
+  phrases = []
+  if gone:
+    move = f' ({aside} of them in {QUARANTINE}/: move them back)' if aside else ''
+    phrases.append(f'{of} {listed(gone)}{move}')
+  if cut:
+    phrases.append(f'{of} {listed(cut)}: damaged, or not with the rows that the index names')
+  return phrases

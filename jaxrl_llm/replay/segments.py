@@ -75,6 +75,18 @@ def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
     raise ValueError('rows read back differ from rows written')
 
 
+def is_whole(path: pathlib.Path, rows: int) -> bool:
+  """Whether a file is a segment with this number of rows. The rows themselves are not read."""
+  try:
+    reader = ArrayRecordReader(str(path), _READER)
+    try:
+      return reader.num_records() == rows
+    finally:
+      _close(reader)
+  except _UNREADABLE:
+    return False
+
+
 def _first_line(error: Exception) -> str:
   return (str(error).splitlines() or [type(error).__name__])[0]
 

@@ -18,6 +18,7 @@ from jaxrl_llm.replay import browse, quarantine
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.segments import write_segment
 
 STEPS = 3
 
@@ -182,6 +183,27 @@ def test_segments_of_committed_batches_are_wanted_and_found_in_quarantine(replay
     f'of 2 sealed segments in {replay / "segments"} 2 files: {first}, {second} (1 of them in '
     'quarantine/: move them back)'
   )
+
+
+@pytest.mark.parametrize('damage', ['cut', 'empty', 'another', 'link to nothing', 'directory'])
+def test_a_segment_that_is_not_whole_is_said(replay, tmp_path, damage):
+  name = name_of(replay)
+  first, *_ = sorted((replay / 'segments').iterdir())
+  content = first.read_bytes()
+  first.unlink()
+  match damage:
+    case 'cut':
+      first.write_bytes(content[:50])
+    case 'empty':
+      first.touch()
+    case 'another':
+      write_segment(first.parent, first.name, [b'x'])
+    case 'link to nothing':
+      first.symlink_to(tmp_path / 'nowhere')
+    case 'directory':
+      first.mkdir()
+  (gone,) = missing(replay, step=2, store=name)
+  assert gone.startswith(f'of 2 sealed segments in {replay / "segments"} 1 file: {first.name}')
 
 
 def test_a_damaged_index_is_one_line(replay):
