@@ -41,7 +41,7 @@ _NAMES = (
   ('jaxrl_llm.tasks.examples', 'ExamplesConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
   ('jaxrl_llm.tasks.sampler', 'SamplerConfig'),
-  ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
+  ('jaxrl_llm.tasks.taskset', 'Shot TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
   # Sweeps
   ('jaxrl_llm.app.sweeps.sweep', 'BaseRun MedianRule SuccessiveHalving Sweep Uniform'),

@@ -40,6 +40,14 @@ class TaskProcessorConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Shot:
+  """A question with its answer, shown to the policy before a task's prompt (few-shot prompting)."""
+
+  question: str
+  answer: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksetConfig:
   """Source, templates and filters of a taskset. Templates are `str.format` over row fields, see
   `tasks.templates`.
@@ -68,6 +76,10 @@ class TasksetConfig:
   """Template of the reference answer; None: the row's `reward_model.ground_truth` or `answer`."""
   system: str | None = None
   """System message; None: the row's own, if any."""
+  shots: tuple[Shot, ...] = ()
+  """Solved examples that each prompt shows as earlier turns of the chat, between the system message
+  and the task's own messages.
+  """
   match: str | None = None
   """Regular expression. Tasks are dropped if it does not match the whole last message of their
   prompt. None: no task is dropped.
@@ -336,6 +348,14 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
       {'role': 'system', 'content': config.system},
       *(m for m in messages if m['role'] != 'system'),
     ]
+  if config.shots:
+    turns = [
+      {'role': role, 'content': content}
+      for shot in config.shots
+      for role, content in (('user', shot.question), ('assistant', shot.answer))
+    ]
+    at = sum(m['role'] == 'system' for m in messages[:1])
+    messages = [*messages[:at], *turns, *messages[at:]]
   if not messages or messages[-1]['role'] not in ('user', 'tool'):
     raise ValueError(
       f"prompt must end with a message of 'user' or 'tool', its roles are {roles(messages)}"

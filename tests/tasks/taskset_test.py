@@ -5,6 +5,7 @@ import pytest
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.tasks.taskset import (
   DemonstrationsConfig,
+  Shot,
   TasksetConfig,
   check_disjoint,
   demonstrations,
@@ -70,6 +71,21 @@ def test_each_row_format_becomes_the_task_it_states(tmp_path):
   assert [task.truth for task in tasks] == ['72', 'yes', 'so\n#### 5', None]
   assert [task.domain for task in tasks] == ['math', 'k12', 'k12', 'k12']
   assert [task.fields for task in tasks[:3]] == [verl, plain, gsm]
+
+
+def test_shots_are_turns_between_the_system_message_and_the_tasks_own(tmp_path):
+  own = [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]
+  path = write(tmp_path / 'a.jsonl', {'prompt': own}, {'prompt': 'plain'})
+  shots = (Shot(question='q', answer='a'), Shot(question='r', answer='b'))
+  turns = ['user:q', 'assistant:a', 'user:r', 'assistant:b']
+  for config, system in (({}, 's'), ({'system': 't'}, 't')):
+    first, second = load(path, shots=shots, **config).tasks
+    found = [[f'{m["role"]}:{m["content"]}' for m in task.prompt] for task in (first, second)]
+    assert found[0] == [f'system:{system}', *turns, 'user:u']
+    assert found[1] == [*(['system:t'] if config else []), *turns, 'user:plain']
+  (matched,) = load(path, shots=shots, match='plain').tasks
+  assert matched.digest == load(path, shots=shots).tasks[1].digest
+  assert matched.digest != load(path, match='plain').tasks[0].digest
 
 
 def test_templates_and_system_replace_the_rows_own(tmp_path):
