@@ -13,17 +13,17 @@ from jaxrl_llm.tasks.taskset import load_taskset
 pytestmark = pytest.mark.full
 FEW = ('--config.tasksets.eval.size=300',)
 SAMPLES, TRIES = 10, 4
+RIGHT = (
+  '--config.rewards.scorers.0.kind=format',
+  '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
+)
+"""What a policy of a few steps meets now and then: a word with one 'a', at neither end."""
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('curate') / 'run'
-  # What a policy of a few steps meets now and then: a word with one 'a', at neither end.
-  right = (
-    '--config.rewards.scorers.0.kind=format',
-    '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
-  )
-  job.train(workdir, config=(*job.QUICK, *right, '--config.stages.grpo.steps=1'))
+  job.train(workdir, config=(*job.QUICK, *RIGHT, '--config.stages.grpo.steps=1'))
   return workdir
 
 
@@ -82,6 +82,27 @@ def test_kept_tasks_are_those_that_hand_counted_completions_say(run, tmp_path):
       0,
     )
   assert job.files(run) == before
+
+
+def test_a_configuration_gives_what_the_initial_policy_of_its_run_gives(run, tmp_path):
+  few = (*FEW, '--taskset=eval', '--guess_tries=0', '--samples=2', '--high=0.9')
+  outs = [tmp_path / f'{name}.jsonl' for name in ('run', 'config')]
+  told = [
+    job.call('launch/curate.py', *source, *few, f'--out={out}').stdout.splitlines()[0]
+    for out, source in zip(
+      outs, ((f'--workdir={run}', '--step=0'), (*job.QUICK, *RIGHT)), strict=True
+    )
+  ]
+  assert told[0] == told[1] and outs[0].read_bytes() == outs[1].read_bytes()
+  error = '--workdir and --config are both given; wanted --workdir=RUN for the policy of a run'
+  for flags, wanted in (
+    ((f'--workdir={run}', job.QUICK[0]), error),
+    ((), '--workdir is missing; wanted --workdir=RUN for the policy of a run'),
+    ((job.QUICK[0], '--step=12'), '--step=12: --config has the initial policy alone'),
+  ):
+    failed = job.call('launch/curate.py', *flags, *few, f'--out={tmp_path}/no.jsonl', expect=2)
+    assert wanted in failed.stderr.splitlines()[-1]
+  assert not (tmp_path / 'no.jsonl').exists()
 
 
 def test_what_cannot_be_curated_is_one_line_and_writes_nothing(run, tmp_path):

@@ -1,16 +1,19 @@
-"""Measures the tasks of a taskset with a run's policy and selects those that are worth training on.
+"""Measures the tasks of a taskset with a policy and selects those that are worth training on.
 
 jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
+jaxrl curate --config=FILE.py --taskset=NAME --out=FILE.jsonl …
 
-The policy of the newest commit (or --step) attempts each task --samples times at --temperature. A
-task is kept if its share of correct attempts is in [--low, --high], and if none of --guess_tries
-tries without reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness`
-(1 − pass_rate) and `guessed`; the same taskset with source=FILE and no options reads them. Nothing
-in the run directory changes.
+The policy of the newest commit of a run (or --step), or the initial policy of a configuration that
+has not been trained, attempts each task --samples times at --temperature. A task is kept if its
+share of correct attempts is in [--low, --high], and if none of --guess_tries tries without
+reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate) and
+`guessed`; the same taskset with source=FILE and no options reads them. Nothing in the run directory
+changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -20,15 +23,17 @@ from absl import flags, logging
 
 from jaxrl_llm.app.offline.curation import CurateConfig, curate
 from jaxrl_llm.app.offline.evaluation import chosen_steps
-from jaxrl_llm.app.offline.reopen import config_to_serve
+from jaxrl_llm.app.offline.reopen import config_to_serve, untrained_config
 from jaxrl_llm.config.load import parse_flags, split_argv
-from jaxrl_llm.core import script
+from jaxrl_llm.core import disk, script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime.writers import write_rows
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_string('taskset', None, "Name of one of the run's tasksets.", flag_values=FLAGS)
+flags.DEFINE_string(
+  'workdir', None, 'Directory of the run; alternatively, --config.', flag_values=FLAGS
+)
+flags.DEFINE_string('taskset', None, 'Name of one of the configured tasksets.', flag_values=FLAGS)
 flags.DEFINE_string('out', None, 'File to write the kept rows to.', flag_values=FLAGS)
 flags.DEFINE_integer(
   'step',
@@ -52,7 +57,7 @@ _HELP = {
 _DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
 for _field in dataclasses.fields(CurateConfig):
   _DEFINE[type(_field.default)](_field.name, _field.default, _HELP[_field.name], flag_values=FLAGS)
-USAGE = 'usage: jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl'
+USAGE = 'usage: jaxrl curate --workdir=RUN|--config=FILE.py --taskset=NAME --out=FILE.jsonl'
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,16 +68,32 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
   flag_args, spec, overrides = split_argv(argv)
   parse_flags(flag_args, FLAGS, __doc__)
-  for name in ('workdir', 'taskset', 'out'):
+  for name in ('taskset', 'out'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; {USAGE}')
+  if (FLAGS.workdir is None) == (spec is None):
+    found = '--workdir is missing' if spec is None else '--workdir and --config are both given'
+    raise UserError(
+      f'{found}; wanted --workdir=RUN for the policy of a run, or --config=FILE.py for the initial '
+      f'policy of a configuration; {USAGE}'
+    )
   logging.set_verbosity(-1)
-  run, out = pathlib.Path(FLAGS.workdir), pathlib.Path(FLAGS.out)
   criteria = CurateConfig(**{name: FLAGS[name].value for name in _HELP})
-  config = config_to_serve(run, spec, overrides)
-  _check_out(out, [taskset.source for taskset in config.tasksets])
-  (step,) = chosen_steps(run, config, None if FLAGS.step is None else [FLAGS.step])[-1:]
-  rows, counts = script.run_async(curate(config, run, step, FLAGS.taskset, criteria))
+  with contextlib.ExitStack() as opened:
+    if spec is None:
+      run = pathlib.Path(FLAGS.workdir)
+      config = config_to_serve(run, None, overrides)
+      (step,) = chosen_steps(run, config, None if FLAGS.step is None else [FLAGS.step])[-1:]
+    else:
+      run, step = pathlib.Path(opened.enter_context(disk.scratch('jaxrl_llm-'))), 0
+      config = untrained_config(spec, overrides)
+      if FLAGS.step:
+        raise UserError(
+          f'--step={FLAGS.step}: --config has the initial policy alone; name a run with --workdir'
+        )
+    out = pathlib.Path(FLAGS.out)
+    _check_out(out, [taskset.source for taskset in config.tasksets])
+    rows, counts = script.run_async(curate(config, run, step, FLAGS.taskset, criteria))
   for passed in counts:
     print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
   if not rows:

@@ -20,7 +20,7 @@ from jaxrl_llm.app.composition.state import committed_state
 from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
-from jaxrl_llm.config.load import apply_overrides
+from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
@@ -94,6 +94,15 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
     )
   if any(key.startswith('rollout.explorers') for key in overrides):
     return config
+  return with_local_explorers(config)
+
+
+def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
+  """Returns the configuration that the command line's --config names, to sample its initial policy
+  without a run directory.
+  """
+  config = apply_overrides(load_file(spec, Config), overrides)
+  check_alone()
   return with_local_explorers(config)
 
 
