@@ -49,7 +49,8 @@ def changed(name: str, source=None, **fields) -> Config:
 
 SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py',
            'dpo.py:online', 'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x',
-           'gsm8k_pairs.py:reward_model,x', 'grpo.py:dapo', 'lora.py', 'lora.py:base']  # fmt: skip
+           'gsm8k_pairs.py:reward_model,x', 'grpo.py:dapo', 'lora.py', 'lora.py:base', 'smollm2.py',
+           'smollm2.py:lora']  # fmt: skip
 
 
 @pytest.mark.parametrize('name', SHIPPED)

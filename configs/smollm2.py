@@ -1,0 +1,89 @@
+"""A real model: SmolLM2-135M-Instruct learns to say the larger of two numbers, by GRPO.
+
+Sampled at temperature 1, it is right about four times in ten, as `jaxrl curate` measures. The first
+variant trains all weights, 'lora' adapters of rank 16.
+
+Command:   bash launch/prepare_smollm2.sh
+           python launch/train.py --config=configs/smollm2.py[:lora]
+Hardware:  a laptop's CPU with 8 GB of memory.
+Time and result: docs/start/smollm2.md.
+"""
+
+import dataclasses
+
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  CheckpointConfig,
+  Config,
+  EmbeddedConfig,
+  LearnerConfig,
+  LoraConfig,
+  OptimizerConfig,
+  PolicyConfig,
+  RewardsConfig,
+  RolloutConfig,
+  Rollouts,
+  ScorerConfig,
+  Shot,
+  StageConfig,
+  SuiteConfig,
+  TasksetConfig,
+)
+
+TASK = dict(
+  source='reasoning_gym:number_sorting',
+  options={
+    'min_numbers': 2,
+    'max_numbers': 2,
+    'min_decimals': 0,
+    'max_decimals': 0,
+    'min_value': 10,
+    'max_value': 99,
+  },
+  system='Say the first number.',
+  shots=(Shot(question='descending: 31,75', answer='75'),),
+  prompt='{direction}: {original_numbers:csv}',
+  truth='{sorted_numbers[0]}',
+  match='descending: .*',
+  size=4000,
+  holdout=0.2,
+)
+PEAK_LR = {'full': 3e-6, 'lora': 1e-4}
+
+
+def get_config(variant: str = 'full') -> Config:
+  if variant not in PEAK_LR:
+    raise ValueError(f'variant {variant!r}: there are {", ".join(PEAK_LR)}')
+  config = Config(
+    name=f'smollm2-{variant}',
+    policy=PolicyConfig(init_from='runs/models/smollm2', scan_layers=True),
+    tasksets=tuple(TasksetConfig(name=split, split=split, **TASK) for split in ('train', 'eval')),
+    rewards=RewardsConfig(
+      scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'number'}),)
+    ),
+    rollout=RolloutConfig(
+      max_prompt_length=56,
+      max_response_length=4,
+      embedded=EmbeddedConfig(
+        slots=16, prefill_rows=8, prefill_buckets=(56,), decode_steps=4, filters=False
+      ),
+    ),
+    learner=LearnerConfig(chunk_len=224, chunks_per_rank=4),
+    stages=(
+      StageConfig(
+        name='grpo',
+        algorithm=AlgorithmConfig(name='grpo', options={'clip_ratio_high': 0.28}),
+        source=Rollouts(tasksets=('train',), groups_per_batch=4, group_size=4),
+        steps=16,
+        optimizer=OptimizerConfig(peak_lr=PEAK_LR[variant]),
+        evaluate_every=16,
+      ),
+    ),
+    evaluation=(SuiteConfig(name='held_out', taskset='eval', tasks=32, samples=2),),
+    checkpoint=CheckpointConfig(every_steps=8),
+    compilation_cache='runs/.compilation_cache',
+  )
+  if variant == 'full':
+    return config
+  policy = dataclasses.replace(config.policy, lora=LoraConfig(rank=16, alpha=32))
+  return dataclasses.replace(config, policy=policy)
