@@ -46,6 +46,7 @@ from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, EventLog
 from jaxrl_llm.runtime.machine import changes
+from jaxrl_llm.runtime.model_card import Origin, typed_command, write_run_card
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.tasks.taskset import taskset_loader
 from jaxrl_llm.weights.hf import export
@@ -279,10 +280,18 @@ def _finish(
       eos_ids=prepared.tokenizer.stop_ids,
       pad_id=prepared.tokenizer.pad_id,
     )
+  cards = {'policy': path / 'hf'}
+  if exports.critic is not None:
+    cards['critic'] = path / 'critic'
   if exports.adapter is not None:
+    cards['adapter'] = path / 'adapter'
     export_adapter(
-      path / 'adapter', exports.adapter, spec, config.policy.lora, base=base_of(config)
+      cards['adapter'], exports.adapter, spec, config.policy.lora, base=base_of(config)
     )
+  command = typed_command(sys.argv)
+  for part, directory in cards.items():
+    origin = Origin(part=part, base=config.policy.init_from, command=command)
+    write_run_card(directory, path, origin)
   report = build_report(path)
   logging.info('exported %s, wrote %s', path / 'hf', report)
   print_summary(path, [stage.name for stage in config.stages], report)

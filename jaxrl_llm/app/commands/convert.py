@@ -4,7 +4,8 @@
 
 Use it to check a checkpoint (every name and shape, every setting), change its dtype, update
 config.json to its newest form, or replace the tokenizer. The source is a directory or a hub id.
---json prints one JSON document.
+The target also gets a model card, README.md, and --push_to_hub=USER/NAME uploads it. --json prints
+one JSON document.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.weights import hf
+from jaxrl_llm.runtime.model_card import CARD, Origin, typed_command, write_converted_card
+from jaxrl_llm.weights import hf, hub
 from jaxrl_llm.weights.layout import DTYPES
 
 FLAGS = flags.FlagValues()
@@ -34,6 +36,12 @@ flags.DEFINE_string(
   None,
   "Directory of the tokenizer to copy; by default the source's.",
   flag_values=FLAGS,
+)
+flags.DEFINE_string(
+  'push_to_hub', None, 'Also upload the target to this repository, USER/NAME.', flag_values=FLAGS
+)
+flags.DEFINE_bool(
+  'hub_private', False, 'With --push_to_hub: a new repository is private.', flag_values=FLAGS
 )
 flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 
@@ -55,6 +63,10 @@ def _main(argv: Sequence[str]) -> int:
     )
   if target.exists() and not target.is_dir():
     raise UserError(f'{target}: --target is a file, wanted a directory')
+  if FLAGS.push_to_hub is not None:
+    hub.check_repository(FLAGS.push_to_hub)
+  elif FLAGS.hub_private:
+    raise UserError('--hub_private: nothing is uploaded; it goes with --push_to_hub=USER/NAME')
   spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
   params = hf.load_params(source, spec, dtype=FLAGS.dtype)
   count = sum(array.size for array in flatten(params).values())
@@ -79,6 +91,13 @@ def _main(argv: Sequence[str]) -> int:
     'their configuration'
   )
   _tell(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+  origin = Origin(base=FLAGS.source, command=typed_command(sys.argv))
+  write_converted_card(target, source, name=FLAGS.source, dtype=FLAGS.dtype, origin=origin)
+  _tell(f'model card: {target / CARD}')
+  address = None
+  if FLAGS.push_to_hub is not None:
+    address = hub.push(target, FLAGS.push_to_hub, private=FLAGS.hub_private)
+    _tell(f'uploaded: {address}')
   if FLAGS.json:
     script.print_json(
       {
@@ -91,6 +110,7 @@ def _main(argv: Sequence[str]) -> int:
         'files': [path.name for path in files],
         'bytes': size,
         'tokenizer': None if tokenizer is None else str(tokenizer),
+        'hub': address,
       }
     )
   return 0

@@ -1,0 +1,367 @@
+"""Model cards: the README.md that a hub shows beside the files of a model.
+
+A card is built only from the run directory (config.json, metrics.jsonl) and the arguments. What
+they contain is escaped, and directories of this machine are reduced to their names, because cards
+are published. Figures are written beside the card, in `FIGURES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+import jaxrl_llm
+from jaxrl_llm.core.disk import write_durably
+from jaxrl_llm.core.errors import one_line
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.runtime import report, writers
+from jaxrl_llm.runtime.curves_figure import Panel, figure
+from jaxrl_llm.runtime.metric_names import label
+from jaxrl_llm.runtime.transcripts import is_number
+
+CARD, FIGURES = 'README.md', 'curves.svg'
+_FIGURE_KEYS = (
+  'critic/score/mean',
+  'actor/sft_loss',
+  'rewards/accuracies',
+  'response_length/mean',
+  'actor/entropy',
+  'actor/kl_loss',
+)
+_MAX_PANELS = 6
+_LIBRARIES = ('jax', 'flax', 'optax', 'transformers', 'safetensors')
+_HUB_ID = re.compile(r'[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?')
+_SECRET = re.compile(r'(?i)(^|[._"\s-])(api_?key|key|token|password|secret)"?\s*[=:]')
+
+_LOADING = {
+  'policy': """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(NAME)
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+```""",
+  'critic': """```python
+from transformers import AutoModelForTokenClassification
+
+critic = AutoModelForTokenClassification.from_pretrained(NAME)  # its logits are values of tokens
+```""",
+  'adapter': """```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained(NAME)
+```""",
+}
+"""How to load an export, keyed by part of the run."""
+_WHAT = {'policy': 'Policy', 'critic': 'Critic', 'adapter': 'Adapters of the policy'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """How an export came about."""
+
+  part: str = 'policy'
+  """Part of the run: 'policy', 'critic' or 'adapter'."""
+  base: str | None = None
+  """Base model: a hub id or a directory; None for random weights."""
+  command: Sequence[str] = ()
+  """Words of the command that wrote it; empty if unknown."""
+
+
+def write_run_card(directory: pathlib.Path, workdir: pathlib.Path, origin: Origin) -> None:
+  """Writes the card and the figures of an export of the run in `workdir` to `directory`."""
+  config, rows = _config(workdir), []
+  log = workdir / writers.METRICS_FILE
+  if log.is_file():
+    rows, _ = writers.read_jsonl(log)
+  stages = report.stages_of(rows)
+  curves = _panels(rows, stages)
+  if curves:
+    write_durably(directory / FIGURES, figure(curves))
+  data = _front_matter(config, rows, origin)
+  name = str(config.get('name') or workdir.resolve().name)
+  sections = [
+    f'# {_text(name)}',
+    _introduction(config, origin),
+    f'`NAME` is the directory or the repository of these files:\n\n{_LOADING[origin.part]}',
+    f'## Training\n\n{_training(config)}',
+    f'## Data\n\n{_data(config)}',
+    f'## Curves\n\n![Curves of the run]({FIGURES})' if curves else '',
+    _evaluation(rows, stages),
+    _provenance(origin),
+  ]
+  _write(directory, data, sections)
+
+
+def write_converted_card(
+  directory: pathlib.Path, source: pathlib.Path, *, name: str, dtype: str, origin: Origin
+) -> None:
+  """Writes the card of a converted model: that of its run, if an export of a run was converted;
+  or else the source's own, if it has one, with a note; or else a short one.
+
+  Args:
+    source: directory of the source.
+    name: directory or hub id of the source, as the user gave it.
+    dtype: data type of the converted weights.
+  """
+  note = f'Converted from {_place(name)} to {dtype} weights by jaxrl_llm {jaxrl_llm.__version__}.'
+  workdir = source.resolve().parent
+  if (workdir / writers.METRICS_FILE).is_file() and (workdir / 'config.json').is_file():
+    init = (_config(workdir).get('policy') or {}).get('init_from')
+    part = source.resolve().name
+    origin = dataclasses.replace(origin, base=init, part=part if part == 'critic' else 'policy')
+    write_run_card(directory, workdir, origin)
+    return
+  card = source / CARD
+  if card.is_file():
+    text = card.read_text(encoding='utf-8', errors='replace')
+    write_durably(directory / CARD, f'{text.rstrip()}\n\n---\n\n{note}\n')
+    if (source / FIGURES).is_file():
+      shutil.copyfile(source / FIGURES, directory / FIGURES)
+    return
+  data = ModelCardData(
+    base_model=_hub_id(name), library_name='transformers', tags=['jaxrl_llm'], model_name=None
+  )
+  _write(directory, data, [f'# {_text(directory.name)}', note, _provenance(origin)])
+
+
+def typed_command(argv: Sequence[str]) -> list[str]:
+  """Returns the words of a command for a card: without the path of the program and of the home
+  directory, and without the values of what is called a token, a key, a password or a secret.
+  """
+  program, *words = argv
+  path = pathlib.Path(program)
+  if path.name == 'jaxrl':
+    first = ['jaxrl']
+  elif path.parent.name == 'launch':
+    first = ['jaxrl', path.stem]
+  else:
+    first = ['python', path.name]
+  home = os.path.expanduser('~')
+  hidden = [
+    f'{word[: match.end()]}…' if (match := _SECRET.search(word)) else word.replace(home, '~')
+    for word in words
+  ]
+  return [*first, *hidden]
+
+
+def _config(workdir: pathlib.Path) -> Mapping[str, Any]:
+  try:
+    config = parse_json((workdir / 'config.json').read_text(encoding='utf-8'))
+  except (OSError, ValueError):
+    return {}
+  return config if isinstance(config, dict) else {}
+
+
+def _write(directory: pathlib.Path, data: ModelCardData, sections: Sequence[str]) -> None:
+  body = '\n\n'.join(section for section in sections if section)
+  write_durably(directory / CARD, f'---\n{data.to_yaml().strip()}\n---\n\n{body}\n')
+
+
+def _text(value: object, limit: int = 300) -> str:
+  """Returns a value as one line of Markdown without markup."""
+  line = one_line(value, limit).replace('&', '&amp;').replace('<', '&lt;')
+  return re.sub(r'([\\`*_\[\]|#!])', r'\\\1', line)
+
+
+def _code(value: object, limit: int = 300) -> str:
+  return '`' + one_line(value, limit).replace('`', "'").replace('|', '¦') + '`'
+
+
+def _hub_id(name: str | None) -> str | None:
+  """Returns the name if it is a hub id and not a directory of this machine."""
+  if name is None or not _HUB_ID.fullmatch(name) or pathlib.Path(name).exists():
+    return None
+  return name
+
+
+def _place(name: str | None) -> str:
+  """Returns a hub id as a link, or the name of a directory without its path."""
+  if name is None:
+    return 'random weights'
+  if hub := _hub_id(name):
+    return f'[{_text(hub)}](https://huggingface.co/{hub})'
+  return f'the directory {_code(pathlib.Path(name).name)}'
+
+
+def _stages(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+  stages = config.get('stages')
+  return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+
+
+def _algorithm(stage: Mapping[str, Any]) -> str:
+  algorithm = stage.get('algorithm')
+  return str(algorithm.get('name')) if isinstance(algorithm, dict) else '?'
+
+
+def _front_matter(
+  config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], origin: Origin
+) -> ModelCardData:
+  algorithms = list(
+    dict.fromkeys(_algorithm(stage).rpartition(':')[2] for stage in _stages(config))
+  )
+  last: dict[str, float] = {}
+  for row in rows:
+    for key, value in row.items():
+      if re.fullmatch(r'val-core/.+/acc/[^/]+', key) and is_number(value):
+        last[key] = value
+  results = [
+    EvalResult(
+      task_type='text-generation',
+      dataset_type=key.removeprefix('val-core/').partition('/acc/')[0],
+      dataset_name=key.removeprefix('val-core/').partition('/acc/')[0],
+      metric_type='accuracy',
+      metric_name=key.rpartition('/')[2],
+      metric_value=round(value, 6),
+    )
+    for key, value in last.items()
+  ]
+  return ModelCardData(
+    base_model=_hub_id(origin.base),
+    library_name='peft' if origin.part == 'adapter' else 'transformers',
+    pipeline_tag=None if origin.part == 'critic' else 'text-generation',
+    tags=['jaxrl_llm', *algorithms],
+    datasets=_hub_datasets(config) or None,
+    model_name=one_line(config.get('name', 'model'), 100) if results else None,
+    eval_results=results or None,
+  )
+
+
+def _sources(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+  """Returns the name, kind and source of each part of the data."""
+  found = []
+  for kind in ('tasksets', 'preferences'):
+    for part in config.get(kind) or ():
+      if isinstance(part, dict):
+        found.append((str(part.get('name')), kind, str(part.get('source'))))
+  return found
+
+
+def _hub_datasets(config: Mapping[str, Any]) -> list[str]:
+  names = [
+    source.removeprefix('datasets:').partition('#')[0]
+    for _, _, source in _sources(config)
+    if source.startswith('datasets:')
+  ]
+  return list(dict.fromkeys(name for name in names if _hub_id(name)))
+
+
+def _introduction(config: Mapping[str, Any], origin: Origin) -> str:
+  steps = ', then '.join(
+    f'{stage.get("steps")} steps of {_text(_algorithm(stage))}' for stage in _stages(config)
+  )
+  adapted = ' with LoRA' if (config.get('policy') or {}).get('lora') else ''
+  how = f': {steps}' if steps else ''
+  return (
+    f'{_WHAT[origin.part]}, trained{adapted} by jaxrl_llm {jaxrl_llm.__version__} from '
+    f'{_place(origin.base)}{how}.'
+  )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  lines = [head, ['---'] * len(head), *rows]
+  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
+def _training(config: Mapping[str, Any]) -> str:
+  rows = []
+  for stage in _stages(config):
+    source = stage.get('source') if isinstance(stage.get('source'), dict) else {}
+    algorithm = stage.get('algorithm') if isinstance(stage.get('algorithm'), dict) else {}
+    optimizer = stage.get('optimizer') or (config.get('learner') or {}).get('optimizer') or {}
+    batch = (
+      f'{source["groups_per_batch"]} groups of {source.get("group_size")}'
+      if 'groups_per_batch' in source
+      else f'{source.get("sequences_per_batch")} sequences'
+    )
+    names = source.get('tasksets') or [source.get('train') or source.get('run') or '']
+    rows.append(
+      [
+        _text(stage.get('name')),
+        _text(algorithm.get('name')),
+        _code(json.dumps(algorithm.get('options') or {})),
+        _text(', '.join(pathlib.Path(str(name)).name for name in names)),
+        _text(batch),
+        _text(stage.get('steps')),
+        _text(optimizer.get('peak_lr')),
+      ]
+    )
+  return _table(['stage', 'algorithm', 'options', 'data', 'batch', 'steps', 'learning rate'], rows)
+
+
+def _data(config: Mapping[str, Any]) -> str:
+  rows = []
+  for name, kind, source in _sources(config):
+    local = source.endswith(('.jsonl', '.parquet'))
+    shown = pathlib.Path(source).name if local else source
+    rows.append([_text(name), kind, _code(shown)])
+  scorers = ((config.get('rewards') or {}).get('scorers')) or ()
+  used = [
+    f'{_text(scorer.get("name"))} ({_code(scorer.get("kind"))})'
+    for scorer in scorers
+    if isinstance(scorer, dict)
+  ]
+  rewards = f'\n\nRewards: {", ".join(used)}.' if used else ''
+  return _table(['name', 'kind', 'source'], rows) + rewards
+
+
+def _panels(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[Panel]:
+  """Returns the curves to draw: held-out accuracies first, then those of training."""
+  keys = dict.fromkeys(key for row in rows for key in row)
+  accuracies = [key for key in keys if re.fullmatch(r'val-core/.+/acc/greedy', key)][:2]
+  panels = []
+  for key in [*accuracies, *_FIGURE_KEYS]:
+    points = [
+      (report.step_of(row) + stages[report.stage_index(row, stages)]['offset'], row[key])
+      for row in rows
+      if is_number(row.get(key))
+    ]
+    if len(points) > 1:
+      panels.append(Panel(label(key).name, label(key).unit, points))
+  return panels[:_MAX_PANELS]
+
+
+def _evaluation(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> str:
+  """Returns the table of the first evaluation and of the last one of each stage."""
+  pattern = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
+  measured = [row for row in rows if any(pattern.fullmatch(key) for key in row)]
+  if not measured:
+    return ''
+  last = {row.get(writers.STAGE): row for row in measured}
+  chosen = list({id(row): row for row in (measured[0], *last.values())}.values())
+  keys = sorted({key for row in chosen for key in row if pattern.fullmatch(key)})
+
+  def cell(row: Mapping[str, Any], key: str) -> str:
+    error = row.get(f'{key}/stderr')
+    value = f'{row[key]:.3f}' if is_number(row.get(key)) else '–'
+    return f'{value} ± {error:.3f}' if is_number(error) else value
+
+  table = [
+    [_text(row.get(writers.STAGE)), f'{report.step_of(row):,}', *(cell(row, key) for key in keys)]
+    for row in chosen
+  ]
+  return '## Evaluation\n\n' + _table(
+    ['stage', 'step', *(_text(label(key).name) for key in keys)], table
+  )
+
+
+def _provenance(origin: Origin) -> str:
+  versions = [f'Python {platform.python_version()}', f'jaxrl_llm {jaxrl_llm.__version__}']
+  for library in _LIBRARIES:
+    try:
+      versions.append(f'{library} {importlib.metadata.version(library)}')
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  command = shlex.join(origin.command).replace('```', "'''")
+  ran = f'```bash\n{command}\n```\n\n' if origin.command else ''
+  return f'## Command and versions\n\n{ran}{", ".join(versions)}'
