@@ -486,6 +486,22 @@ def test_without_uv_pip_installs_and_says_so(tree):
 
 
 @pytest.mark.full
+def test_the_preparation_of_smollm2_overwrites_nothing_and_names_bad_arguments(tree):
+  script = shutil.copy(ROOT / 'launch' / 'prepare_smollm2.sh', tree / 'launch')
+  bad = run(script, '--where=x')
+  assert (bad.returncode, bad.stderr) == (
+    2,
+    'prepare_smollm2: --where=x: unknown argument; wanted [--out=DIR] [--target=DIR]\n',
+  )
+  (tree / 'mine').mkdir()
+  left = run(script, '--out=mine/')
+  assert left.returncode == 2 and 'mine is there and is no model directory' in left.stderr
+  (tree / 'mine' / 'config.json').write_text('{}')
+  done = run(script, '--out=mine/')
+  assert (done.returncode, done.stdout) == (0, 'prepare_smollm2: mine is there already\n')
+  assert not (tree / '.venv-smollm2').exists() and os.listdir(tree / 'mine') == ['config.json']
+
+
 def test_environments_have_locks_of_their_own(tree):
   """A script waits for one that sets up the same environment, and not for one that sets up
   another.
