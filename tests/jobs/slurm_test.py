@@ -63,16 +63,16 @@ def test_a_job_comes_back_bit_for_bit(cluster, tmp_path):
   job_id = cluster.submit(run, *TWO)
   cluster.wait_for_rows(job_id, run, 12 + 4)
   cluster.call('scontrol', 'requeue', job_id)
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   cluster.wait_for_rows(job_id, run, 12 + 7)
   kill(run, 'train')
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   cluster.wait_for_rows(job_id, run, 12 + 9)
   urgent = ['sbatch', '--partition=urgent', '--nodes=3', '--exclusive', '--output=/dev/null']
   subprocess.run(
     [*urgent, '--wait', '--wrap=sleep 1'], env=cluster.environ, check=True, timeout=300
   )
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   assert cluster.wait_for_end(job_id).startswith('COMPLETED'), slurm_cluster.output(run, job_id)
   job.assert_equal_runs(run, calm)
   said = slurm_cluster.output(run, job_id)
@@ -85,13 +85,13 @@ def test_a_job_with_a_rollout_server_comes_back_and_its_accounts_add_up(cluster,
   job_id = cluster.submit(run, *TWO, *VLLM, '--config.stages.grpo.steps=100')
   cluster.wait_for_rows(job_id, run, 12 + 10)
   cluster.call('scontrol', 'requeue', job_id)
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   cluster.wait_for_rows(job_id, run, 12 + 30)
   kill(run, 'train')
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   cluster.wait_for_rows(job_id, run, 12 + 50)
   kill(run, 'serve')
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
   assert cluster.wait_for_end(job_id).startswith('COMPLETED'), slurm_cluster.output(run, job_id)
   steps = [row['training/global_step'] for row in job.rows(run) if 'actor/pg_loss' in row]
   assert steps == list(range(13, 113))
@@ -130,7 +130,8 @@ def test_a_cancelled_job_commits_and_does_not_come_back(cluster, tmp_path):
 def test_the_time_limit_ends_a_job_with_a_commit_and_it_comes_back(cluster, tmp_path):
   run = tmp_path / 'run'
   job_id = cluster.submit(run, *TWO, '--time_limit_s=60', '--grace_s=45', '--restarts=1')
-  cluster.begin_now(job_id)
+  cluster.wait_for_requeue(job_id)
+  cluster.wait(job_id, lambda state: state.startswith('RUNNING'))
   cluster.call('scontrol', 'update', f'jobid={job_id}', 'TimeLimit=60')
   assert cluster.wait_for_end(job_id).startswith('COMPLETED'), slurm_cluster.output(run, job_id)
   assert 'the time limit is near' in slurm_cluster.output(run, job_id)
@@ -155,7 +156,7 @@ def test_an_array_runs_each_element_once_and_a_killed_one_again(cluster, tmp_pat
   for name in ('SLURM_CONF', 'PATH'):
     monkeypatch.setenv(name, cluster.environ[name])
   job_id = slurm.submit(slurm.array_text(array, 4, options, at_once=3), array, options)
-  cluster.begin_now(f'{job_id}_2')
+  cluster.wait_for_requeue(f'{job_id}_2')
   states = cluster.wait(job_id, lambda states: not any(word in states for word in UNFINISHED))
   assert states.split() == ['COMPLETED', 'None'] * 4
   assert [(tmp_path / str(i)).read_text() for i in range(4)] == ['1', '1', '2', '1']

@@ -131,7 +131,7 @@ def test_a_sweep_of_four_is_one_job_array(tmp_path):
     wait_for(lambda: any(entry.step >= 14 for entry in entries_of(sweepdir)[:2]))
     number = next(entry.number for entry in entries_of(sweepdir) if entry.step >= 14)
     cluster.call('scontrol', 'requeue', f'{job_id}_{number}')
-    cluster.begin_now(f'{job_id}_{number}')
+    cluster.wait_for_requeue(f'{job_id}_{number}')
     cluster.wait_for_end(job_id)
   entries = entries_of(sweepdir)
   assert [entry.state for entry in entries] == [TrialState.FINISHED] * 4

@@ -59,21 +59,15 @@ class Cluster:
     described = self.call('scontrol', '--oneliner', 'show', 'job', job_id)
     return int(described.partition(' ExitCode=')[2].partition(':')[0])
 
-  def begin_now(self, job_id: str) -> None:
-    """Waits until a job has been requeued, and starts it: Slurm would do so two minutes later.
+  def wait_for_requeue(self, job_id: str) -> None:
+    """Waits until a job is in the queue again. Slurm starts it after about two minutes.
 
-    Before KillWait is over, a slurmd may yet kill what runs under the number of the job.
+    Starting it earlier is not safe: until then, Slurm may repeat its order to end what runs under
+    the number of the job.
     """
     self.wait(job_id, lambda state: state.startswith('PENDING'))
-    time.sleep(KILL_WAIT_S + 5)
-    deadline = time.monotonic() + 120
-    # While the job is being requeued, Slurm forgets what it is told.
-    while self.state(job_id) == 'PENDING BeginTime':
-      assert time.monotonic() < deadline
-      self.call('scontrol', 'update', f'jobid={job_id}', 'StartTime=now')
-      time.sleep(0.5)
 
-  def wait(self, job_id: str, is_reached: Callable[[str], bool], timeout_s: float = 900) -> str:
+  def wait(self, job_id: str, is_reached: Callable[[str], bool], timeout_s: float = 1800) -> str:
     """The job's state once it is as wanted."""
     deadline = time.monotonic() + timeout_s
     while not is_reached(state := self.state(job_id)):
@@ -86,7 +80,7 @@ class Cluster:
 
   def wait_for_rows(self, job_id: str, workdir: pathlib.Path, count: int) -> None:
     """Returns when metrics.jsonl has `count` rows; raises when the job ends before."""
-    deadline = time.monotonic() + 900
+    deadline = time.monotonic() + 1800
     while len(job.rows(workdir)) < count:
       state = self.state(job_id)
       assert any(word in state for word in UNFINISHED), f'{state}\n{output(workdir, job_id)}'
