@@ -85,7 +85,7 @@ class FakeEngine:
   def complete(self, request: Request, index: int) -> Completion:
     draw = random.Random(f'{request.key} {index} {request.sampling.temperature}')
     text = ''.join(draw.choice(LETTERS) for _ in range(draw.randrange(1, 4)))
-    stopped = draw.random() < 0.7
+    stopped = draw.random() < 0.7 and bool(request.stop_ids)
     tokens = np.array(
       [*self._tokenizer.encode(text), *([request.stop_ids[0]] if stopped else [])], np.int32
     )
