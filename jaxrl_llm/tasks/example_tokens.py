@@ -22,10 +22,19 @@ from jaxrl_llm.core.records.sample import Role, Sample, Source
 from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources
-from jaxrl_llm.tasks.examples import Completion, Conversation, Example, ExampleSet, Text
+from jaxrl_llm.tasks.examples import (
+  Completion,
+  Conversation,
+  Example,
+  ExampleSet,
+  LossOn,
+  Text,
+)
 from jaxrl_llm.tasks.messages import called_name
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
+_ALL = ((0, None),)
+"""Range of all tokens of a row."""
 _SEQUENCES = ('corrupt', 'too_long', 'truncated', 'without_loss', 'sequences')
 
 
@@ -57,7 +66,7 @@ def example_samples(
   stops = False
   for example in examples.examples:
     try:
-      found = example_tokens(example, tokenizer, all_tokens=config.loss_on == 'all')
+      found = example_tokens(example, tokenizer, loss_on=config.loss_on)
     except (UserError, ValueError) as error:
       counts['corrupt'] += 1
       corrupt = sources.Corrupt(where=example.where, reason=str(error))
@@ -104,12 +113,12 @@ def example_samples(
 
 
 def example_tokens(
-  example: Example, tokenizer: Tokenizer, *, all_tokens: bool = False
+  example: Example, tokenizer: Tokenizer, *, loss_on: LossOn = 'answers'
 ) -> ExampleTokens:
   """Encodes an example.
 
   Args:
-    all_tokens: whether the loss covers all tokens instead of the answers.
+    loss_on: tokens that the loss covers, see `ExamplesConfig.loss_on`.
 
   Raises:
     ValueError: the answers cannot be located among the tokens, or the chat template leaves out
@@ -118,16 +127,17 @@ def example_tokens(
   """
   match example.content:
     case Text(text=text):
-      tokens, answers = _encode_text(tokenizer, text), [(0, None)]
+      tokens, answers = _encode_text(tokenizer, text), _ALL
     case Completion(prompt=prompt, completion=completion):
-      tokens = _encode_text(tokenizer, prompt + completion)
-      before = tokenizer.encode(prompt, add_special_tokens=True)
-      remedy = 'move the space at the end of the prompt to the completion'
-      answers = [(_prefix(tokenizer, before, tokens, 'completion', remedy), None)]
+      tokens, answers = _encode_text(tokenizer, prompt + completion), _ALL
+      if loss_on != 'all':
+        before = tokenizer.encode(prompt, add_special_tokens=True)
+        remedy = 'move the space at the end of the prompt to the completion'
+        answers = [(_prefix(tokenizer, before, tokens, 'completion', remedy), None)]
     case Conversation() as conversation:
-      tokens, answers = _encode_conversation(conversation, tokenizer, all_tokens)
+      tokens, answers = _encode_conversation(conversation, tokenizer, loss_on)
   mask = np.zeros(len(tokens), bool)
-  for start, end in [(0, None)] if all_tokens else answers:
+  for start, end in answers:
     mask[start:end] = True
   mask[:1] = False  # Token 0 has no logprob.
   if not mask.any():
@@ -142,8 +152,8 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _encode_conversation(
-  conversation: Conversation, tokenizer: Tokenizer, all_tokens: bool
-) -> tuple[list[int], list[tuple[int, int]]]:
+  conversation: Conversation, tokenizer: Tokenizer, loss_on: LossOn
+) -> tuple[list[int], Sequence[tuple[int, int | None]]]:
   """Returns the tokens of a conversation, and the ranges [start, end) of its answers."""
   render = functools.partial(
     tokenizer.render_chat, tools=conversation.tools, variables=conversation.variables
@@ -152,14 +162,15 @@ def _encode_conversation(
   text, marks = render(messages, add_generation_prompt=False)
   tokens = tokenizer.encode(text)
   _check_tools(conversation.tools, text)
-  if all_tokens:
-    return tokens, []
+  if loss_on == 'all' or (loss_on == 'completions' and first is None):
+    return tokens, _ALL
   starts = {}
   for i in range(first or 0, len(messages)):
     if messages[i]['role'] == 'assistant':
       prompt = tokenizer.encode(render(messages[:i], add_generation_prompt=True).text)
       starts[i] = _prefix(tokenizer, prompt, tokens, f'messages[{i}]')
-  if first is not None and len(starts) == len(messages) - first:
+  alone = first is not None and len(starts) == len(messages) - first
+  if alone or loss_on == 'completions':
     # All that follows the prompt is the completion, as in TRL.
     answers = [(starts[first], len(tokens))]
   elif marks:

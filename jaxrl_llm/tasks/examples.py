@@ -34,6 +34,9 @@ _RESERVED = frozenset(
 """Names that `chat_template_kwargs` may not set, because they are arguments of the rendering."""
 
 
+LossOn = Literal['answers', 'completions', 'all']
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExamplesConfig:
   """Rows to imitate: their source, form and split, and what to do with rows that do not fit.
@@ -68,8 +71,10 @@ class ExamplesConfig:
   """File with a chat template (Jinja) for these conversations, such as a variant that marks the
   assistant's turns by `{% generation %}`; None: the tokenizer's own.
   """
-  loss_on: Literal['answers', 'all'] = 'answers'
-  """Tokens in the loss: the assistant's, the completion's or the text's, or all of every row."""
+  loss_on: LossOn = 'answers'
+  """Tokens in the loss. 'answers': as above; 'completions': the completion of (2), all tokens of
+  other rows; 'all': all tokens of every row.
+  """
   deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
   """Which rows are dropped as duplicates of an earlier one: none, equal rows, or rows with an
   equal prompt.

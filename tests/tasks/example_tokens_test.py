@@ -149,8 +149,25 @@ def test_texts_end_with_the_end_token_once(tmp_path, chatml):
 
 def test_all_tokens_of_every_row_may_be_learned(tmp_path, chatml):
   for row in ({'messages': CHATS[1]}, {'prompt': 'the', 'completion': ' cat'}, {'text': 'the cat'}):
-    found = encoded(tmp_path, chatml, row, all_tokens=True)
+    found = encoded(tmp_path, chatml, row, loss_on='all')
     assert found.loss_mask.tolist() == [False] + [True] * (len(found.tokens) - 1)
+
+
+def test_completions_alone_may_be_learned_and_other_rows_whole(tmp_path, tokenizers):
+  """What TRL does where neither of its arguments is set."""
+  tokenizer, chat = tokenizers['plain'], CHATS[2]
+  whole = encoded(tmp_path, tokenizer, {'messages': chat, 'tools': [TOOL]}, loss_on='completions')
+  assert whole.loss_mask[1:].all()
+  row = {'prompt': chat[:1], 'completion': chat[1:], 'tools': [TOOL]}
+  found = encoded(tmp_path, tokenizer, row, loss_on='completions')
+  answers = encoded(tmp_path, tokenizer, row)
+  first = answers.loss_mask.argmax()
+  assert not found.loss_mask[:first].any() and found.loss_mask[first:].all()
+  assert not answers.loss_mask[first:].all(), 'the result of the tool is left out by default'
+  text = encoded(
+    tmp_path, tokenizer, {'prompt': 'the', 'completion': ' cat'}, loss_on='completions'
+  )
+  assert shown(tokenizer, text) == 'the[ cat<|im_end|>]'
 
 
 def test_a_row_whose_prefix_is_not_the_prompts_tokens_is_refused(tmp_path, chatml):

@@ -111,14 +111,14 @@ def _data(keys: Import, ours: dict[str, Json], trainer: str) -> None:
 
 
 def _examples(keys: Import, sources: list[dict[str, Json]]) -> None:
-  """Sets what the loss of SFT covers: TRL's default is every token of conversations."""
+  """Sets what the loss of SFT covers: TRL's default is completions, and other rows as a whole."""
   column = keys.get('dataset_text_field')
-  everything = (
-    keys.get('completion_only_loss') is False or keys.get('assistant_only_loss') is not True
-  )
+  loss_on = 'answers' if keys.get('assistant_only_loss') is True else 'completions'
+  if keys.get('completion_only_loss') is False and loss_on == 'completions':
+    loss_on = 'all'
   for source in sources:
-    if everything and keys.get('completion_only_loss') is not True:
-      source['loss_on'] = 'all'
+    if loss_on != 'answers':
+      source['loss_on'] = loss_on
     if isinstance(column, str) and column != 'text':
       source['text'] = f'{{{column}}}'
 

@@ -81,6 +81,23 @@ def test_yaml_of_sft_becomes_a_stage_of_examples():
   assert written(result) == config
 
 
+@pytest.mark.parametrize(
+  ('given', 'loss_on'),
+  [
+    ('', 'completions'),
+    ('completion_only_loss: true', 'completions'),
+    ('completion_only_loss: false', 'all'),
+    ('assistant_only_loss: true', 'answers'),
+  ],
+)
+def test_the_loss_of_sft_covers_what_trls_does(tmp_path, given, loss_on):
+  (tmp_path / 'c.yaml').write_text(
+    f'model_name_or_path: org/a\nmax_steps: 5\ndataset_name: d.jsonl\n{given}\n'
+  )
+  (examples,) = from_trl(tmp_path / 'c.yaml', trainer='sft').config.examples
+  assert examples.loss_on == loss_on
+
+
 def test_the_written_file_returns_the_same_configuration(grpo, dpo):
   assert written(grpo) == grpo.config and written(dpo) == dpo.config
 
