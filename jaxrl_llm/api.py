@@ -23,6 +23,7 @@ _NAMES = (
   ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
   ('jaxrl_llm.master.evaluation', 'SuiteConfig'),
   ('jaxrl_llm.master.exploring.limits', 'TaskLimits'),
+  ('jaxrl_llm.master.exploring.partial', 'PartialConfig'),
   ('jaxrl_llm.master.exploring.processors', 'ProcessorConfig'),
   ('jaxrl_llm.master.exploring.selection', 'SelectionConfig'),
   ('jaxrl_llm.models.spec', 'LoraConfig'),

@@ -44,6 +44,7 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient as policy_gradient
 from jaxrl_llm.learner.policy_options import PolicyGradientConfig as PolicyGradientConfig
 from jaxrl_llm.master.evaluation import SuiteConfig as SuiteConfig
 from jaxrl_llm.master.exploring.limits import TaskLimits as TaskLimits
+from jaxrl_llm.master.exploring.partial import PartialConfig as PartialConfig
 from jaxrl_llm.master.exploring.processors import ProcessorConfig as ProcessorConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig as SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig as LoraConfig

@@ -20,6 +20,7 @@ from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.exploring.limits import TaskLimits
+from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
@@ -478,6 +479,10 @@ class RolloutConfig:
   """Processes that run the workflow; None: the trainer's process runs it."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
+  partial: PartialConfig | None = None
+  """Token budget by which long training rollouts are spread over several batches; None: each is
+  generated for one batch.
+  """
   repetition_detection: RepetitionDetection | None = None
   """Rule that ends a training rollout early because it repeats itself; None: no such rule.
   Evaluations use no such rule.
@@ -603,6 +608,8 @@ class Config:
         "rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove "
         'it'
       )
+    if self.rollout.partial is not None:
+      self._check_partial()
     if self.registry is None:
       self._check_no_registry()
     for before, stage in itertools.pairwise(self.stages):
@@ -647,6 +654,34 @@ class Config:
           f'{what}, and the run has no registry; set --config.registry={{}}, or give addresses '
           'and tokens'
         )
+
+  def _check_partial(self) -> None:
+    """Raises UserError if partial rollouts are combined with what they do not support."""
+    rollout, reason = self.rollout, ''
+    if rollout.engine != 'embedded':
+      reason = f'rollout.engine {rollout.engine!r}; wanted embedded'
+    elif rollout.explorers is not None or rollout.workflow != WorkflowConfig():
+      reason = 'explorers or a workflow of several turns; wanted the single_turn workflow, without'
+    elif (longest := max(rollout.embedded.prefill_buckets, default=None)) is not None and (
+      longest < rollout.max_length - 2
+    ):
+      reason = (
+        f'rollout.embedded.prefill_buckets up to {longest}; continuing an answer needs one of at '
+        f'least {rollout.max_length - 2}, or none for the default'
+      )
+    for stage in self.stages:
+      source, where = stage.source, f'stages.{stage.name}.source'
+      if not reason and isinstance(source, Rollouts):
+        if source.bound:
+          reason = f'{where}.bound {source.bound}; wanted 0'
+        elif source.past is not None:
+          reason = f'{where}.past; remove it'
+        elif rollout.partial.max_groups(source.groups_per_batch) < source.groups_per_batch:
+          reason = f'{where}.groups_per_batch above rollout.partial.groups; raise the latter'
+        elif source.selection.kind not in ('all', 'mixed'):
+          reason = f"{where}.selection {source.selection.kind!r}; wanted 'all' or 'mixed'"
+    if reason:
+      raise UserError(f'rollout.partial: cannot be combined with {reason}')
 
   def check_sampling(self) -> None:
     """Raises UserError if a stage or evaluation needs sampling that its engine does not support."""

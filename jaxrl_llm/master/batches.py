@@ -196,7 +196,10 @@ def rollout_row(chosen: Experience, place: Ref) -> Row:
     reward=chosen.reward.value,
     is_expert=chosen.imitated,
     truncated=sample.finish_reason == Finish.LENGTH,
-    version_step=min(segment.version.step for segment in sample.segments),
+    version_step=min(
+      (s.version.step for s in sample.segments if sample.loss_mask[s.start : s.end].any()),
+      default=None,
+    ),
     correct=chosen.reward.correct,
     turn_rewards=chosen.reward.turn_values,
     trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,

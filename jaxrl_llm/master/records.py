@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,25 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     # Most unscorable samples are not in the batch, because they were dropped while it was
     # collected.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
-    metrics |= {
-      'num_unscorable': Sum(unscorable),
-      **{f'run/{name}': Sum(n) for name, n in plan.counts.items()},
-    }
+    metrics['num_unscorable'] = Sum(unscorable)
+    for name, count in plan.counts.items():
+      metrics[name if name.startswith('partial/') else f'run/{name}'] = Sum(count)
+    if 'partial/cut' in plan.counts:
+      metrics |= _partial_metrics(samples)
   return metrics
+
+
+def _partial_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+  """Returns over how many batches the samples were generated, and the share that is trained on."""
+  return {
+    **spread(
+      'partial/spans', [len({s.version.step for s in sample.segments}) for sample in samples]
+    ),
+    'partial/trained_ratio': Mean(
+      sum(int((sample.loss_mask & sample.sampled).sum()) for sample in samples),
+      sum(int(sample.sampled.sum()) for sample in samples),
+    ),
+  }
 
 
 def _turns(sample: Sample) -> int:
@@ -136,6 +150,8 @@ def logprob_pairs(
       continue
     sample = taken[row.uid].sample
     tokens = sample.loss_mask & sample.sampled
+    if not tokens.any():  # All of its spans are older than those that the loss takes.
+      continue
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
   return pairs
 

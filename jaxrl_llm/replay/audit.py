@@ -15,6 +15,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 
 from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.span import decode_span
 from jaxrl_llm.replay.browse import snapshot, unclaimed
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
@@ -47,7 +48,7 @@ class AuditReport:
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
-  """uids of samples that are still issued, stored or admitted."""
+  """uids of samples that are still issued, partial, stored or admitted."""
   unscored: tuple[str, ...]
   """uids of samples in state 'stored' that have no score."""
   lost: tuple[str, ...]
@@ -128,6 +129,7 @@ class _Audit:
       *self._locations(),
       *self._sealed(),
       *self._open(),
+      *self._partial(),
       *self._tasks(),
       *self._left_behind(),
     ]
@@ -257,9 +259,9 @@ class _Audit:
   def _locations(self) -> Iterator[str]:
     """Checks where each sample's bytes are: in the open segment, in a sealed segment, or nowhere.
 
-    Samples that are issued or void have no bytes, and neither have expert samples. Samples that are
-    stored or admitted have bytes in exactly one place. Trained samples have bytes only in a sealed
-    segment. Dropped and expired samples have bytes in at most one place.
+    Samples that are issued, partial or void have no bytes there, and neither have expert samples.
+    Samples that are stored or admitted have bytes in exactly one place. Trained samples have bytes
+    only in a sealed segment. Dropped and expired samples have bytes in at most one place.
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
@@ -268,6 +270,7 @@ class _Audit:
     ):
       fine = {
         State.ISSUED: opened + sealed == 0,
+        State.PARTIAL: opened + sealed == 0,
         State.VOID: opened + sealed == 0,
         State.STORED: opened + sealed == 1,
         State.ADMITTED: opened + sealed == 1,
@@ -285,7 +288,7 @@ class _Audit:
           f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a '
           f'sealed one {sealed}'
         )
-    for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
+    for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates', 'partials'):
       for uid, attempt in self._db.execute(
         # Table names cannot be SQL parameters. The names in this string are constants.
         f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS (SELECT 1 FROM samples s '
@@ -345,7 +348,7 @@ class _Audit:
       "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 "
       'FROM samples m WHERE '
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
-      "m.state NOT IN ('issued', 'stored', 'void')) ORDER BY seq"
+      "m.state NOT IN ('issued', 'partial', 'stored', 'void')) ORDER BY seq"
     ):
       yield f'{uid} (attempt {attempt}): is issued, and its group {group} has ended without it'
     for uid, attempt, scorer, step in self._db.execute(
@@ -357,6 +360,24 @@ class _Audit:
         f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; '
         'the score in force may be that of the result that was not accepted'
       )
+
+  def _partial(self) -> Iterator[str]:
+    """Checks that the spans of every partial sample are there and readable, one per transition."""
+    for uid, attempt, state, became, kept in self._db.execute(
+      'SELECT s.uid, s.attempt, s.state, (SELECT count(*) FROM transitions t WHERE t.uid = s.uid '
+      "AND t.attempt = s.attempt AND t.state = 'partial'), (SELECT count(*) FROM partials p WHERE "
+      'p.uid = s.uid AND p.attempt = s.attempt) FROM samples s'
+    ):
+      # Spans of samples that have ended may have been pruned.
+      if kept > became or (state == State.PARTIAL and kept < became):
+        self._lost += [uid] if kept < became else []
+        yield f'{uid} (attempt {attempt}): has {kept} spans, its transitions say {became}'
+    for uid, payload in self._db.execute('SELECT uid, payload FROM partials'):
+      try:
+        decode_span(payload)
+      except ValueError as error:
+        self._lost.append(uid)
+        yield f'{uid}: lost: {error}'
 
   def _open(self) -> Iterator[str]:
     for uid, version, payload in self._db.execute(

@@ -15,6 +15,8 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample, Segment
+from jaxrl_llm.core.records.span import decode_span
 from jaxrl_llm.replay import quarantine
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
@@ -22,10 +24,10 @@ from jaxrl_llm.replay.tables import (
   ENTRY,
   INDEX,
   QUARANTINE,
-  SCHEMA,
   SEGMENTS,
   Entry,
   State,
+  check_readable,
   entry_of,
 )
 
@@ -62,12 +64,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
       db.close()
       db = opened('mode=ro')
       db.execute('BEGIN')
-    (schema,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
-    if json.loads(schema) != SCHEMA:
-      raise UserError(
-        f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that '
-        'wrote it'
-      )
+    check_readable(db, path)
     yield db, reader
   except sqlite3.DatabaseError as error:
     raise UserError(
@@ -120,6 +117,9 @@ class Holdings:
   sealed_bytes: int
   open_samples: int
   open_bytes: int
+  partial_spans: int
+  """Number of spans of unfinished samples."""
+  partial_bytes: int
   scores: tuple[tuple[str, str, int, float | None, int], ...]
   """(scorer, status, number of samples, mean value, number of repeated scores) for each scorer and
   status. A repeated score replaced an earlier one of the same sample.
@@ -147,6 +147,11 @@ class Holdings:
       f'sealed segments {self.segments:,}: {self.sealed_samples:,} samples, '
       f'{self.sealed_bytes / 1e6:,.1f} MB',
       f'open segment: {self.open_samples:,} samples, {self.open_bytes / 1e6:,.1f} MB',
+      *(
+        [f'partials: {self.partial_spans:,} spans, {self.partial_bytes / 1e6:,.1f} MB']
+        if self.partial_spans
+        else []
+      ),
       *(
         f'scores of {scorer}, {status}: {count:,}, '
         f'{mean(value)}' + (f'; {again:,} given again' if again else '')
@@ -181,6 +186,9 @@ def summary(directory: str | os.PathLike) -> Holdings:
     (open_rows, open_bytes) = db.execute(
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
     ).fetchone()
+    (spans, span_bytes) = db.execute(
+      'SELECT count(*), coalesce(sum(length(payload)), 0) FROM partials'
+    ).fetchone()
     scores = db.execute(
       # Next to max(seq), SQLite takes the other columns from the row with the maximum, which is the
       # newest score.
@@ -204,6 +212,8 @@ def summary(directory: str | os.PathLike) -> Holdings:
     sealed_bytes=sealed,
     open_samples=open_rows,
     open_bytes=open_bytes,
+    partial_spans=spans,
+    partial_bytes=span_bytes,
     scores=tuple(scores),
     plans=plans,
     first_plan=first,
@@ -356,12 +366,23 @@ def history(directory: str | os.PathLike, uid: str) -> list[str]:
       lines.append(
         f'attempt {attempt}, open segment: {_summary(decode_row(payload, f"open segment, {uid}"))}'
       )
+    for attempt, step, payload in db.execute(
+      'SELECT attempt, step, payload FROM partials WHERE uid = ? ORDER BY seq', (uid,)
+    ):
+      span = decode_span(payload)
+      lines.append(
+        f'attempt {attempt}, span of step {step}: {len(span.tokens)} tokens; '
+        f'{span.finish or "unfinished"}; weights {_versions_of(span.segments)}'
+      )
   return lines
 
 
-def _summary(sample) -> str:
-  versions = ', '.join(dict.fromkeys(str(segment.version) for segment in sample.segments))
+def _versions_of(segments: Sequence[Segment]) -> str:
+  return ', '.join(dict.fromkeys(str(segment.version) for segment in segments)) or 'none'
+
+
+def _summary(sample: Sample) -> str:
   return (
     f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '
-    f'{int(sample.loss_mask.sum())} trained; weights {versions or "none"}'
+    f'{int(sample.loss_mask.sum())} trained; weights {_versions_of(sample.segments)}'
   )

@@ -38,6 +38,7 @@ from absl import logging
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample, decode
 from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.core.records.span import Span, decode_span
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import groups, quarantine, recovery, segments
 from jaxrl_llm.replay.connection import NAMED, Connection
@@ -45,6 +46,7 @@ from jaxrl_llm.replay.draw import Group
 from jaxrl_llm.replay.tables import (
   ENTRY,
   INDEX,
+  LIVE,
   SEGMENTS,
   Entry,
   Partition,
@@ -120,15 +122,21 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Deletes, from the open segment, the bytes of samples that were dropped or expired before a
-    commit. Returns the number of these samples.
+    """Deletes the bytes that the index no longer needs: in the open segment those of samples that
+    were dropped or expired before a commit, and the spans of samples that were no longer partial.
+    Returns the number of the former samples.
 
-    When a sample is dropped, its bytes are kept at first, because recovery may undo the drop.
+    The bytes are kept at first, because recovery may undo the change.
 
     Args:
       commit_step: step of the oldest commit from which the run may still be resumed.
     """
     with self.transaction():
+      self._db.execute(
+        'DELETE FROM partials WHERE seq IN (SELECT p.seq FROM partials p CROSS JOIN samples s '
+        "USING (uid, attempt) WHERE s.state != 'partial' AND s.changed < ?)",
+        (commit_step,),
+      )
       return self._db.execute(
         'DELETE FROM open_segment WHERE seq IN (SELECT o.seq FROM open_segment o CROSS JOIN '
         'samples s '
@@ -158,13 +166,13 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Returns the samples of a partition that are issued, stored or admitted, from all starts of
-    the run, sorted by uid.
+    """Returns the samples of a partition that have not ended (`LIVE`), from all starts of the run,
+    sorted by uid.
     """
     with self._lock:
       rows = self._db.execute(
-        f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid",
-        (partition,),
+        f'{ENTRY} WHERE state IN ({NAMED}) AND partition = ? ORDER BY uid',
+        (json.dumps(LIVE), partition),
       ).fetchall()
     return [entry_of(row) for row in rows]
 
@@ -246,6 +254,21 @@ class ReplayStore:
       raise ValueError(f'read {missing[0]}: it has no bytes')
     samples = dict(zip(sealed, self.reader.read([refs[uid] for uid in sealed])))
     return [samples[uid] if uid in samples else decode(rows[uid][1]) for uid in uids]
+
+  def spans(self, uids: Sequence[str]) -> dict[str, list[Span]]:
+    """Returns the spans of partial samples, in order of generation, keyed by uid in the order of
+    `uids`. Samples in other states have none.
+    """
+    with self._lock:
+      rows = self._db.execute(
+        f'SELECT uid, payload FROM partials JOIN samples s USING (uid, attempt) WHERE uid IN '
+        f"({NAMED}) AND s.state = 'partial' ORDER BY partials.seq",
+        (json.dumps(list(uids)),),
+      ).fetchall()
+    spans: dict[str, list[Span]] = {uid: [] for uid in uids}
+    for uid, payload in rows:
+      spans[uid].append(decode_span(payload))
+    return spans
 
   def plans(self, first_step: int = 0) -> dict[int, Any]:
     with self._lock:

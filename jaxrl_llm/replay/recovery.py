@@ -20,6 +20,7 @@ _UNDONE = {
   'plans': '',
   'duplicates': '',
   'open_segment': '',
+  'partials': '',
 }
 """Tables from which rows stamped since the commit are deleted. The value is a further SQL condition
 on the deleted rows.
@@ -63,8 +64,8 @@ def undo(
       f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)
     ).rowcount
   db.executemany(_REPEAT, moved)
-  # Samples that were issued after the commit, or before it without being accepted by then, are now
-  # all in state `issued`. The processes that worked on them have ended.
+  # Samples that were issued after the commit, or before it without any result by then, are now all
+  # in state `issued`. The processes that worked on them have ended.
   lost = db.execute(
     "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
   ).fetchall()

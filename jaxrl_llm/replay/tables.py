@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 
-SCHEMA = 3
+SCHEMA = 4
+_BEFORE_PARTIALS = 3
+"""Schema whose only difference is that it lacks the table `partials`."""
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
 QUARANTINE = 'quarantine'
@@ -22,6 +24,10 @@ QUARANTINE = 'quarantine'
 class State(enum.StrEnum):
   ISSUED = 'issued'
   """The sample is about to be requested from an engine, or was requested. It has no bytes yet."""
+  PARTIAL = 'partial'
+  """The sample is unfinished: the spans generated so far are stored durably, and a later iteration
+  continues it. A finished sample of a group with unfinished ones is in this state too.
+  """
   STORED = 'stored'
   """The sample was generated, and its bytes are stored durably."""
   ADMITTED = 'admitted'
@@ -35,9 +41,11 @@ class State(enum.StrEnum):
   """
 
 
-LIVE = (State.ISSUED, State.STORED, State.ADMITTED)
+LIVE = (State.ISSUED, State.PARTIAL, State.STORED, State.ADMITTED)
+UNFINISHED = (State.ISSUED, State.PARTIAL)
 BEFORE = {
-  State.STORED: (State.ISSUED,),
+  State.PARTIAL: UNFINISHED,
+  State.STORED: UNFINISHED,
   State.ADMITTED: (State.STORED,),
   State.TRAINED: (State.ADMITTED, State.TRAINED),
   State.DROPPED: LIVE,
@@ -45,7 +53,8 @@ BEFORE = {
   State.VOID: (State.ISSUED,),
 }
 """For each state, the states from which a sample can enter it. The transition from trained to
-trained is a further use, of which `max_uses` limits the number.
+trained is a further use, of which `max_uses` limits the number. The transition from partial to
+partial is a further span.
 """
 
 Partition = Literal['usual', 'expert']
@@ -152,6 +161,9 @@ CREATE TABLE plans(step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, json TEXT
 CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
   uid TEXT NOT NULL, state TEXT NOT NULL);
 """
+_PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
+  attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
+"""Spans of unfinished samples (`core.records.span`), in order of generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,6 +229,31 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
   return seqs
 
 
+def add_partials(db: sqlite3.Connection) -> None:
+  db.execute(f'CREATE {_PARTIALS}')
+  db.execute('CREATE INDEX partials_of ON partials(uid, attempt)')
+  db.execute('CREATE INDEX partials_at ON partials(step)')
+
+
+def read_schema(db: sqlite3.Connection) -> int:
+  (text,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
+  return json.loads(text)
+
+
+def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
+  """Raises UserError if this program cannot read the store's schema. Gives the connection to a
+  store without partials an empty table of them, which exists for this connection only.
+  """
+  schema = read_schema(db)
+  if schema == _BEFORE_PARTIALS:
+    db.execute(f'CREATE TEMP {_PARTIALS}')
+  elif schema != SCHEMA:
+    raise UserError(
+      f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that '
+      'wrote it'
+    )
+
+
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
   """Prepares a store for a start of the run, in one transaction, and returns the start's number.
 
@@ -225,11 +262,15 @@ def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max
   """
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-    for statement in TABLES.split('\n\n'):
+    for statement in TABLES.strip().split('\n\n'):
       db.execute(statement)
+    add_partials(db)
     db.executemany(
       'INSERT INTO meta VALUES (?,?)', [('schema', str(SCHEMA)), ('max_uses', str(max_uses))]
     )
+  if read_schema(db) == _BEFORE_PARTIALS:
+    add_partials(db)
+    db.execute("UPDATE meta SET json = ? WHERE key = 'schema'", (str(SCHEMA),))
   for key, wanted in (('schema', SCHEMA), ('max_uses', max_uses)):
     (text,) = db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     if json.loads(text) != wanted:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample, encode
 from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.span import Span, encode_span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import groups, segments
 from jaxrl_llm.replay.connection import NAMED, Connection
-from jaxrl_llm.replay.tables import SEGMENTS, Issue, Partition, State, log, may_become
+from jaxrl_llm.replay.tables import (
+  SEGMENTS,
+  UNFINISHED,
+  Issue,
+  Partition,
+  State,
+  log,
+  may_become,
+)
 
 _ISSUE = (
   'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, '
@@ -90,9 +99,19 @@ class StepWriter:
       new = [row for row in rows if row.uid not in known or known[row.uid].state == State.VOID]
       self._insert(new, 'expert', State.ADMITTED)
 
+  def extend(self, spans: Mapping[str, Span]) -> None:
+    """Stores a further span of samples that a later iteration continues, keyed by uid."""
+    with self._connection.transaction():
+      known = self._connection.entries(spans)
+      self._db.executemany(
+        'INSERT INTO partials(step, attempt, uid, payload) VALUES (?,?,?,?)',
+        [(self.step, known[uid].attempt, uid, encode_span(span)) for uid, span in spans.items()],
+      )
+      self._move(list(spans), State.PARTIAL, '')
+
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Accepts generated samples and returns the accepted uids. If a sample is no longer in state
-    `issued`, the result is not accepted and only counted as a duplicate.
+    """Accepts generated samples and returns the accepted uids. If a sample is no longer unfinished,
+    the result is not accepted and only counted as a duplicate.
     """
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
@@ -109,7 +128,7 @@ class StepWriter:
           entry.visit,
         ):
           raise ValueError(f'append {sample.uid}: group, task or visit differ from what was issued')
-        if entry.state != State.ISSUED or sample.uid in accepted:
+        if entry.state not in UNFINISHED or sample.uid in accepted:
           state = State.STORED if sample.uid in accepted else entry.state
           self._db.execute(
             'INSERT INTO duplicates(step, attempt, uid, state) VALUES (?,?,?,?)',
@@ -138,8 +157,8 @@ class StepWriter:
           raise ValueError(
             f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None'
           )
-        if known[score.uid].state == State.ISSUED:
-          raise ValueError(f'score {score.uid}: it has no bytes yet')
+        if known[score.uid].state in UNFINISHED:
+          raise ValueError(f'score {score.uid}: it has not ended yet')
         rest = json.dumps(
           {
             'parts': dict(score.parts),
@@ -174,8 +193,8 @@ class StepWriter:
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(uid for uid, *_ in rows))
       for entry in known.values():
-        if entry.state == State.ISSUED:
-          raise ValueError(f'derive {entry.uid}: it has no bytes yet')
+        if entry.state in UNFINISHED:
+          raise ValueError(f'derive {entry.uid}: it has not ended yet')
       self._db.executemany(
         'INSERT INTO derived(step, attempt, uid, operator, json) VALUES (?,?,?,?,?)',
         [

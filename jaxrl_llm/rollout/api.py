@@ -27,6 +27,10 @@ CUT = 'load'
 """Value of `Segment.finish` for a segment that ended because new weights were loaded. The
 completion continues in the next segment.
 """
+BUDGET = 'budget'
+"""Value of `Segment.finish` for a segment that ended because the token budget of its iteration was
+spent. The completion continues in the next segment, which a later iteration samples.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,12 @@ class Request:
   """
   samples: int = 1
   """Number of completions to sample. Completion i does not depend on this number."""
+  first: int = 0
+  """Index of the first of these completions. The others have the next indices."""
+  begun: int = 0
+  """Number of tokens at the end of `prompt` that earlier requests sampled for these completions.
+  The completions of this request continue them and contain only the further tokens.
+  """
   key: tuple[int, ...]
   """Words (uint32) of the request's random key. Together with the engine's seed, the sample index
   and the token position, they determine the random numbers that sample each token.
@@ -101,6 +111,11 @@ class Request:
       raise UserError(
         f'request {self.uid}: max_tokens {self.max_tokens} and samples {self.samples}, wanted at '
         'least 1 of each'
+      )
+    if self.first < 0 or not 0 <= self.begun < len(self.prompt):
+      raise ValueError(
+        f'request {self.uid}: first {self.first} and begun {self.begun}, wanted at least 0 and '
+        f'fewer than the {len(self.prompt)} prompt tokens'
       )
     if any(not 0 <= word < WORD for word in self.key):
       raise ValueError(f'request {self.uid}: key {self.key} is not made of uint32 words')

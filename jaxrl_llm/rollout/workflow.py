@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -138,37 +138,102 @@ class SingleTurn:
   """Workflow with one prompt and one completion per sample."""
 
   def __init__(self, engine: Generator, tokenizer: Tokenizer, *, max_tokens: int):
-    self._engine, self._tokenizer, self._max_tokens = engine, tokenizer, max_tokens
+    self._engine, self._tokenizer, self.max_tokens = engine, tokenizer, max_tokens
 
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
+    request = await self._request(task, visit, stage=stage, samples=samples, sampling=sampling)
+    prompt = list(request.prompt)
+    async for index, completion in self._engine.generate(request):
+      sample = rollout_sample(
+        task, visit, index, prompt, completion, group=request.uid, temperature=sampling.temperature
+      )
+      yield sample, self.text(sample)
+
+  async def extend(
+    self,
+    task: Task,
+    visit: int,
+    *,
+    stage: str,
+    samples: int,
+    sampling: Sampling,
+    begun: Mapping[int, Sequence[int]],
+    budget: Mapping[int, int],
+  ) -> dict[int, Completion]:
+    """Samples further tokens for unfinished samples of a group. Returns one completion for each
+    sample with a budget, keyed by sample index, with the further tokens only.
+
+    Args:
+      begun: tokens of each sample so far, keyed by sample index; empty for a new group.
+      budget: maximum number of further tokens of each unfinished sample, keyed by sample index.
+    """
+    request = await self._request(task, visit, stage=stage, samples=samples, sampling=sampling)
+    if begun:
+      requests = [
+        dataclasses.replace(
+          request,
+          prompt=(*request.prompt, *begun[index]),
+          begun=len(begun[index]),
+          first=index,
+          samples=1,
+          max_tokens=most,
+        )
+        for index, most in sorted(budget.items())
+      ]
+    else:
+      (most,) = set(budget.values())
+      requests = [dataclasses.replace(request, max_tokens=most)]
+    async with asyncio.TaskGroup() as group:
+      asked = [group.create_task(_answers(self._engine, request)) for request in requests]
+    return {index: completion for task in asked for index, completion in task.result()}
+
+  async def sample(
+    self,
+    task: Task,
+    visit: int,
+    index: int,
+    completion: Completion,
+    *,
+    stage: str,
+    temperature: float,
+  ) -> Sample:
+    """Builds the sample of a finished completion."""
+    group, prompt = f'{stage}/{task.uid}/{visit}', await self._prompt(task)
+    return rollout_sample(
+      task, visit, index, prompt, completion, group=group, temperature=temperature
+    )
+
+  async def _prompt(self, task: Task) -> list[int]:
     # Another process that renders prompts may be slow or never answer, so a thread waits for it.
     if self._tokenizer.renders_elsewhere:
-      prompt = await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
-    else:
-      prompt = self._tokenizer.render_prompt(task.prompt)
-    group = f'{stage}/{task.uid}/{visit}'
+      return await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
+    return self._tokenizer.render_prompt(task.prompt)
+
+  async def _request(
+    self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+  ) -> Request:
     digest = int(task.digest, 16)
-    request = Request(
-      uid=group,
-      prompt=tuple(prompt),
-      max_tokens=self._max_tokens,
+    return Request(
+      uid=f'{stage}/{task.uid}/{visit}',
+      prompt=tuple(await self._prompt(task)),
+      max_tokens=self.max_tokens,
       sampling=sampling,
       stop_ids=tuple(self._tokenizer.stop_ids),
       samples=samples,
       key=(digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit),
     )
-    async for index, completion in self._engine.generate(request):
-      sample = rollout_sample(
-        task, visit, index, prompt, completion, group=group, temperature=sampling.temperature
-      )
-      yield sample, self.text(sample)
 
   def text(self, sample: Sample) -> str:
     return completion_text(
       self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
     )
+
+
+async def _answers(engine: Generator, request: Request) -> list[tuple[int, Completion]]:
+  async with contextlib.aclosing(engine.generate(request)) as completions:
+    return [answer async for answer in completions]
 
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:

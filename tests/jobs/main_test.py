@@ -39,6 +39,10 @@ WRITTEN_ELSEWHERE = {
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),
+  'partial rollouts': (
+    *('partial/cut', 'partial/continued', 'partial/open', 'partial/trained_ratio'),
+    *('partial/spans/mean', 'partial/spans/max', 'partial/spans/min'),
+  ),
 }
 """Documented metrics that neither the quickstart nor PPO writes, by what does."""
 

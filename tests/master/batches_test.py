@@ -369,6 +369,7 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
     assert after['sampler']['pools'] == [{'position': 7}] and after['gate'] == {
       'started': 7,
       'dropped': 1,
+      'parked': 0,
     }
     for number in (1, 2):
       resumed = make()

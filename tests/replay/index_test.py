@@ -45,7 +45,7 @@ def test_a_step_from_issue_to_trained(tmp_path):
   assert store.plans() == {0: {'uids': ['g/2', 'g/0']}}
   # 4 issued = 2 trained + 1 dropped + 1 live
   assert store.counts() == {
-    'issued': 1, 'stored': 0, 'admitted': 0, 'trained': 2,
+    'issued': 1, 'partial': 0, 'stored': 0, 'admitted': 0, 'trained': 2,
     'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
   }  # fmt: skip
   report = audit(store)
@@ -77,7 +77,7 @@ def test_second_and_late_results_are_counted_not_accepted(tmp_path):
     (lambda s: s.at(0).admit(['g/1']), 'became stored at step 1, cannot become admitted at 0'),
     (lambda s: s.at(0).issue(issues(['g/0'])), 'already issued'),
     (lambda s: s.at(1).score([score_of('g/1', float('nan'))]), 'gave nan'),
-    (lambda s: s.at(1).score([score_of('g/0')]), 'no bytes yet'),
+    (lambda s: s.at(1).score([score_of('g/0')]), 'has not ended yet'),
     (lambda s: s.at(1).seal(['g/1']), 'only what was admitted'),
     (lambda s: s.at(2).trained(['g/2']), 'not sealed'),
     (lambda s: s.at(1).drop(['g/0'], ''), 'no reason given'),
@@ -175,7 +175,7 @@ def test_undo_hand_worked(tmp_path):
   # dropped dropped
   assert store.recover(2) == {
     'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1,
-    'open_segment': 1, 'void': 3, 'files': 3,
+    'open_segment': 1, 'partials': 0, 'void': 3, 'files': 3,
   }  # fmt: skip
   wanted = ['trained', 'admitted', 'stored', 'stored', 'dropped', 'void', 'void', 'void']
   assert states(store, name) == wanted

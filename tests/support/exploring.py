@@ -69,7 +69,7 @@ class FakeEngine:
     self.requests.append(request)
     if number == self.fail_at:
       raise self.error
-    order = list(range(request.samples))
+    order = list(range(request.first, request.first + request.samples))
     self._random.shuffle(order)
     try:
       for index in order:
@@ -171,6 +171,7 @@ class Exploration:
     events: Events = SILENT,
     engine: FakeEngine | None = None,
     scorers: ScorerPool | None = None,
+    max_tokens: int = 4,
     **config,
   ):
     self.config = ExplorerConfig(
@@ -188,7 +189,7 @@ class Exploration:
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
     self.sampler = TaskSampler([taskset], sampler, seed=0)
     self.store = store
-    workflow = SingleTurn(self.engine, tokenizer, max_tokens=4)
+    workflow = SingleTurn(self.engine, tokenizer, max_tokens=max_tokens)
     self.runner = GroupRunner(self.config, workflow=workflow, scorers=self.scorers, events=events)
     self.explorer = Explorer(
       self.config, self.runner, sampler=self.sampler, store=store, events=events

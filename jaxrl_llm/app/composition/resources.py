@@ -292,6 +292,7 @@ def _batches(
     selection=source.selection,
     processors=build_processors(source.processors),
     past=_past(stage.name, source.past, seed),
+    partial=config.rollout.partial,
     max_dropped_groups=source.max_dropped_groups,
     limits=source.limits,
     collect_deadline_s=config.rollout.collect_deadline_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl_llm.master.exploring.limits import TaskLimits
+from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.master.exploring.processors import Processor
 from jaxrl_llm.master.exploring.selection import SelectionConfig
@@ -33,6 +34,10 @@ class ExplorerConfig:
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects which samples of a group are trained on."""
+  partial: PartialConfig | None = None
+  """Budget by which a group is generated over several batches; None: a group is generated for one
+  batch. Requires `bound` 0 and the workflow `SingleTurn`.
+  """
   past: Past | None = None
   """Rule by which groups of earlier batches join each batch; None if none do."""
   max_dropped_groups: int = 100

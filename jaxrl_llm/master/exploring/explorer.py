@@ -9,7 +9,8 @@ a batch depends on which groups started and how they were scored, but not on whi
 
 If the gate's bound is above 0, groups are in progress at a commit, and the committed state lists
 them. A resumed explorer reads the groups that had ended by then from the store and runs the others
-again.
+again. With partial rollouts, the state lists the parked groups, which continue from their stored
+spans (`partial`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import RunError, first_cause
+from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
 from jaxrl_llm.master.exploring.selection import Experience, choose, experience_rows
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
-from jaxrl_llm.replay.tables import Issue
+from jaxrl_llm.replay.tables import Issue, State
 from jaxrl_llm.rewards.api import drops_group
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
@@ -69,6 +72,12 @@ class _Group:
   run.
   """
   scored: float = 0.0
+  is_parked: bool = False
+  """Whether the group's budget is spent and it waits to be continued, usually for a later batch."""
+
+  @property
+  def is_running(self) -> bool:
+    return self.chosen is None and not self.is_parked
 
 
 class Explorer:
@@ -93,6 +102,8 @@ class Explorer:
     self._started = 0
     self._groups: dict[int, _Group] = {}
     """Started groups that are not part of a batch yet, keyed by group number, in order of start."""
+    self._round: collections.deque[int] = collections.deque()
+    """Numbers of the parked groups that are continued next, in this order."""
     self._visits: dict[str, int] = {}
     """Number of visits in earlier stages, keyed by prompt. This stage counts visits onwards from
     there, because random keys depend on the visit and a repeated one would repeat random draws.
@@ -136,7 +147,12 @@ class Explorer:
       in_hand = {
         self._name(group.task, group.visit) for group in self._groups.values()
       } | self._handed_out
-      live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
+      # Of earlier starts, only partial samples are still unfinished.
+      live = [
+        entry
+        for entry in self._store.live()
+        if entry.attempt == self._store.attempt or entry.state == State.PARTIAL
+      ]
       unfinished = [entry for entry in live if entry.group_id in in_hand]
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
@@ -151,6 +167,8 @@ class Explorer:
         trained.
     """
     self._writer, self._handed_out = self._store.at(step), set()
+    self._round.clear()
+    self._form_round()
     self._sampler.advance(served)
     self._gate.advance(served)
 
@@ -200,13 +218,17 @@ class Explorer:
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
     first = self._first()
-    self._tell(first[-1])
+    # With partial rollouts, no group is in progress now, so that all outcomes are known.
+    self._tell(first[-1] if self._config.partial is None else self._started)
     groups = [self._groups.pop(number) for number in first]
     batch = [member for group in groups for member in group.chosen]
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
     )
     self._handed_out = {self._name(group.task, group.visit) for group in groups}
+    if self._config.partial is not None:
+      self._counts.update({'partial/cut': 0, 'partial/continued': 0})  # Both keys are present.
+      self._counts['partial/open'] = sum(group.is_parked for group in self._groups.values())
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
@@ -220,6 +242,8 @@ class Explorer:
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
+    if self._gate.is_full:
+      self._give_up_parked()
     # Changes to the store from here on belong to the next batch, and a commit of this batch does
     # not contain them. The explorer's state for that commit must therefore be captured here.
     self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
@@ -235,13 +259,26 @@ class Explorer:
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
+  def _give_up_parked(self) -> None:
+    """Drops the groups that no later batch of the stage continues."""
+    for number in [number for number, group in self._groups.items() if group.is_parked]:
+      group = self._groups.pop(number)
+      name = self._name(group.task, group.visit)
+      self._writer.drop([row.uid for row in self._issued(group.task, group.visit)], 'given up')
+      self._events.message(Edge.DROP, group=name, reason='given up')
+
   def _first(self) -> list[int]:
-    """Returns the numbers of the groups in the next batch, as far as they have started."""
-    return list(itertools.islice(self._groups, self._config.groups_per_batch))
+    """Returns the numbers of the groups in the next batch, as far as they have started.
+
+    A batch consists of the groups that started first, leaving out those that a later batch
+    continues.
+    """
+    here = (number for number, group in self._groups.items() if not group.is_parked)
+    return list(itertools.islice(here, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # A batch consists of the groups that started first. To take those that ended first would bias
-    # it towards short answers.
+    # To take the groups that ended first would bias a batch towards short answers, and would let
+    # timing decide. With partial rollouts, which groups are parked depends on their tokens alone.
     def ended(number):
       return self._groups[number].chosen is not None
 
@@ -254,20 +291,56 @@ class Explorer:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
         self._start(
-          groups, {number: group for number, group in self._groups.items() if group.chosen is None}
+          groups,
+          {number: group for number, group in self._groups.items() if group.is_running},
         )
         while True:
-          count = await self._gate.admit()
+          places = await self._gate.admit()
+          parked, count = self._next_groups(places)
+          self._gate.unpark(len(parked))
+          self._continue(groups, parked)
           new = {self._started + i: self._draw() for i in range(count)}
           self._started += count
           self._groups |= new
           self._start(groups, new)
+          if unused := places - len(parked) - count:
+            self._gate.give_back(unused)
+            self._progress.clear()
+            await self._progress.wait()  # wait collect: of the loop, which cancels this
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 
   def _draw(self) -> _Group:
     task, visit = self._sampler.next()
     return _Group(task=task, visit=self._visits.get(_prompt(task.uid), 0) + visit)
+
+  def _next_groups(self, places: int) -> tuple[list[int], int]:
+    """Returns the numbers of the parked groups to continue, and how many new groups to start.
+
+    Parked groups of earlier batches are continued first, oldest first. If no more groups may start,
+    and all groups of this batch have ended or spent their budget, those with spent budgets get
+    another. Timing decides none of this, since a round of parked groups is formed only at the start
+    of a batch and when no group is running.
+    """
+    if self._config.partial is None:
+      return [], places
+    room = self._config.partial.max_groups(self._config.groups_per_batch) - len(self._groups)
+    if room <= 0 and not self._round and not any(g.is_running for g in self._groups.values()):
+      self._form_round()
+    parked = [self._round.popleft() for _ in range(min(places, len(self._round)))]
+    return parked, max(0, min(places - len(parked), room))
+
+  def _form_round(self) -> None:
+    self._round.extend(number for number, group in self._groups.items() if group.is_parked)
+
+  def _continue(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
+    for number in numbers:
+      group = self._groups[number]
+      group.is_parked = False
+      self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
+      tasks.create_task(self._group(number, group.task, group.visit))
+    if numbers:
+      self._counts['partial/continued'] += len(numbers)
 
   def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
     with self._store.transaction():
@@ -308,7 +381,7 @@ class Explorer:
 
   def _now(self) -> Any:
     """Returns the current state, as JSON. If the gate's bound is 0, it lists no groups between two
-    batches, since none is in progress then.
+    batches but parked ones, since none is in progress then.
     """
     groups = [
       {
@@ -316,6 +389,7 @@ class Explorer:
         'task': group.task.uid,
         'visit': group.visit,
         'ended': group.chosen is not None,
+        'parked': group.is_parked,
       }
       for number, group in self._groups.items()
     ]
@@ -340,7 +414,13 @@ class Explorer:
     for group in flight['groups']:
       task, visit = self._sampler.task(group['task']), group['visit']
       chosen = self.stored(task, visit) if group['ended'] else None
-      self._groups[group['number']] = _Group(task=task, visit=visit, chosen=chosen)
+      self._groups[group['number']] = _Group(
+        task=task,
+        visit=visit,
+        chosen=chosen,
+        # Commits of earlier versions do not say, and had no such groups.
+        is_parked=group.get('parked', False),
+      )
     self._completed = state
 
   def stored(self, task: Task, visit: int) -> list[Experience]:
@@ -356,13 +436,33 @@ class Explorer:
     """Runs one group from rollout to admission, or drops it if it exceeds its time limits."""
     with self._clock.busy():
       try:
-        judged = await self._runner.run(self._name(task, visit), task, visit)
+        spans = await self._spans(task, visit)
+        judged = await self._runner.run(self._name(task, visit), task, visit, spans)
+      except GroupCut as cut:
+        self._park(number, task, visit, cut.spans)
+        return
       except GroupExpired as expired:
         self._give_up(number, task, visit, str(expired))
         return
     group = self._groups[number]
     group.rolled_out, group.scored = judged.rolled_out, judged.scored
     self._admit(number, judged.members)
+
+  async def _spans(self, task: Task, visit: int) -> list[list[Span]]:
+    """Returns the spans of earlier batches for each sample of a group."""
+    if self._config.partial is None:
+      return []
+    uids = [row.uid for row in self._issued(task, visit)]
+    return [*(await asyncio.to_thread(self._store.spans, uids)).values()]
+
+  def _park(self, number: int, task: Task, visit: int, spans: Mapping[int, Span]) -> None:
+    """Stores what a group has generated for this batch. A later batch continues it."""
+    issued = self._issued(task, visit)
+    self._writer.extend({issued[index].uid: span for index, span in spans.items()})
+    self._groups[number].is_parked = True
+    self._counts['partial/cut'] += 1
+    self._gate.park()
+    self._progress.set()
 
   def _give_up(self, number: int, task: Task, visit: int, reason: str) -> None:
     issued = self._issued(task, visit)

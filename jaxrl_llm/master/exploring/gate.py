@@ -10,8 +10,9 @@ class Gate:
   """Limits how many groups may start to `(served + bound + 1) * groups_per_batch`, as in AReaL.
 
   `served` is the number of batches of the stage on which the weights that the engines have
-  acknowledged were trained. Dropped groups do not count, so a replacement may start for each. No
-  more groups start than all batches of the stage need.
+  acknowledged were trained. Dropped groups do not count, so a replacement may start for each, and
+  neither do parked groups, which wait for a later batch to continue them. No more groups start than
+  all batches of the stage need.
   """
 
   def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
@@ -23,7 +24,7 @@ class Gate:
       batches: number of batches in the stage. If None, the number is unlimited.
     """
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
-    self._started = self._dropped = 0
+    self._started = self._dropped = self._parked = 0
     self._served = -1
     self._changed = asyncio.Event()
 
@@ -35,7 +36,16 @@ class Gate:
     batches = self._served + self._bound + 1
     if self._batches is not None:
       batches = min(batches, self._batches)
-    return batches * self._groups_per_batch - (self._started - self._dropped)
+    return batches * self._groups_per_batch - self._counted
+
+  @property
+  def _counted(self) -> int:
+    return self._started - self._dropped - self._parked
+
+  @property
+  def is_full(self) -> bool:
+    """Whether all groups that the stage's batches need have started, parked ones not counted."""
+    return self._batches is not None and self._counted >= self._batches * self._groups_per_batch
 
   def advance(self, served: int) -> None:
     """Records that the engines acknowledged weights that were trained on `served` batches of this
@@ -66,8 +76,27 @@ class Gate:
     self._dropped += 1
     self._changed.set()
 
+  def park(self) -> None:
+    """Records that a started group waits for a later batch, so that another may start in its place
+    in this batch.
+    """
+    self._parked += 1
+    self._changed.set()
+
+  def give_back(self, groups: int) -> None:
+    """Records that, of the groups that `admit` returned last, this many do not start yet."""
+    self._started -= groups
+
+  def unpark(self, groups: int) -> None:
+    """Records that, of the groups that `admit` returned last, this many are parked groups that
+    continue.
+    """
+    self._started -= groups
+    self._parked -= groups
+
   def state(self) -> Any:
-    return {'started': self._started, 'dropped': self._dropped}
+    return {'started': self._started, 'dropped': self._dropped, 'parked': self._parked}
 
   def restore(self, state: Any) -> None:
     self._started, self._dropped = state['started'], state['dropped']
+    self._parked = state.get('parked', 0)  # Commits of earlier versions have none.

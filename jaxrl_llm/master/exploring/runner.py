@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 import time
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.judging import judge, judge_group
+from jaxrl_llm.master.exploring.partial import GroupCut, continue_group
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.workflow import Workflow, checked_run
@@ -61,10 +66,16 @@ class GroupRunner:
     )
     """Durations, in seconds, of the last successful tries."""
 
-  async def run(self, name: str, task: Task, visit: int) -> Judged:
+  async def run(
+    self, name: str, task: Task, visit: int, spans: Sequence[Sequence[Span]] = ()
+  ) -> Judged:
     """Generates and scores the group `name`, and tries again if that times out.
 
+    Args:
+      spans: with partial rollouts, the spans of earlier iterations for each sample.
+
     Raises:
+      GroupCut: a sample has spent its budget, and a later iteration continues the group.
       GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit.
     """
     limits = self._config.limits
@@ -72,7 +83,7 @@ class GroupRunner:
       (reason, seconds), begun = self._limit(), time.monotonic()
       try:
         async with asyncio.timeout(seconds) as limit:
-          judged = await self._run(name, task, visit)
+          judged = await self._run(name, task, visit, spans)
       except TimeoutError:
         if not limit.expired():
           raise
@@ -96,20 +107,33 @@ class GroupRunner:
         return _STRAGGLER, limits.straggler_factor * mean
     return _TIMEOUT, limits.timeout_s
 
-  async def _run(self, name: str, task: Task, visit: int) -> Judged:
+  async def _generate(
+    self, task: Task, visit: int, spans: Sequence[Sequence[Span]]
+  ) -> AsyncIterator[tuple[Sample, str]]:
+    """Returns the group's samples with their texts. With partial rollouts, waits until all of them
+    have ended, since an unfinished group is not scored.
+    """
+    how = {'stage': self._config.stage, 'sampling': self._config.sampling}
+    if self._config.partial is None:
+      return checked_run(self.workflow, task, visit, samples=self._config.group_size, **how)
+    whole = await continue_group(
+      self.workflow, self._config.partial, task, visit, spans=spans, **how
+    )
+    return _each(whole)
+
+  async def _run(
+    self, name: str, task: Task, visit: int, spans: Sequence[Sequence[Span]]
+  ) -> Judged:
     count, rewards = self._config.group_size, self.scorers.config
     open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
     try:
+      try:
+        runs = await self._generate(task, visit, spans)
+      except GroupCut:
+        self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
+        raise
       async with asyncio.TaskGroup() as scoring:
         pending = []
-        runs = checked_run(
-          self.workflow,
-          task,
-          visit,
-          stage=self._config.stage,
-          samples=count,
-          sampling=self._config.sampling,
-        )
         async for sample, completion in runs:
           if Edge.EVAL not in open_requests:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
@@ -119,9 +143,18 @@ class GroupRunner:
         rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self.scorers, rewards)
+      if self._config.partial is not None:
+        members = [
+          dataclasses.replace(m, masked=m.masked or not m.sample.loss_mask.any()) for m in members
+        ]
       scored = time.monotonic()
       self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
     finally:
       for asked in open_requests.values():
         self._events.reply(asked, given_up=True)
     return Judged(members, rolled_out, scored)
+
+
+async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[tuple[Sample, str]]:
+  for value in values:
+    yield value

@@ -35,6 +35,11 @@ class QueuedRequest:
     self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
 
   @property
+  def next_index(self) -> int:
+    """Index of the sample that is assigned a slot next."""
+    return self.request.first + self.admitted
+
+  @property
   def pending(self) -> int:
     """Number of samples waiting for a slot."""
     return 0 if self.left else self.request.samples - self.admitted
@@ -202,7 +207,7 @@ class Scheduler:
       if prefill not in matrices:
         matrices[prefill] = admissions_matrix(len(self._slots), self._max_stop_ids)
       self._admission(queued, row).write(matrices[prefill][slot])
-      self._slots[slot] = Occupant(queued, queued.admitted, [(0, version)])
+      self._slots[slot] = Occupant(queued, queued.next_index, [(0, version)])
       queued.admitted += 1
     self._ready = [prefill for prefill in self._ready if prefill.pending]
     return list(matrices.items())
@@ -217,7 +222,7 @@ class Scheduler:
       top_k=request.sampling.top_k,
       temperature=request.sampling.temperature,
       top_p=request.sampling.top_p,
-      key=row_key(seed=self._seed, words=request.key, sample_index=queued.admitted),
+      key=row_key(seed=self._seed, words=request.key, sample_index=queued.next_index),
       stop_ids=request.stop_ids,
     )
 
@@ -234,10 +239,9 @@ class Scheduler:
       if occupant is None:
         continue
       before, occupant.length = occupant.length, occupant.length + int(decoded.produced[i])
-      tokens = self._tokens[i, : occupant.length]
-      finish = _finish(tokens, occupant.queued.request) if decoded.remaining[i] == 0 else None
-      detection = occupant.queued.request.sampling.repetition_detection
-      end = None if detection is None else detection.end(tokens, start=before)
+      tokens, request = self._tokens[i, : occupant.length], occupant.queued.request
+      finish = _finish(tokens, request) if decoded.remaining[i] == 0 else None
+      end = _repetition_end(tokens, request, start=before)
       if end is not None and (finish is None or end < occupant.length):
         # The tokens that the same decode call sampled after this one are discarded.
         finish, occupant.length = Finish.REPETITION, end
@@ -265,3 +269,17 @@ class Scheduler:
 def _finish(tokens: Int32[np.ndarray, 'time'], request: Request) -> Finish:
   """Returns why a completion ended on the device, which knows only stop tokens and the limit."""
   return Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH
+
+
+def _repetition_end(
+  tokens: Int32[np.ndarray, 'time'], request: Request, *, start: int
+) -> int | None:
+  """Returns the number of tokens after which repetition ends a completion, or None. Tokens that
+  earlier requests sampled for the completion count as part of it, but not towards the number.
+  """
+  detection, begun = request.sampling.repetition_detection, request.begun
+  if detection is None:
+    return None
+  whole = np.r_[np.array(request.prompt[len(request.prompt) - begun :], np.int32), tokens]
+  end = detection.end(whole, start=begun + start)
+  return None if end is None else end - begun

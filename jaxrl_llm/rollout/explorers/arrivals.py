@@ -125,6 +125,8 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
     bounds.check_tokens(row['stop_ids'], 'stop_ids')
     _check_integer(row, 'max_tokens', 1, _INT32 - 1)
     _check_integer(row, 'samples', 1, _MAX_SAMPLES)
+    for name in ('first', 'begun'):
+      _check_integer(row, name, 0, _INT32 - 1)
     _check_integer(sampling, 'top_k', -1, _INT32 - 1)
     for name in ('temperature', 'top_p'):
       _check_number(sampling, name)

@@ -629,7 +629,8 @@ class Fleet:
     self._check(request)
     results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
     samples = [
-      asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)
+      asyncio.create_task(self._sample(request, i, results))
+      for i in range(request.first, request.first + request.samples)
     ]
     try:
       for _ in samples:
@@ -659,6 +660,9 @@ class Fleet:
       )
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
+    if request.begun:
+      # A server would draw the same random numbers again as for the tokens sampled before.
+      raise UserError(f'{where}: continues a completion, which needs rollout.engine=embedded')
 
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:

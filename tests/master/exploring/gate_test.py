@@ -118,6 +118,6 @@ def test_a_restored_gate_goes_on_where_it_was():
     other.advance(1)
     # (1 + 1 + 1) * 3 - (6 - 1) = 4
     assert await gate.admit() == await other.admit() == 4
-    assert gate.state() == other.state() == {'started': 10, 'dropped': 1}
+    assert gate.state() == other.state() == {'started': 10, 'dropped': 1, 'parked': 0}
 
   asyncio.run(main())

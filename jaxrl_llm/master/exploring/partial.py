@@ -1,0 +1,161 @@
+"""Partial rollouts: answers that are generated over several iterations, as in Kimi k1.5.
+
+In each iteration (batch), a sample may generate a budget of tokens. When a sample of a group has
+spent it, the group is cut: its spans are stored, and a later iteration continues it. The group is
+scored and trained on once, when all of its samples have ended.
+
+Invariant: the budget is counted in tokens, so no clock decides where a sample is cut.
+
+Source: "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), section 2.6.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish, Sample
+from jaxrl_llm.core.records.span import Span, joined
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
+from jaxrl_llm.rollout.workflow import SingleTurn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialConfig:
+  """Token budget by which long answers are spread over several batches."""
+
+  budget: int
+  """Number of tokens that a sample generates before its group waits for the next batch. If no more
+  groups may start and too few have ended for a batch, the waiting groups get this number again.
+  """
+  max_spans: int = 8
+  """Maximum number of times that a sample is begun or continued. The last time, it is generated to
+  its end without a budget.
+  """
+  groups: int | None = None
+  """Maximum number of groups that are generated, wait, or have ended for the current batch; None:
+  twice the groups of a batch.
+  """
+  loss: Literal['current_only'] = 'current_only'
+  """Which tokens enter the loss. 'current_only': those sampled by the weights that the batch
+  updates, which are a sample's last span; earlier spans are only context.
+  """
+
+  def __post_init__(self):
+    for name in ('budget', 'max_spans'):
+      if getattr(self, name) < 1:
+        raise UserError(f'rollout.partial.{name}: got {getattr(self, name)}, wanted at least 1')
+
+  def max_groups(self, groups_per_batch: int) -> int:
+    return 2 * groups_per_batch if self.groups is None else self.groups
+
+
+class GroupCut(Exception):
+  """The budget of a group's sample is spent.
+
+  Attributes:
+    spans: what the samples generated in this iteration, keyed by sample index.
+  """
+
+  def __init__(self, spans: Mapping[int, Span]):
+    super().__init__('the budget is spent')
+    self.spans = spans
+
+
+async def continue_group(
+  workflow: SingleTurn,
+  config: PartialConfig,
+  task: Task,
+  visit: int,
+  *,
+  stage: str,
+  sampling: Sampling,
+  spans: Sequence[Sequence[Span]],
+) -> list[tuple[Sample, str]]:
+  """Generates what an iteration may generate of a group. Returns its samples with their texts.
+
+  Args:
+    spans: spans of earlier iterations, for each sample in order of index.
+
+  Raises:
+    GroupCut: a sample has not ended.
+  """
+  before = {index: joined(of_sample) for index, of_sample in enumerate(spans) if of_sample}
+  budget = {}
+  for index, of_sample in enumerate(spans):
+    left = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)
+    if not of_sample or of_sample[-1].finish is None:
+      budget[index] = left if len(of_sample) + 1 >= config.max_spans else min(left, config.budget)
+  found = await workflow.extend(
+    task,
+    visit,
+    stage=stage,
+    samples=len(spans),
+    sampling=sampling,
+    begun={index: span.tokens.tolist() for index, span in before.items()},
+    budget=budget,
+  )
+  new = {
+    index: _span(
+      completion,
+      is_cut=completion.finish == Finish.LENGTH
+      and len(completion.tokens) + (len(before[index].tokens) if index in before else 0)
+      < workflow.max_tokens,
+    )
+    for index, completion in found.items()
+  }
+  whole = [
+    joined([*of_sample, *([new[index]] if index in new else [])])
+    for index, of_sample in enumerate(spans)
+  ]
+  if any(span.finish is None for span in whole):
+    raise GroupCut(new)
+  samples = [
+    await workflow.sample(
+      task,
+      visit,
+      index,
+      Completion(
+        tokens=span.tokens, logprobs=span.logprobs, finish=span.finish, segments=span.segments
+      ),
+      stage=stage,
+      temperature=sampling.temperature,
+    )
+    for index, span in enumerate(whole)
+  ]
+  return [(sample, workflow.text(sample)) for sample in current_only(samples)]
+
+
+def current_only(samples: Sequence[Sample]) -> list[Sample]:
+  """Returns a group's samples with a loss mask that leaves out the tokens of all weights but the
+  newest with which the group was sampled.
+  """
+  newest = max(segment.version.step for sample in samples for segment in sample.segments)
+  return [
+    dataclasses.replace(sample, loss_mask=sample.loss_mask & _sampled_at(sample, newest))
+    for sample in samples
+  ]
+
+
+def _sampled_at(sample: Sample, step: int) -> np.ndarray:
+  mask = np.zeros(len(sample.tokens), bool)
+  for segment in sample.segments:
+    mask[segment.start : segment.end] = segment.version.step == step
+  return mask
+
+
+def _span(completion: Completion, *, is_cut: bool) -> Span:
+  segments = completion.segments
+  if is_cut:
+    segments = (*segments[:-1], dataclasses.replace(segments[-1], finish=BUDGET))
+  return Span(
+    tokens=completion.tokens,
+    logprobs=completion.logprobs,
+    segments=segments,
+    finish=None if is_cut else completion.finish,
+  )

@@ -1,0 +1,74 @@
+"""Partial rollouts in the quickstart's job: nothing is lost, trained twice or changed by a kill."""
+
+import contextlib
+import json
+import random
+import sqlite3
+import time
+
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.full
+PARTIAL = (
+  '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4}),
+  '--config.rollout.embedded.prefill_buckets=(6,12)',
+)
+"""A budget below the length of nearly all answers, which have up to 7 tokens."""
+
+
+@pytest.fixture(scope='module')
+def uninterrupted():
+  return job.finished('partial', *PARTIAL)
+
+
+def test_answers_are_spread_over_batches_and_trained_on_once(uninterrupted):
+  rows = [row for row in job.rows(uninterrupted) if 'partial/cut' in row]
+  assert len(rows) == 8 and rows[0]['partial/cut'] > 0
+  # Twice the groups of a batch may be open, of which the batch takes six.
+  assert max(row['partial/open'] for row in rows) == 6
+  assert max(row['partial/spans/max'] for row in rows) >= 2
+  assert all(0 < row['partial/trained_ratio'] <= 1 for row in rows)
+  assert min(row['partial/trained_ratio'] for row in rows) < 0.5
+  # Tokens of earlier weights are not trained on, and sampler and trainer agree on the others.
+  assert all(row['staleness/max'] == 0 and row['run/clock_decisions'] == 0 for row in rows)
+  assert all(abs(row['rollout_corr/kl']) < 1e-6 for row in rows)
+  report = audit(uninterrupted / 'replay')
+  assert report.ok, report.lines
+  assert set(report.uses) == {1} and report.states['trained'] == 8 * 6 * 4
+  assert report.live == ()
+  with contextlib.closing(sqlite3.connect(uninterrupted / 'replay' / 'index.sqlite')) as db:
+    (scored,) = db.execute(
+      'SELECT max(n) FROM (SELECT count(*) AS n FROM scores GROUP BY uid, scorer)'
+    ).fetchone()
+  assert scored == 1
+
+
+def kill_and_resume(workdir, kills, seed):
+  """Kills at `kills` random moments of the second stage."""
+  rng, done = random.Random(seed), 12
+  for _ in range(kills):
+    process = job.start(workdir, *PARTIAL)
+    job.wait_for_rows(workdir, min(done + rng.randrange(1, 4), 22), process)
+    time.sleep(rng.random() * 0.1)
+    job.kill(process)
+    done = len(job.rows(workdir))
+  job.train(workdir, *PARTIAL)
+
+
+def test_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path):
+  kill_and_resume(tmp_path / 'run', kills=2, seed=time.time_ns())
+  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
+  report = audit(tmp_path / 'run' / 'replay')
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize('seed', range(3))
+def test_five_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path, seed):
+  kill_and_resume(tmp_path / 'run', kills=5, seed=seed)
+  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
+  report = audit(tmp_path / 'run' / 'replay')
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines

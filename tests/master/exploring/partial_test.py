@@ -1,0 +1,335 @@
+"""Partial rollouts with a deterministic engine and a real store, counted by hand.
+
+A token depends on its request's key, its sample's index and its position alone. How many tokens an
+answer has, its stop token among them, is scripted.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import json
+import random
+
+import exploring
+import numpy as np
+import pytest
+from clocks import simulated
+
+from jaxrl_llm.app.schema import Config, PastConfig
+from jaxrl_llm.config.load import load_file
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.exploring.partial import PartialConfig
+from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.browse import history, summary
+from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rollout.api import BUDGET, Completion
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
+from jaxrl_llm.rollout.workflow import WorkflowConfig
+
+BUDGETED = PartialConfig(budget=3, max_spans=4)
+LONGEST = 8
+
+
+class Scripted(exploring.FakeEngine):
+  """An engine whose answers have `length(task number, index)` tokens."""
+
+  def __init__(self, tokenizer, length, *, delays=0):
+    super().__init__(tokenizer, delays=delays)
+    self._prompts = [tuple(tokenizer.render_prompt(t.prompt)) for t in exploring.make_tasks(24)]
+    self._length = length
+
+  def complete(self, request, index):
+    prompt = request.prompt[: len(request.prompt) - request.begun]
+    whole = self._length(self._prompts.index(prompt), index)
+    draw = random.Random(f'{request.key} {index}')
+    tokens = [self._tokenizer.encode(draw.choice(exploring.LETTERS))[0] for _ in range(whole - 1)]
+    tokens = [*tokens, request.stop_ids[0]]
+    assert tokens[: request.begun] == list(request.prompt[len(prompt) :]), 'it is continued'
+    tokens = tokens[request.begun :][: request.max_tokens]
+    stopped = tokens[-1] == request.stop_ids[0]
+    segment = Segment(
+      start=0, end=len(tokens), version=self._version, engine=self.name, finish='any'
+    )
+    return Completion(
+      tokens=np.array(tokens, np.int32),
+      logprobs=-np.arange(request.begun + 1, request.begun + len(tokens) + 1, dtype=np.float32),
+      finish=Finish.STOP if stopped else Finish.LENGTH,
+      segments=(segment,),
+    )
+
+
+def one_long(number, index):
+  """Of task 0, the second answer has 7 tokens and the first one; all others have 2."""
+  return {(0, 0): 1, (0, 1): 7}.get((number, index), 2)
+
+
+def various(number, index):
+  return 1 + (7 * number + 3 * index * index + number * index) % LONGEST
+
+
+class Run:
+  """Batches of two groups of two, one after the other, with what a commit would hold after each."""
+
+  def __init__(self, tokenizer, store, length, *, delays=0, attempt=0, batches=None, **config):
+    self.scored = collections.Counter()
+    self.engine = Scripted(tokenizer, length, delays=delays)
+    self.store, self.attempt = store, attempt
+    self.exploration = exploring.Exploration(
+      tokenizer,
+      store,
+      self.judge,
+      delays=delays,
+      engine=self.engine,
+      max_tokens=LONGEST,
+      batches=batches,
+      **{'partial': BUDGETED, **config},
+    )
+    self.explorer = self.exploration.explorer
+    self.states = {}
+
+  def judge(self, attempt):
+    self.scored[attempt.uid] += 1
+    return float(attempt.response_len)
+
+  def batches(self, first, end):
+    """Counts, and the members of each batch from `first` to before `end`."""
+    return simulated(self._batches(first, end), deadline_s=30)
+
+  async def _batches(self, first, end):
+    found = []
+    async with self.explorer.running():
+      for step in range(first, end):
+        self.engine._version = Version(self.attempt, step)
+        self.explorer.advance(step, step)
+        batch, counts = await self.explorer.collect()
+        uids = [member.sample.uid for member in batch]
+        self.store.at(step).seal(uids)
+        self.explorer.complete(uids)
+        self.states[step + 1] = json.dumps(self.explorer.state())
+        found.append((batch, counts))
+    return found
+
+
+def names(run, batch):
+  """(task number, sample index) of each member of a batch."""
+  return [(run.exploration.number(member), member.sample.sample_index) for member in batch]
+
+
+def spans(sample):
+  return [
+    (s.start - sample.prompt_len, s.end - sample.prompt_len, s.version.step, s.finish)
+    for s in sample.segments
+  ]
+
+
+def content(batches):
+  """What is trained on, whoever generated it."""
+  return [
+    (
+      member.sample.uid,
+      member.sample.tokens.tolist(),
+      member.sample.loss_mask.tolist(),
+      [span[:3] for span in spans(member.sample)],
+      member.reward.value,
+      member.masked,
+    )
+    for batch, _ in batches
+    for member in batch
+  ]
+
+
+def test_an_answer_of_three_iterations_is_scored_and_trained_once_and_its_last_span_is_in_the_loss(
+  tokenizer, store
+):
+  run = Run(tokenizer, store, one_long, batches=3)
+  (first, counts), (second, _), (third, last) = run.batches(0, 3)
+  # Task 0 spends its budget in both of the first batches, and another group takes its place.
+  assert names(run, first) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+  assert names(run, second) == [(3, 0), (3, 1), (4, 0), (4, 1)]
+  assert names(run, third) == [(0, 0), (0, 1), (5, 0), (5, 1)]
+  partial = {f'partial/{name}': n for name, n in (('cut', 1), ('continued', 0), ('open', 1))}
+  assert {name: counts[name] for name in partial} == partial
+  assert (last['partial/cut'], last['partial/continued'], last['partial/open']) == (0, 1, 0)
+  short, long = (member.sample for member in third[:2])
+  assert spans(long) == [(0, 3, 0, BUDGET), (3, 6, 1, BUDGET), (6, 7, 2, 'any')]
+  assert np.flatnonzero(long.loss_mask).tolist() == [long.prompt_len + 6]
+  assert long.behaviour_logprobs[long.prompt_len :].tolist() == [-1, -2, -3, -4, -5, -6, -7]
+  assert (long.finish_reason, short.finish_reason) == (Finish.STOP, Finish.STOP)
+  # It ended in the first iteration, so that none of its tokens are of the current weights.
+  assert not short.loss_mask.any() and [member.masked for member in third[:2]] == [True, False]
+  places = store.at(3).seal([short.uid, long.uid])
+  rows = [rollout_row(member, places[member.sample.uid]) for member in third[:2]]
+  assert [row.version_step for row in rows] == [None, 2], 'staleness counts trained tokens only'
+  whole = [member.sample for member in [*first, *second, *third[2:]]]
+  assert all(sample.loss_mask[sample.prompt_len :].all() for sample in whole)
+  assert set(run.scored.values()) == {1} and len(run.scored) == 12
+  asked = [
+    (r.first, r.samples, r.begun, r.max_tokens)
+    for r in run.engine.requests
+    if r.uid == f'grpo/{run.exploration.tasks[0].uid}/0'
+  ]
+  assert asked == [(0, 2, 0, 3), (1, 1, 3, 3), (1, 1, 6, 2)]
+  report = audit(store)
+  assert report.ok, report.lines
+  assert (report.states['trained'], report.uses, report.live) == (12, {1: 12}, ())
+
+
+def test_an_answer_in_spans_is_the_answer_in_one_go(tokenizer, tmp_path):
+  answers = []
+  for partial in (BUDGETED, None):
+    store = exploring.new_store(tmp_path / f'{partial is None}')
+    run = Run(tokenizer, store, various, partial=partial)
+    members = [member for batch, _ in run.batches(0, 8) for member in batch]
+    answers.append({m.sample.uid: (m.sample.tokens.tolist(), m.completion) for m in members})
+    store.close()
+  both = answers[0].keys() & answers[1].keys()
+  assert len(both) > 20
+  assert all(answers[0][name] == answers[1][name] for name in both)
+
+
+def test_timing_changes_nothing(tokenizer, tmp_path):
+  found = []
+  for delays in range(5):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    run = Run(tokenizer, store, various, delays=delays)
+    batches = run.batches(0, 5)
+    found.append((content(batches), [counts for _, counts in batches], run.states))
+    store.close()
+  assert all(other == found[0] for other in found)
+  assert any(len(span) > 1 for _, _, _, span, _, _ in found[0][0])
+
+
+@pytest.mark.parametrize('commit', [1, 2, 3, 4])
+@pytest.mark.parametrize('further', [0, 1])
+def test_a_run_that_was_killed_with_partials_open_goes_on_as_if_it_had_not_been(
+  tokenizer, tmp_path, commit, further
+):
+  """`further` batches were completed after the commit, and are done again."""
+  store = exploring.new_store(tmp_path / 'whole')
+  wanted = content(Run(tokenizer, store, various, batches=6).batches(0, 6))
+  store.close()
+  store = exploring.new_store(tmp_path / 'killed')
+  run = Run(tokenizer, store, various, delays=3, batches=6)
+  found = content(run.batches(0, commit + further)[:commit])
+  store.close()
+  store = open_store(tmp_path / 'killed', synchronous='normal')
+  store.recover(commit)
+  open_now = store.counts()['partial']
+  assert open_now == 2 * sum(
+    group['parked'] for group in json.loads(run.states[commit])['explorer']['groups']
+  )
+  assert open_now or commit in (2, 4), 'the other batches leave groups open'
+  again = Run(tokenizer, store, various, delays=1, attempt=store.attempt, batches=6)
+  again.explorer.restore(json.loads(run.states[commit]))
+  found += content(again.batches(commit, 6))
+  assert found == wanted
+  report = audit(store)
+  assert report.ok, report.lines
+  assert report.live == () and report.states['partial'] == 0
+  assert set(report.uses) == {1} and report.states['trained'] == 24
+  store.close()
+
+
+def test_in_its_last_span_an_answer_is_generated_to_its_end(tokenizer, store):
+  run = Run(tokenizer, store, one_long, partial=PartialConfig(budget=2, max_spans=2))
+  (_, _), (second, _) = run.batches(0, 2)
+  long = second[1].sample
+  assert [span[:3] for span in spans(long)] == [(0, 2, 0), (2, 7, 1)]
+
+
+def test_a_budget_above_the_longest_answer_changes_nothing(tokenizer, tmp_path):
+  found = []
+  for partial in (PartialConfig(budget=LONGEST), None):
+    store = exploring.new_store(tmp_path / f'{partial is None}')
+    found.append(content(Run(tokenizer, store, various, partial=partial).batches(0, 4)))
+    store.close()
+  assert found[0] == found[1]
+
+
+def test_open_partials_can_be_looked_at(tokenizer, store):
+  async def main():
+    run = Run(tokenizer, store, one_long)
+    async with run.explorer.running():
+      run.engine._version = Version(0, 0)
+      run.explorer.advance(0, 0)
+      await run.explorer.collect()
+      name = f'grpo/{run.exploration.tasks[0].uid}/0/1'
+      assert 'partials: 2 spans' in ' '.join(summary(store.directory).lines)
+      assert 'attempt 1, step 0: partial' in history(store.directory, name)
+      assert (
+        'span of step 0: 3 tokens; unfinished; weights 0.0' in history(store.directory, name)[-1]
+      )
+      report = audit(store)
+      assert report.ok and report.states['partial'] == 2 and name in report.live
+      assert store.counts()['partial'] == 2
+      await asyncio.sleep(0)
+
+  simulated(main(), deadline_s=30)
+
+
+def test_where_no_answer_fits_the_budget_the_number_of_groups_stays_bounded(tokenizer, tmp_path):
+  """Each answer has 7 tokens: three times the budget of 3. The four groups that may be open spend
+  it, then the oldest are continued until two have ended.
+  """
+  found = []
+  for delays in range(4):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    run = Run(tokenizer, store, lambda number, index: 7, delays=delays)
+    batches = run.batches(0, 3)
+    assert [names(run, batch) for batch, _ in batches] == [
+      [(2 * step, 0), (2 * step, 1), (2 * step + 1, 0), (2 * step + 1, 1)] for step in range(3)
+    ]
+    assert all(counts['partial/open'] <= 2 for _, counts in batches)
+    assert audit(store).ok
+    found.append(content(batches))
+    store.close()
+  assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize('fields', [{'budget': 0}, {'budget': 4, 'max_spans': 0}])
+def test_a_budget_that_means_nothing_is_refused(fields):
+  with pytest.raises(UserError, match=r'rollout\.partial\.\w+: got 0, wanted at least 1'):
+    PartialConfig(**fields)
+
+
+@pytest.mark.parametrize(
+  ('rollout', 'source', 'line'),
+  [
+    ({'engine': 'vllm'}, {}, "rollout.engine 'vllm'; wanted embedded"),
+    ({'engine': 'fixtures.own_engine:ENGINE'}, {}, 'wanted embedded'),
+    ({'explorers': ExplorersConfig()}, {}, 'explorers or a workflow of several turns'),
+    ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'explorers or a workflow of several turns'),
+    ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
+    ({}, {'bound': 1}, 'stages.grpo.source.bound 1; wanted 0'),
+    ({}, {'past': PastConfig(groups=1, max_uses=2)}, 'stages.grpo.source.past; remove it'),
+    (
+      {},
+      {'selection': SelectionConfig(kind='pairs')},
+      "selection 'pairs'; wanted 'all' or 'mixed'",
+    ),
+    ({'partial': PartialConfig(budget=4, groups=3)}, {}, 'groups_per_batch above rollout.partial'),
+  ],
+)
+def test_what_partial_rollouts_do_not_support_is_refused_in_one_line(rollout, source, line):
+  config = load_file('configs/quickstart.py', Config)
+  sft, grpo = config.stages
+  embedded = {'partial': BUDGETED, 'embedded': EmbeddedConfig()}
+
+  def build(rollout, source):
+    return dataclasses.replace(
+      config,
+      rollout=dataclasses.replace(
+        config.rollout, **{**embedded, 'max_response_length': 64, **rollout}
+      ),
+      stages=(sft, dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, **source))),
+    )
+
+  assert build({}, {}).rollout.partial == BUDGETED
+  with pytest.raises(UserError, match=r'^rollout\.partial: cannot be combined with ') as refused:
+    build(rollout, source)
+  assert line in str(refused.value) and '\n' not in str(refused.value)
