@@ -1,9 +1,11 @@
 # Sourced by the launch scripts: finds a Python, makes a virtual environment, and installs the package into it.
 #
 # Installing is skipped when nothing changed since the last time: a stamp inside the environment holds a hash of what
-# was installed (pyproject.toml, the constraints, Python's version, this directory, the dependency group).
+# was installed (pyproject.toml, the constraints, Python's version, this directory, the extras, the dependency group).
 
 SAY=${SAY:-jaxrl_llm}
+# Extras of the package to install, between commas.
+EXTRAS=${EXTRAS:-math,reasoning-gym,datasets}
 # With it, every process would compile every module again.
 unset PYTHONDONTWRITEBYTECODE
 
@@ -105,14 +107,15 @@ alone() {
 
 # install_packages DIRECTORY CONSTRAINTS [GROUP]: installs the package, editable, and the group: by uv, or else by pip.
 install_packages() {
-  local venv=$1 constraints=$2 group=${3:-} chosen=() uv words installed=
+  local venv=$1 constraints=$2 group=${3:-} chosen=() extras=() uv words installed=
   [ "${PWD%/jaxrl_llm/app/environments}" = "$PWD" ] || installed=yes  # Within an installed package, not a checkout.
   [ ! -f "$constraints" ] || chosen+=(--constraint "$constraints")
   [ -z "$group" ] || chosen+=(--group "$group")
+  for words in ${EXTRAS//,/ }; do extras+=(--extra "$words"); done
   if words=$(ensure_uv "$venv"); then
     adopt_pip_settings "$venv"
     uv=("$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python")
-    if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}"; then
+    if "${uv[@]}" --requirements pyproject.toml "${extras[@]}" "${chosen[@]}"; then
       if [ -n "$installed" ]; then
         cp -R ../../../jaxrl_llm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         return
@@ -127,7 +130,7 @@ install_packages() {
   # Groups are known to pip since 25.1.
   "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))' ||
     [ -z "$group" ] || "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'
-  alone "$venv/bin/python" -m pip install --quiet --editable . "${chosen[@]}" ||
+  alone "$venv/bin/python" -m pip install --quiet --editable ".[$EXTRAS]" "${chosen[@]}" ||
     fail "pip could not install the packages (its own words are above)"
 }
 
@@ -151,7 +154,7 @@ install_environment() {
   version=$(version_of "$venv/bin/python")
   constraints=constraints/py${version/./}.txt
   stamp=$venv/installed${group:+-$group}
-  want=$({ cat pyproject.toml launch/environment.sh; cat "$constraints" 2>/dev/null || true; echo "$version $PWD $group"; } |
+  want=$({ cat pyproject.toml launch/environment.sh; cat "$constraints" 2>/dev/null || true; echo "$version $PWD $EXTRAS $group"; } |
     "$venv/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
   if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
     say "$venv is up to date"

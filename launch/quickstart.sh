@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=quickstart
+EXTRAS=reasoning-gym
 source launch/environment.sh
 
 python=$(find_python)

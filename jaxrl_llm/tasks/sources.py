@@ -22,6 +22,7 @@ import pyarrow.parquet
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.core.files import (
   check_depth,
   check_file_depth,
@@ -159,10 +160,11 @@ def _procedural_rows(
   """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so that
   a second reading yields the same items.
   """
+  where = f'reasoning_gym:{name}'
+  check_library('reasoning_gym', where)
   # imported here because the import takes 1 s
   from reasoning_gym.factory import DATASETS, create_dataset
 
-  where = f'reasoning_gym:{name}'
   if name not in DATASETS:
     near = difflib.get_close_matches(name, DATASETS, n=1)
     raise UserError(
@@ -282,10 +284,11 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[SourceRow | Corrupt]:
 
 
 def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow | Corrupt]:
+  where = f'datasets:{target}'
+  check_library('datasets', where)
   import datasets  # imported here because the import takes 2 s
 
   name, _, split = target.partition('#')
-  where = f'datasets:{target}'
   try:
     _check_saved(pathlib.Path(name))
     if (pathlib.Path(name) / 'dataset_dict.json').is_file():

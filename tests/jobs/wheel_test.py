@@ -29,10 +29,11 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
     '--quiet',
     '--python',
     env / 'bin' / 'python',
-    wheel,
+    f'{wheel}[reasoning-gym]',
     *constraints,
   ]
-  subprocess.run(install, check=True)
+  light = [wheel if word == f'{wheel}[reasoning-gym]' else word for word in install]
+  subprocess.run(light, check=True)
   place = tmp_path / 'elsewhere'
   place.mkdir()
   variables = {name: value for name, value in job.environment().items() if name != 'PYTHONPATH'}
@@ -45,8 +46,10 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
-  assert 'grpo' in jaxrl('train', '--list')
+  assert 'grpo' in jaxrl('train', '--list') and 'jaxrl report' in jaxrl('--help')
   train = ('train', '--config=quickstart', *job.QUICK[1:], '--workdir=run')
+  assert "pip install 'jaxrl_llm[reasoning-gym]'" in jaxrl(*train, code=2)
+  subprocess.run(install, check=True)
   assert 'report.html' in jaxrl(*train)
   metrics = (place / 'run' / 'metrics.jsonl').read_bytes()
   jaxrl(*train)  # Finished: nothing changes.

@@ -11,6 +11,7 @@ import functools
 import typing
 from typing import Any
 
+from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
 from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE, Mode
 from jaxrl_llm.rewards.scorers.answer.extraction import Methods
@@ -57,6 +58,8 @@ def k12_scorer(**options: Any) -> Scorer:
   The options are `K12Options`.
   """
   read = read_options(K12Options, options, 'k12')
+  for library in LIBRARIES:
+    check_library(library, "scorer 'k12'")
   by_kind = {kind: dataclasses.replace(read, mode=kind) for kind in typing.get_args(Mode)}
   scorer = functools.partial(score_k12, options=read, by_kind=by_kind)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

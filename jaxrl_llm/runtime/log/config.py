@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import pathlib
 import re
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.runtime.log.api import LogRun
 
 
@@ -96,10 +96,8 @@ class LoggingConfig:
     """Raises UserError for a package that is missing, and for custom writers that cannot be built
     from their options.
     """
-    if self.wandb is not None and importlib.util.find_spec('wandb') is None:
-      raise UserError(
-        "logging.wandb: needs wandb, which is not installed; pip install 'jaxrl_llm[logging]'"
-      )
+    if self.wandb is not None:
+      check_library('wandb', 'logging.wandb')
     for writer in self.writers:
       make = own_part(writer.kind, 'log writer')
       run = LogRun(name='', workdir=pathlib.Path(), directory=pathlib.Path(), config={})

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
+from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
@@ -290,5 +291,8 @@ def answer_scorer(**options: Any) -> Scorer:
   are `AnswerOptions`.
   """
   read = read_options(AnswerOptions, options, 'answer')
+  if read.mode is not None:  # A run chooses an open mode, and builds the scorer again.
+    for library in read.libraries:
+      check_library(library, f"scorer 'answer' in mode {read.mode!r}")
   scorer = functools.partial(score_answer, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rewards.api import (
   Attempt,
@@ -249,5 +250,7 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
 def verifier_scorer(**options: Any) -> Scorer:
   """The verifier of the task's own generator (reasoning-gym). The options are `VerifierOptions`."""
   read = read_options(VerifierOptions, options, 'verifier')
+  for library in LIBRARIES:
+    check_library(library, "scorer 'verifier'")
   scorer = functools.partial(score_verifier, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -1,0 +1,30 @@
+"""Optional libraries, and the extras of this package that install them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from jaxrl_llm.core.errors import UserError
+
+EXTRAS: Mapping[str, str] = {
+  'datasets': 'datasets',
+  'math_verify': 'math',
+  'optuna': 'sweep',
+  'reasoning_gym': 'reasoning-gym',
+  'wandb': 'logging',
+}
+"""Extra of `pyproject.toml` that installs a library, keyed by the library's module."""
+
+
+def check_library(module: str, where: str) -> None:
+  """Raises UserError, with the pip command, if an optional library is not installed.
+
+  Args:
+    module: key of `EXTRAS`.
+    where: what needs the library.
+  """
+  if importlib.util.find_spec(module) is None:
+    raise UserError(
+      f"{where}: needs {module}, which is not installed; pip install 'jaxrl_llm[{EXTRAS[module]}]'"
+    )

@@ -1,0 +1,69 @@
+"""Optional libraries: one line names the extra that installs a missing one."""
+
+import importlib.util
+import re
+import tomllib
+
+import pytest
+from paths import ROOT
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.extras import EXTRAS
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
+from jaxrl_llm.tasks.sources import read_rows
+
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+
+
+@pytest.fixture
+def light(monkeypatch):
+  """An installation without extras."""
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util, 'find_spec', lambda name, *rest: None if name in EXTRAS else find(name, *rest)
+  )
+
+
+@pytest.mark.parametrize(
+  ('needs', 'line'),
+  [
+    (
+      lambda: list(read_rows('reasoning_gym:leg_counting', options={}, size=1, seed=0)),
+      'reasoning_gym:leg_counting: needs reasoning_gym, which is not installed; pip install '
+      "'jaxrl_llm[reasoning-gym]'",
+    ),
+    (
+      lambda: list(read_rows('datasets:org/rows', options={}, size=1, seed=0)),
+      'datasets:org/rows: needs datasets, which is not installed; pip install '
+      "'jaxrl_llm[datasets]'",
+    ),
+    (
+      verifier_scorer,
+      "scorer 'verifier': needs reasoning_gym, which is not installed; pip install "
+      "'jaxrl_llm[reasoning-gym]'",
+    ),
+    (
+      lambda: answer_scorer(mode='latex'),
+      "scorer 'answer' in mode 'latex': needs math_verify, which is not installed; pip install "
+      "'jaxrl_llm[math]'",
+    ),
+  ],
+)
+def test_a_missing_library_is_one_line(needs, line, light):
+  with pytest.raises(UserError) as caught:
+    needs()
+  assert str(caught.value) == line
+
+
+def test_what_needs_no_library_works_without(light):
+  answer_scorer(mode='numeric')
+  answer_scorer()  # The mode is open; a run chooses one.
+
+
+def test_every_library_is_in_its_extra_and_in_no_requirement():
+  extras = PROJECT['optional-dependencies']
+  required = {re.match(r'[\w-]+', line)[0].replace('-', '_') for line in PROJECT['dependencies']}
+  for module, extra in EXTRAS.items():
+    names = [re.match(r'[\w-]+', line)[0].replace('-', '_') for line in extras[extra]]
+    assert module in names and module not in required
