@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from absl import logging
 from rich.console import Console
 
+from jaxrl_llm.app.composition.branch import Branch, Fork
+from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.prepare import Prepared, base_of, checkpoint_directory, prepare
 from jaxrl_llm.app.composition.resources import Resources, build_parts, open_resources
@@ -28,9 +30,10 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
-from jaxrl_llm.core.types import Params
+from jaxrl_llm.core.types import Json, Params
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
 from jaxrl_llm.master.loop import Outcome
@@ -44,7 +47,8 @@ from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.events import SILENT, EventLog
+from jaxrl_llm.runtime.events import SILENT, Edge, EventLog, Events
+from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.model_card import Origin, typed_command, write_run_card
 from jaxrl_llm.runtime.report import build as build_report
@@ -91,14 +95,22 @@ class _Launch(NamedTuple):
   """Resolves to the number of the signal that ends the run with a commit."""
   begin: Callable[[], None]
   """Called once the loop begins, so that a stop has something to commit."""
+  branch: Branch | None
+  """Where the run starts, if that is a commit of another run."""
 
 
 async def run(
-  config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None
+  config: Config,
+  path: pathlib.Path,
+  *,
+  branch: Branch | None = None,
+  on_start: Callable[[Stop], None] | None = None,
 ) -> int:
   """Runs `config` in the run directory `path`. Returns the exit code: 0 only for a finished run.
 
   Args:
+    branch: commit of another run from which to start this one; None: start from the beginning. If
+      `path` holds that branch already, it is resumed.
     on_start: called with a function that ends the run with a commit; that function takes a signal's
       number and must be called in the run's event loop. None: the run handles SIGINT and SIGTERM,
       which only the main thread can.
@@ -124,9 +136,11 @@ async def run(
     stopping.install()
   else:
     on_start(request_stop)
-  workdir = Workdir(path) if coordinator.leads else None
+  workdir = None
+  if coordinator.leads:
+    workdir = Workdir(path, branching=branch is not None and not branch.made(path))
   try:
-    launch = _Launch(device, coordinator, workdir, checkpoints, stop, stopping.begin)
+    launch = _Launch(device, coordinator, workdir, checkpoints, stop, stopping.begin, branch)
     return await _run(config, path, launch)
   except Exception as error:
     if isinstance(cause := first_cause(error), PeerFailed):
@@ -138,20 +152,25 @@ async def run(
 
 
 async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
-  device, coordinator, workdir, checkpoints, stop, begin = launch
+  device, coordinator, workdir, checkpoints, stop, begin, branch = launch
   prepared: Prepared | None = None
   registry: Registry | None = None
+  changed: tuple[Change, ...] = ()
+  origin: Fork | None = None
 
   async def set_up() -> Any:
-    nonlocal prepared, config, registry
+    nonlocal prepared, config, registry, changed, origin
     # Check before anything is written: later code would recreate a missing file, or take it for one
     # that never existed.
-    step = max(checkpoints.steps(), default=0)
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
-    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
     config.logging.check()
-    workdir.adopt(config)
+    if workdir.branching:
+      config = await asyncio.to_thread(settle, config, branch.run, tell, load)
+      origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
+    step = max(checkpoints.steps(), default=0)
+    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
+    changed = workdir.adopt(config)
     if config.registry is not None:
       registry = await asyncio.to_thread(config.registry.open, path)
     commit = checkpoints.host(step) if step else {}
@@ -186,17 +205,26 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   )
   state, base = await device.run(committed_state, setup, facts.step)
   resources = open_resources(setup, prepared, committed) if coordinator.leads else None
-  best = tuple(committed['best']) if committed and committed['best'] else None
-  parts = build_parts(
-    setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), resources
-  )
+  best, best_of = None, _first_suite(config)
+  if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
+    best = tuple(committed['best'])
+  start = Start(attempt=facts.attempt, stop=stop, best=best, best_of=best_of, base=base)
+  parts = build_parts(setup, start, resources)
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(resources, coordinator, start=left):
     begin()
+    if resources:
+      await asyncio.to_thread(workdir.record, config, commit=facts.step, attempt=facts.attempt)
+      if changed or origin:
+        _announce(changed, origin, facts.step, events)
     if resources and facts.step and left:
       resources.logs.progress.note(
         f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}'
       )
+      if origin:
+        resources.logs.progress.note(str(origin.parent))
+      for change in origin.changes if origin else changed:
+        resources.logs.progress.note(f'from step {facts.step + 1} on, {change}')
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
@@ -211,6 +239,26 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     await asyncio.to_thread(_finish, config, path, prepared, model.spec, exports)
   device.close()
   return 0
+
+
+def _first_suite(config: Config) -> Json:
+  """Returns the suite that decides which commit is the best, with its taskset; None if there is
+  none.
+  """
+  if not config.evaluation:
+    return None
+  suite = config.evaluation[0]
+  taskset = next(taskset for taskset in config.tasksets if taskset.name == suite.taskset)
+  return {'suite': to_json(suite), 'taskset': to_json(taskset)}
+
+
+def _announce(changed: Sequence[Change], origin: Fork | None, step: int, events: Events) -> None:
+  """Logs the changes to the configuration with which the run goes on after `step` batches, and the
+  commit that it branched from, if this is its first start.
+  """
+  parent = {} if origin is None else {'parent': origin.parent.run, 'commit': origin.step}
+  keys = [change.key for change in (changed if origin is None else origin.changes)]
+  events.message(Edge.CHANGE, first=step + 1, keys=keys, **parent)
 
 
 def _not_exact(machine: dict[str, Any]) -> str:

@@ -705,3 +705,9 @@ def scored_tasksets(config: Config) -> set[str]:
   return names | {
     name for stage in config.stages if stage.explores for name in stage.source.tasksets
   }
+
+
+def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
+  """Returns the names of the tasksets that a stage trains on, including those of its experts."""
+  experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
+  return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))

@@ -17,10 +17,11 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from jaxrl_llm.app.composition.branch import Branch
 from jaxrl_llm.app.run import Stop, run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, override_text
@@ -69,13 +70,26 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
   )
 
 
-def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
-  """Trains in this process and returns when the run ends. A run directory with commits is resumed.
+def train(
+  config: Config,
+  workdir: str | os.PathLike[str],
+  *,
+  branch_from: str | None = None,
+  reset: Sequence[str] = (),
+) -> TrainResult:
+  """Trains in this process and returns when the run ends. A run directory with commits is resumed,
+  with the changes that `config` makes.
 
   The run has its own thread and event loop, so that it also works in a notebook. An interrupt
   (Ctrl-C) ends it with a commit; one that comes before the run begins raises KeyboardInterrupt. In
   a script, the import and the call belong under `if __name__ == '__main__':`, because scorer
   processes import the script. Jobs of several processes are started with `jaxrl train` instead.
+
+  Args:
+    branch_from: 'RUN' or 'RUN:STEP', a commit of another run from which to start this one, by
+      default its newest; None: start from the beginning.
+    reset: what to begin afresh, of 'optimizer' (its moments), 'data' (the position in it) and
+      'store'.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
@@ -90,11 +104,14 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
       f'train: this process is one of {job}; start a job of several processes with jaxrl train'
     )
   path = pathlib.Path(workdir)
+  branch = None if branch_from is None else Branch.parse(branch_from, reset)
+  if reset and branch is None:
+    raise UserError('train: reset without branch_from; only a branch has something to reset')
   build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   try:
-    code = _run_in_a_thread(config, path)
+    code = _run_in_a_thread(config, path, branch)
   except Exception as error:
     if isinstance(cause := first_cause(error), UserError):
       raise cause from error
@@ -103,7 +120,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   return TrainResult(workdir=path, finished=code == 0, metrics=metrics)
 
 
-def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
+def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) -> int:
   """Returns the run's exit code."""
   ended: concurrent.futures.Future[int] = concurrent.futures.Future()
   interrupts: list[Callable[[], object]] = []
@@ -120,7 +137,7 @@ def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
         stop(signal.SIGINT)
 
     try:
-      ended.set_result(await run(config, path, on_start=on_start))
+      ended.set_result(await run(config, path, branch=branch, on_start=on_start))
     except BaseException as error:
       ended.set_exception(error)
 

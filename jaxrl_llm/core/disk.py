@@ -40,6 +40,21 @@ def write_durably(path: pathlib.Path, text: str) -> None:
   sync(path.parent)
 
 
+def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Makes a file that nobody changes in place available as `target`, whose directory is created.
+
+  It becomes a hard link, or a durable copy if the file systems differ or have no hard links.
+  """
+  target.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    os.link(source, target)
+  except FileNotFoundError:
+    raise
+  except OSError:
+    shutil.copyfile(source, target)
+    sync(target)
+
+
 @contextlib.contextmanager
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
   """Creates a temporary directory that only this user can enter, and removes it after the block.

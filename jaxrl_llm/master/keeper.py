@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.master.batches import Batches
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
@@ -79,6 +80,10 @@ class Start:
   """
   best: tuple[float, int] | None = None
   """Accuracy and step of the best evaluation of earlier starts; None if there was none."""
+  best_of: Json = None
+  """Configuration of the suite that `best` measures. Commits contain it, because accuracies of
+  different suites cannot be compared.
+  """
   base: str | None = None
   """Digest of the frozen base weights, which commits do not contain, if the policy consists of LoRA
   adapters on these weights. None if it has no adapters.
@@ -249,6 +254,7 @@ class RunKeeper:
         'evaluated': state.evaluated,
         'metrics_offset': self._logs.metrics.sync(),
         'best': self._best,
+        'best_of': self._start.best_of,
         'machine': fingerprint(),
         'batches': self._logs.batches[stage.name].state(),
         'reference_step': state.learned.reference_step,

@@ -30,6 +30,7 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     return [str(directory / INDEX) + (f' (store {store})' if store else '')]
   with snapshot(directory) as (db, _):
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
+    began = db.execute("SELECT json FROM meta WHERE key = 'began'").fetchone()
     (plans,) = db.execute('SELECT count(*) FROM plans WHERE step < ?', (step,)).fetchone()
     named = dict(
       db.execute('SELECT name, rows FROM segments WHERE step < ? ORDER BY name', (step,))
@@ -40,9 +41,10 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
       f'store {store} ({directory / INDEX} is '
       f'{f"store {current}" if current else "an older store without a name"})'
     ]
-  if plans < step:
+  batches = step - (json.loads(began[0]) if began else 0)
+  if plans < batches:
     return [
-      f'{step - plans} of the plans of {step} batches (is {directory / INDEX} an older copy?)'
+      f'{batches - plans} of the plans of {batches} batches (is {directory / INDEX} an older copy?)'
     ]
   there = files(directory, SEGMENTS)
   gone = [name for name in named if name not in there]

@@ -199,17 +199,22 @@ class ReplayStore:
     with self._lock:
       return groups.sealed(self._db)
 
-  def visits(self, stages: Sequence[str]) -> dict[str, int]:
+  def visits(self, stages: Sequence[str], *, before: int | None = None) -> dict[str, int]:
     """Returns how often these stages have drawn each task, keyed by task uid. This number is also
     the task's next visit number. Void samples do not count.
+
+    Args:
+      before: only samples that were issued before this number of batches was completed count; None:
+        all.
     """
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({NAMED}) stage '
         # The condition selects group ids with the prefix 'STAGE/', since '0' follows '/' in ASCII.
         "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "
-        "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
-        (json.dumps(list(stages)),),
+        "WHERE partition = 'usual' AND state != 'void' AND (?2 IS NULL OR step < ?2) "
+        'GROUP BY task_id',
+        (json.dumps(list(stages)), before),
       ).fetchall()
     return dict(rows)
 

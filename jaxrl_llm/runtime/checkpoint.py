@@ -17,9 +17,10 @@ import shutil
 import sys
 import time
 import traceback
+import types
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,8 +28,9 @@ import xxhash
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.core.disk import sync
+from jaxrl_llm.core.disk import link_or_copy, sync
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
@@ -58,6 +60,15 @@ class CheckpointConfig:
 
 class CheckpointFailed(RunError):
   """Raised when a commit cannot be written. Earlier commits are not affected."""
+
+
+class Taken(NamedTuple):
+  """A commit of another run whose files were taken over, before it is committed here."""
+
+  step: int
+  files: Mapping[str, tuple[int, str]]
+  """Size and digest of each file, keyed by file name."""
+  host: Any
 
 
 class Checkpoints:
@@ -158,6 +169,46 @@ class Checkpoints:
     self._verify(step, [_HOST])
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
+  def take(self, source: Checkpoints, step: int) -> Taken:
+    """Links or copies the files of a commit of another run, which may be running.
+
+    Raises:
+      UserError: the commit is damaged, or was removed meanwhile.
+    """
+    files, host = source._committed(step), source.host(step)
+    try:
+      for name in files:
+        link_or_copy(source._directory / str(step) / name, self._directory / str(step) / name)
+      # Its run may have removed the commit at any time, and then also what it needs elsewhere.
+      source._committed(step)
+    except FileNotFoundError as error:
+      raise UserError(
+        f'checkpoint {source._directory / str(step)}: {error.filename} is missing; choose another '
+        f'commit of {source.steps()}'
+      ) from error
+    return Taken(step, files, host)
+
+  def commit_taken(self, taken: Taken, host: Json) -> None:
+    """Commits the files of `take` with another `host` value.
+
+    Raises:
+      UserError: a file differs from the one that its run committed.
+    """
+    target = self._directory / str(taken.step)
+    (target / _HOST).unlink()  # A hard link of the other run's file, which must stay as it is.
+    (target / _HOST).write_text(json.dumps(host))
+    _commit(target, {name: of for name, of in taken.files.items() if name != _HOST})
+
+  def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of all parameters of a commit, keyed by role and by name."""
+    with _quiet_orbax(), ocp.PyTreeCheckpointer() as checkpointer:
+      path = self._directory / str(step) / _ARRAYS
+      tree = checkpointer.metadata(path).item_metadata.tree
+    params = {role: arrays.get('params', arrays) for role, arrays in tree.items()}
+    return {
+      role: {n: tuple(x.shape) for n, x in flatten(of).items()} for role, of in params.items()
+    }
+
   def _committed(self, step: int) -> dict[str, tuple[int, str]]:
     """Returns the size and digest of every file in the commit, keyed by file name."""
     path = self._directory / str(step)
@@ -237,13 +288,23 @@ def _remove_failed(path: pathlib.Path, error: Exception) -> None:
     gc.collect()
 
 
-def _commit(path: pathlib.Path) -> None:
-  """Syncs every file to disk, then writes COMMIT and syncs it too."""
+def _commit(
+  path: pathlib.Path, expected: Mapping[str, tuple[int, str]] = types.MappingProxyType({})
+) -> None:
+  """Syncs every file to disk, then writes COMMIT and syncs it too.
+
+  Raises UserError, and writes nothing, if a file lacks the expected size and digest.
+  """
   files = {}
   for file in sorted(path.rglob('*')):
     sync(file)
     if file.is_file():
       files[str(file.relative_to(path))] = (file.stat().st_size, _digest(file))
+  if damaged := [name for name, wanted in expected.items() if files.get(name) != wanted]:
+    raise UserError(
+      f'checkpoint {path}: {damaged[0]} differs from the file that was committed (wanted size and '
+      f'digest {expected[damaged[0]]}, found {files.get(damaged[0])}); choose another commit'
+    )
   sync(path)
   temporary = path / f'{_COMMIT}.tmp'
   temporary.write_text(json.dumps(files, indent=1))

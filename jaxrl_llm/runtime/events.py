@@ -49,6 +49,7 @@ class Edge(enum.StrEnum):
   SUITE = 'suite'
   COMMIT = 'commit'
   SERVER = 'server'
+  CHANGE = 'change'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +177,14 @@ EDGES: Mapping[Edge, Ends] = {
     answered=False,
     diagram='none (discovery)',
     text='A server of the registry joins the engine, leaves it, or is refused.',
+  ),
+  Edge.CHANGE: Ends(
+    source='command',
+    target='master',
+    lane='trainer',
+    answered=False,
+    diagram='none (a changed configuration)',
+    text='The run goes on under a changed configuration, or as a branch of another run.',
   ),
 }
 

@@ -20,7 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime import events, metric_names, metrics, timeline, transcripts, writers
+from jaxrl_llm.runtime import (
+  events,
+  history,
+  metric_names,
+  metrics,
+  timeline,
+  transcripts,
+  writers,
+)
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 ASSETS = pathlib.Path(__file__).parent / 'report'
@@ -108,6 +116,7 @@ def payload(workdir: pathlib.Path) -> Row:
   rollouts, corrupt_rollouts = transcripts.rollouts(workdir, stages)
   answers, corrupt_answers = transcripts.answers(workdir, stages)
   messages = timeline.load(workdir / events.FILE, EVENT_BYTES)
+  changes, unknown = _history(workdir)
   unreadable = {
     log.name: corrupt,
     'rollouts': corrupt_rollouts,
@@ -119,7 +128,7 @@ def payload(workdir: pathlib.Path) -> Row:
     'subtitle': ' → '.join(f'{s["name"]} {s["steps"]:,} steps' for s in stages),
     'stages': stages,
     'summary': _summary(rows, stages),
-    'warnings': _warnings(rows, unreadable),
+    'warnings': [*_warnings(rows, unreadable), *unknown],
     'series': series,
     'descriptions': {key: text for key in series if (text := metrics.describe(key))},
     'labels': labels(series),
@@ -129,6 +138,7 @@ def payload(workdir: pathlib.Path) -> Row:
     'idle': _idle(messages.steps, stages),
     'idle_from': messages.steps[0].number if messages.cut and messages.steps else None,
     'rollouts': rollouts,
+    'history': changes,
     'config': _config(workdir / 'config.json'),
   }
 
@@ -137,6 +147,31 @@ def labels(keys: Iterable[str]) -> dict[str, Row]:
   """Returns the name, unit and rounding error of each metric, keyed by key."""
   found = {key: metric_names.label(key) for key in keys}
   return {key: {**label._asdict(), 'noise': label.noise} for key, label in found.items()}
+
+
+def _history(workdir: pathlib.Path) -> tuple[list[Row], list[str]]:
+  """Returns where the run comes from and its changes of configuration, and warnings."""
+  try:
+    entries = history.read(workdir)
+  except UserError as error:
+    return [], [f'Changes of the configuration are left out: {error}.']
+  rows = [
+    {
+      'step': entry.step,
+      'time': entry.time,
+      'parent': None if entry.parent is None else str(entry.parent),
+      'changes': [
+        [change.key, _value(change.before), _value(change.after)] for change in entry.changes
+      ],
+    }
+    for entry in entries
+    if entry.changes or entry.parent is not None
+  ]
+  return rows, []
+
+
+def _value(value: Any) -> str:
+  return json.dumps(value, ensure_ascii=False)[:400]
 
 
 def _config(path: pathlib.Path) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from jaxrl_llm.app.offline.reopen import check_alone, config_of_run
+from jaxrl_llm.app.offline.reopen import check_alone, configs_of_run
 from jaxrl_llm.app.offline.replay import Compared, course, replay
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
@@ -56,13 +56,14 @@ def _main(argv: Sequence[str]) -> int:
 
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:
-  config = config_of_run(run)
+  configs = configs_of_run(run)
+  config = configs[-1][1]
   # Reuse compiled programs: on some devices, a program compiled anew may differ in the last bit.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
   equal = True
-  async with contextlib.aclosing(replay(config, run, way)) as steps:
+  async with contextlib.aclosing(replay(configs, run, way)) as steps:
     async for compared in steps:
       print(line(compared), flush=True)
       equal = equal and not compared.differences

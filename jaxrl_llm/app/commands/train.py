@@ -1,9 +1,10 @@
 """Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR]
 [--config.field=value ...]`.
 
-The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by
-Ctrl-C and SIGTERM after a commit; 1: the run failed; 2: the input is invalid (both with a one-line
-error).
+The same command resumes from the newest commit; with other values of the configuration, it resumes
+with these changes. --branch_from starts a new run from a commit of another. Exit code 0: finished;
+130 and 143: stopped by Ctrl-C and SIGTERM after a commit; 1: the run failed; 2: the input is
+invalid (both with a one-line error).
 
 --check validates in seconds, --dry_run also compiles, --doctor also tries a few batches; none of
 them writes to the run directory. --doctor prints a line for each check (ok, warning or failure,
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags, logging
 
+from jaxrl_llm.app.composition.branch import RESETS, Branch
 from jaxrl_llm.app.doctor.command import diagnose
 from jaxrl_llm.app.dry_run.preflight import print_check, print_list, print_plan
 from jaxrl_llm.app.run import run
@@ -44,6 +46,22 @@ flags.DEFINE_string(
   None,
   "Hugging Face directory, hub id or another run's directory to start from.",
   flag_values=FLAGS,
+)
+flags.DEFINE_string(
+  'branch_from', None,
+  "RUN[:STEP]: start a new run from that run's commit at STEP, by default its newest.",
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool(
+  'reset_optimizer', False,
+  "With --branch_from: begin with fresh moments; the schedule's position stays.",
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool(
+  'reset_data', False, 'With --branch_from: begin the data of the stage afresh.', flag_values=FLAGS
+)
+flags.DEFINE_bool(
+  'reset_store', False, 'With --branch_from: begin with an empty store.', flag_values=FLAGS
 )
 flags.DEFINE_bool(
   'dry_run', False,
@@ -119,6 +137,9 @@ def _main(argv: Sequence[str]) -> int:
     raise UserError(f'--{modes[1]}: cannot be combined with --{modes[0]}; give one of them')
   if FLAGS.json and not modes:
     raise UserError('--json: needs --check, --dry_run or --doctor; a run writes metrics.jsonl')
+  branch = _branch()
+  if branch is not None and set(modes) - {'check'}:
+    raise UserError(f'--branch_from: cannot be combined with --{modes[0]}; give one of them')
   if config_spec is None:
     raise UserError('--config=FILE.py[:VARIANT]: missing; try --config=configs/quickstart.py')
   if FLAGS.init_from:
@@ -135,16 +156,32 @@ def _main(argv: Sequence[str]) -> int:
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
   if FLAGS.check:
-    print_check(config, workdir, as_json=FLAGS.json)
+    print_check(config, workdir, branch, as_json=FLAGS.json)
     return 0
   if FLAGS.dry_run:
     return print_plan(config, workdir, FLAGS.topology, as_json=FLAGS.json)
   if FLAGS.doctor:
     return diagnose(config, workdir, as_json=FLAGS.json)
-  code = script.run_async(run(config, workdir))
+  code = script.run_async(run(config, workdir, branch=branch))
   if membership is not None:
     membership.leave(workdir)
   return code
+
+
+def _branch() -> Branch | None:
+  """Returns the commit that the flags name to branch from, if any."""
+  reset = [name for name in RESETS if FLAGS[f'reset_{name}'].value]
+  if FLAGS.branch_from is None:
+    if reset:
+      raise UserError(
+        f'--reset_{reset[0]}: only a branch has something to reset; give --branch_from'
+      )
+    return None
+  if FLAGS.init_from:
+    raise UserError(
+      '--init_from: the weights of a branch are those of its commit; leave it out, or --branch_from'
+    )
+  return Branch.parse(FLAGS.branch_from, reset)
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:

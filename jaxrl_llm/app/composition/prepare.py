@@ -33,6 +33,7 @@ from jaxrl_llm.app.schema import (
   Rollouts,
   StageConfig,
   scored_tasksets,
+  trained_tasksets,
 )
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
@@ -260,12 +261,6 @@ def _processed(
     )
     kept += processed[taskset.name].tasks
   return {name: processed[name] for name in tasksets}
-
-
-def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
-  """Returns the names of the tasksets that a stage trains on, including those of its experts."""
-  experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
-  return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))
 
 
 def check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:

@@ -57,6 +57,7 @@ from jaxrl_llm.rollout.explorers.explorer import Welcome
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import Workflow, completion_text
+from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.events import Events
 from jaxrl_llm.runtime.log.writers import open_writers
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
@@ -184,6 +185,9 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
+  if committed and committed['batches'] is None:
+    # A branch that left the position in the data behind draws no more of what was rolled out there.
+    store.at(step).drop([entry.uid for entry in store.live()], 'left behind')
   registry, engine = setup.registry, None
   if config.generates:
     services = {'registry': registry, 'events': process.events}
@@ -243,7 +247,7 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
     mismatch=config.rollout.mismatch,
     files=made_files(workdir),
   )
-  if committed and committed['stage'] in logs.batches:
+  if committed and committed['batches'] is not None and committed['stage'] in logs.batches:
     logs.batches[committed['stage']].restore(committed['batches'])
   return Resources(
     events=process.events,
@@ -283,6 +287,7 @@ def _batches(
   tasksets = [prepared.tasksets[name] for name in source.tasksets]
   explorer_config = ExplorerConfig(
     stage=stage.name,
+    restarted=_restarted(workdir),
     earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
     groups_per_batch=source.groups_per_batch,
     group_size=source.group_size,
@@ -308,6 +313,18 @@ def _batches(
     return RolloutBatches(explorer, trains=stage.trains)
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
   return MixedBatches(explorer, StreamBatches(stream, events=events))
+
+
+def _restarted(workdir: pathlib.Path) -> int:
+  """Returns the step at which the run, as a branch, last began its data afresh; 0: never."""
+  return max(
+    (
+      entry.parent.step
+      for entry in history.read(workdir)
+      if entry.parent is not None and 'data' in entry.parent.reset
+    ),
+    default=0,
+  )
 
 
 def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:

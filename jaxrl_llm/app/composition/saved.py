@@ -25,9 +25,13 @@ def read_saved(file: pathlib.Path) -> Any:
     OSError: the file cannot be read.
     ValueError: it holds no JSON.
   """
-  saved = parse_json(file.read_text())
+  return with_sources(parse_json(file.read_text()))
+
+
+def with_sources(saved: Any) -> Any:
+  """Returns a saved configuration whose stages have a `source`, as they have now."""
   if isinstance(saved, dict) and isinstance(saved.get('stages'), list):
-    saved['stages'] = [_with_source(stage) for stage in saved['stages']]
+    return {**saved, 'stages': [_with_source(stage) for stage in saved['stages']]}
   return saved
 
 

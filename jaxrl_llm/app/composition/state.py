@@ -25,11 +25,12 @@ from jaxrl_llm.learner.state import (
   init_state,
   init_trained,
   place_params,
+  renewed,
   with_output,
   with_schedule,
 )
 from jaxrl_llm.master.loop import LoopState
-from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.models.heads import fresh_head, replace_head, with_head
@@ -170,6 +171,31 @@ def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> LoopState:
   """Restores the state committed at `step`, in or at the end of `stage`, without a frozen base."""
+  arrays = checkpoints.restore(step, committed_like(stage, model, mesh))
+  host = checkpoints.host(step)
+  if host.get('reset_optimizer', False):
+    arrays['train'] = _with_fresh_moments(arrays['train'], stage.policy)
+    if 'critic' in arrays:
+      arrays['critic'] = _with_fresh_moments(arrays['critic'], stage.critic)
+  learned = Learned(
+    arrays['train'],
+    arrays.get('critic'),
+    arrays.get('reference'),
+    reference_step=host['reference_step'],
+    algorithm_state=host['algorithm_state'],
+  )
+  return LoopState(learned, step, evaluated=host['evaluated'])
+
+
+def _with_fresh_moments(state: TrainState, by: Optimization) -> TrainState:
+  """Returns the state as a branch without its parent's optimizer begins with it."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+  renew = jax.jit(lambda s: renewed(s, by.optimizer), donate_argnums=0, out_shardings=shardings)
+  return renew(state)
+
+
+def committed_like(stage: Stage, model: Model, mesh: Mesh) -> dict[str, Any]:
+  """Returns shapes and shardings of the arrays in a commit of a stage, keyed by role."""
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(
@@ -181,12 +207,4 @@ def restore_state(
   if algorithm.critic_loss is not None:
     critic, offload = critic_model(model), stage.critic.config.offload
     like['critic'] = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
-  arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
-  learned = Learned(
-    arrays['train'],
-    arrays.get('critic'),
-    arrays.get('reference'),
-    reference_step=host['reference_step'],
-    algorithm_state=host['algorithm_state'],
-  )
-  return LoopState(learned, step, evaluated=host['evaluated'])
+  return like

@@ -1,31 +1,37 @@
-"""The run directory: at most one live run, and a configuration fixed once a step is committed."""
+"""The run directory: at most one live run, and its configuration.
+
+Once a step is committed, the configuration may change only as `changes` says, and history.jsonl
+records each change with the first step made under it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import pathlib
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.app.composition.changes import Refused, changes, current, refused
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import difference
-from jaxrl_llm.config.values import from_json, to_json
-from jaxrl_llm.core.disk import write_durably
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.disk import sync, write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.committed import missing
+from jaxrl_llm.runtime import history
+from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
+from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.runtime.log.api import DIRECTORY as LOGGING
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-MAY_CHANGE = ('rewards.workers', 'rollout.explorers', 'coordination', 'registry', 'logging')
-"""Keys whose values a resumed run may change, beside those of its engine: number, place and
-deadlines of its services and processes, not what they compute.
-"""
+CONFIG = 'config.json'
+"""Name of the file with the configuration of the run's next step."""
 ATTEMPT = 'attempt'
 """Name of the file that holds the number of the last start."""
 _MAX_DIGITS = 20
@@ -45,8 +51,15 @@ class Workdir:
   however it ends.
   """
 
-  def __init__(self, path: pathlib.Path):
-    self.path = path.absolute()
+  def __init__(self, path: pathlib.Path, *, branching: bool = False):
+    """
+    Args:
+      branching: whether to fill `<path>.branching` first, which `place` renames.
+    """
+    self._target = path.absolute()
+    self.path = path = (
+      self._target.with_name(f'{self._target.name}.branching') if branching else self._target
+    )
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = (self.path / 'lock').open('a+')
@@ -72,23 +85,75 @@ class Workdir:
     self._lock.write(str(os.getpid()))
     self._lock.flush()
 
+  @property
+  def branching(self) -> bool:
+    """Whether the directory is being filled for a branch."""
+    return self.path != self._target
+
+  def place(self) -> None:
+    """Gives a directory that was filled for a branch its name.
+
+    Raises:
+      UserError: a directory with files has this name already.
+    """
+    try:
+      self.path.rename(self._target)
+      sync(self._target.parent)
+    except OSError as error:
+      raise UserError(
+        f'--workdir={self._target}: cannot be made from {self.path} ({error.strerror}); choose '
+        'another --workdir'
+      ) from error
+    self.path = self._target
+
+  def discard(self) -> None:
+    """Removes a directory that was being filled for a branch."""
+    if self.branching:
+      shutil.rmtree(self.path, ignore_errors=True)
+
   def close(self) -> None:
     """Releases the lock on the run directory."""
     self._lock.close()
 
-  def adopt(self, config: Config) -> None:
-    """Writes config.json, or raises UserError for a changed configuration once a step is committed.
+  def adopt(self, config: Config) -> tuple[Change, ...]:
+    """Writes config.json before the first commit; later, returns the changes to the run's
+    configuration, which `record` writes. Raises UserError for changes that may not be made.
 
     Before the first commit, a changed configuration replaces the old one, so that a mistake in the
     first command does not make the directory useless.
     """
-    file = self.path / 'config.json'
-    if check_configuration(self.path, config):
-      return
+    found = check_configuration(self.path, config)
+    if found is not None:
+      return found
+    file = self.path / CONFIG
     if file.exists():
       for made in (TOKENIZER, DATA, LOGGING):
         shutil.rmtree(self.path / made, ignore_errors=True)
-    write_durably(file, json.dumps(to_json(config), indent=1))
+    write_configuration(self.path, config)
+    return ()
+
+  def record(self, config: Config, *, commit: int, attempt: int) -> None:
+    """Records that the next step, and those after it, are made under this configuration.
+
+    It is called after everything else has accepted the configuration. If the process is killed
+    before, the run still has its old configuration, and the same command changes it again.
+
+    Args:
+      commit: step of the commit from which the run goes on; 0: none.
+      attempt: number of this start of the run.
+    """
+    known = history.read(self.path)
+    entries = history.until(known, commit) if commit else ()
+    if commit and not entries:  # A version without histories started the run.
+      entries = (_entry(saved_configuration(self.path), step=1, attempt=0),)
+    if not entries:
+      entries = (_entry(to_json(config), step=1, attempt=attempt),)
+    elif found := changes(entries[-1].config, config):
+      entries += (_entry(to_json(config), step=commit + 1, attempt=attempt, changes=found),)
+    if entries != known:
+      history.write(self.path, entries)
+    if saved_configuration(self.path) != to_json(config):
+      write_configuration(self.path, config)
 
   def check(self, commit: Mapping[str, Any]) -> None:
     """Checks that everything a commit names still exists; writes nothing.
@@ -141,21 +206,59 @@ class Workdir:
     return attempt
 
 
-def check_configuration(path: pathlib.Path, config: Config) -> bool:
-  """Returns whether the run directory `path` already holds this configuration. Writes nothing.
+def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...] | None:
+  """Returns the changes with which `config` resumes the run in the directory `path`; None if it
+  does not resume one: there is none, or its configuration differs and it has no commit yet. Writes
+  nothing.
 
   Raises:
-    UserError: the directory has commits of another configuration, or its configuration is missing
-      or unreadable.
+    UserError: the run has commits and cannot be resumed with this configuration, or its
+      configuration is missing or unreadable.
   """
-  file = path / 'config.json'
-  if not file.exists():
-    if has_commits(path):
+  commits = committed_steps(path)
+  if not (path / CONFIG).exists():
+    if commits:
       raise UserError(
-        f'{file}: missing, so that no start can check its configuration against that of the '
-        f'commits in {path / "checkpoints"}; restore it, or choose another --workdir'
+        f'{path / CONFIG}: missing, so that no start can check its configuration against that of '
+        f'the commits in {path / "checkpoints"}; restore it, or choose another --workdir'
       )
-    return False
+    return None
+  old = saved_configuration(path)
+  if not commits:
+    return None if changes(old, config) else ()
+  if entries := history.until(history.read(path), commits[-1]):
+    old = entries[-1].config
+  if problems := refused(old, config, commits[-1]):
+    raise _refusal(path, problems, commits)
+  return changes(old, config)
+
+
+class Unchangeable(UserError):
+  """The run in a directory cannot be resumed with a changed configuration."""
+
+
+def _refusal(path: pathlib.Path, problems: list[Refused], commits: list[int]) -> Unchangeable:
+  """Returns an error that names the changes, why they are refused, and how to branch."""
+  listed = '; '.join(map(str, problems[:5]))
+  more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
+  newest = min((one.newest for one in problems if one.newest is not None), default=commits[-1])
+  step = max((step for step in commits if step <= newest), default=None)
+  branch = (
+    f'start a new run from its commit at step {step}: the same command with '
+    f'--branch_from={shlex.quote(f"{path}:{step}")} --workdir={shlex.quote(f"{path}-branch")}'
+    if step is not None
+    else f'it has no commit up to step {newest} to branch from (it keeps {commits}), so start '
+    'another run in another --workdir'
+  )
+  return Unchangeable(
+    f'{path}: the run cannot be resumed with these changes: {listed}{more}; resume it without '
+    f'them, or {branch}'
+  )
+
+
+def saved_configuration(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the run's config.json; raises UserError if it holds no configuration."""
+  file = path / CONFIG
   try:
     old = read_saved(file)
     if not isinstance(old, dict):
@@ -164,23 +267,15 @@ def check_configuration(path: pathlib.Path, config: Config) -> bool:
     raise UserError(
       f'{file}: not the configuration of a run ({error}); choose another --workdir'
     ) from error
-  # Of an earlier version: fields that it lacked have their defaults.
-  with contextlib.suppress(UserError):
-    old = to_json(from_json(old, Config))
-  may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
-  changes = [change for change in difference(old, config) if not is_below(change[0], may_change)]
-  if not changes:
-    return True
-  if has_commits(path):
-    listed = '; '.join(
-      f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5]
-    )
-    more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
-    raise UserError(
-      f'{path}: holds a run with another configuration ({listed}{more}); resume with the same '
-      f'command, or branch from it with --init_from={path} and another --workdir'
-    )
-  return False
+  return old
+
+
+def write_configuration(path: pathlib.Path, config: Config) -> None:
+  write_durably(path / CONFIG, json.dumps(to_json(config), indent=1))
+
+
+def _entry(config: Mapping[str, Any], **fields: Any) -> history.Entry:
+  return history.Entry(config=current(config), time=round(time.time(), 3), **fields)
 
 
 def is_live(path: pathlib.Path) -> bool:
@@ -197,7 +292,12 @@ def is_live(path: pathlib.Path) -> bool:
 
 def has_commits(path: pathlib.Path) -> bool:
   """Whether the run in the directory `path` has committed a step."""
-  return any(path.glob('checkpoints/*/COMMIT'))
+  return bool(committed_steps(path))
+
+
+def committed_steps(path: pathlib.Path) -> list[int]:
+  """Returns the steps that the run in the directory `path` has committed, in ascending order."""
+  return Checkpoints(path / 'checkpoints', CheckpointConfig(), leads=True).steps()
 
 
 def made_files(path: pathlib.Path) -> dict[str, int]:
@@ -208,8 +308,3 @@ def made_files(path: pathlib.Path) -> dict[str, int]:
     file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file()
   )
   return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
-
-
-def is_below(key: str, others: Iterable[str]) -> bool:
-  """Whether the dotted key is one of the others, or lies below it."""
-  return any(key == other or key.startswith(f'{other}.') for other in others)

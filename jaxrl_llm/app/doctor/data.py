@@ -9,9 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_llm.app.composition.prepare import trained_tasksets
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
-from jaxrl_llm.app.schema import Config, Demonstrations, Examples, Pairs, Rollouts, scored_tasksets
+from jaxrl_llm.app.schema import (
+  Config,
+  Demonstrations,
+  Examples,
+  Pairs,
+  Rollouts,
+  scored_tasksets,
+  trained_tasksets,
+)
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.records.task import Task

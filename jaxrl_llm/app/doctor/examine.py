@@ -70,7 +70,7 @@ async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> 
       await asyncio.to_thread(_texts, data, findings)
     same = False
     with findings.guarding('run_directory'):
-      same = await asyncio.to_thread(check_configuration, workdir, config)
+      same = await asyncio.to_thread(check_configuration, workdir, config) is not None
     await asyncio.to_thread(_services, config, workdir, findings)
     with findings.guarding('configuration'):
       # If the run directory belongs to this configuration, its tokenizer is used.

@@ -7,6 +7,7 @@ import sys
 
 from rich.console import Console
 
+from jaxrl_llm.app.composition.branch import Branch, find_origin
 from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
@@ -44,20 +45,31 @@ def print_list() -> None:
     console.print(f'{kind:10} {name:40} {description}')
 
 
-def print_check(config: Config, workdir: pathlib.Path, *, as_json: bool = False) -> None:
+def print_check(
+  config: Config, workdir: pathlib.Path, branch: Branch | None = None, *, as_json: bool = False
+) -> None:
   """Validates a configuration and prints it with its derived numbers, without compiling; see
   `print_plan`.
+
+  Args:
+    branch: commit of another run from which the run would start.
 
   Raises:
     UserError: the configuration, its data or an existing run directory cannot be used.
   """
   console = _console(as_json)
-  checked = plan(config, workdir, console.print)
-  check_configuration(workdir, checked.config)
+  origin = workdir if branch is None or branch.made(workdir) else branch.run
+  checked = plan(config, origin, console.print)
+  if branch is None or branch.made(workdir):
+    run, changes = workdir, check_configuration(workdir, checked.config) or ()
+  else:
+    run, changes = branch.run, find_origin(branch, checked.config).changes
   if as_json:
-    print_json(checked.to_json())
+    print_json(checked.to_json() | {'changes': [list(change) for change in changes]})
   else:
     _print(checked, console)
+    for change in changes:
+      console.print(f'changes {run}: {change}')
     console.print(f'{config.name}: valid; --dry_run also compiles, --doctor also tries it')
 
 

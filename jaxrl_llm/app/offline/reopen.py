@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.resources import build_publisher, build_rollouts
-from jaxrl_llm.app.composition.saved import read_saved
+from jaxrl_llm.app.composition.saved import read_saved, with_sources
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
@@ -37,6 +37,7 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.workflow import Workflow
+from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.tasks.taskset import Taskset
 
@@ -54,6 +55,19 @@ def config_of_run(run: pathlib.Path) -> Config:
     raise UserError(f'{file}: not the configuration of a run ({error})') from error
   except UserError as error:
     raise UserError(f'{file}: written by another version of this program: {error}') from None
+
+
+def configs_of_run(run: pathlib.Path) -> tuple[tuple[int, Config], ...]:
+  """Returns the configurations of a run, each with the first step that was made under it."""
+  entries = history.read(run)
+  if not entries:  # A version without histories started it, or no step was made yet.
+    return ((1, config_of_run(run)),)
+  try:
+    return tuple((entry.step, from_json(with_sources(entry.config), Config)) for entry in entries)
+  except UserError as error:
+    raise UserError(
+      f'{run / history.FILE}: written by another version of this program: {error}'
+    ) from None
 
 
 def check_alone() -> None:
@@ -122,6 +136,12 @@ class Reopened(Setup):
   """An existing run, without its training loop; `workdir` is a temporary folder outside it."""
 
   prepared: Prepared
+
+  def under(self, config: Config) -> Reopened:
+    """Returns the run with another of its configurations."""
+    sizes = self.prepared.spec.vocab_size, self.prepared.lengths
+    stages = build_stages(config, self.process.mesh, *sizes)
+    return dataclasses.replace(self, config=config, stages=stages)
 
   async def state(self, step: int) -> LoopState:
     """Loads the state committed at `step`; 0: the initial state."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,46 +118,55 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   return Course(commit=commit, step=step, rows=rows)
 
 
-async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterator[Compared]:
+async def replay(
+  configs: Sequence[tuple[int, Config]], run: pathlib.Path, way: Course
+) -> AsyncIterator[Compared]:
   """Yields each replayed step as soon as it is compared. Only reads the run.
+
+  Args:
+    configs: configurations of the run, each with the first step that was made under it.
 
   Raises:
     UserError: a plan, or a sample that it names, no longer exists.
   """
-  async with reopen(config, run) as past:
+
+  def place(step: int) -> int:
+    return max(i for i, (first, _) in enumerate(configs) if first <= step)
+
+  async with reopen(configs[place(way.commit + 1)][1], run) as past:
     store = open_copy(run / 'replay', past.workdir / 'replay')
     try:
       plans = _plans(store, run, way)
-      offline = [stage for stage in config.stages if isinstance(stage.source, Recorded)]
+      offline = [stage for stage in past.config.stages if isinstance(stage.source, Recorded)]
       recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in offline}
-      enter_stage = stage_entrance(dataclasses.replace(past, workdir=run))
-      state = await past.state(way.commit)
-      for stage in past.stages:
-        if not state.step < min(stage.end, way.step):
-          continue
-        trainer, state = await enter_stage(stage, state)
-        while state.step < min(stage.end, way.step):
-          plan = plans[state.step]
-          if stage.trains:
-            state, batch, updated = await take_step(past.process, trainer, state, plan)
-          else:
-            state, batch, updated = pass_over(state, plan)
-          known = taken(store, past, plan, recorded.get(stage.name))
-          row = finite_row(step_metrics(batch, updated, known, config.rollout.mismatch)[0])
-          differences = _metric_differences(row, way.rows.get(state.step, {}))
-          arrays = 0
-          if state.step == way.step and way.step in past.checkpoints.steps():
-            arrays, more = await past.process.device.run(
-              _commit_differences, state.learned, past.checkpoints, way.step
-            )
-            differences += more
-          yield Compared(
-            step=plan.step + 1,
-            stage=stage.name,
-            metrics=row,
-            arrays=arrays,
-            differences=tuple(differences),
+      state, entered = await past.state(way.commit), None
+      while state.step < way.step:
+        plan, current = plans[state.step], place(state.step + 1)
+        if entered != (current, plan.stage):
+          entered, under = (current, plan.stage), past.under(configs[current][1])
+          stage = next(stage for stage in under.stages if stage.name == plan.stage)
+          enter_stage = stage_entrance(dataclasses.replace(under, workdir=run))
+          trainer, state = await enter_stage(stage, state)
+        if stage.trains:
+          state, batch, updated = await take_step(past.process, trainer, state, plan)
+        else:
+          state, batch, updated = pass_over(state, plan)
+        known = taken(store, past, plan, recorded.get(stage.name))
+        row = finite_row(step_metrics(batch, updated, known, under.config.rollout.mismatch)[0])
+        differences = _metric_differences(row, way.rows.get(state.step, {}))
+        arrays = 0
+        if state.step == way.step and way.step in past.checkpoints.steps():
+          arrays, more = await past.process.device.run(
+            _commit_differences, state.learned, past.checkpoints, way.step
           )
+          differences += more
+        yield Compared(
+          step=plan.step + 1,
+          stage=stage.name,
+          metrics=row,
+          arrays=arrays,
+          differences=tuple(differences),
+        )
     finally:
       store.close()
 

@@ -19,6 +19,10 @@ class ExplorerConfig:
   stage: str
   earlier: tuple[str, ...] = ()
   """Previous stages of the run. A task's visits are counted onwards from those in these stages."""
+  restarted: int = 0
+  """Number of batches that the run had completed when this stage, in a branch, began its tasks
+  afresh; its visits before that count too. 0: it never did.
+  """
   groups_per_batch: int
   """Number of new groups per batch, one per task."""
   group_size: int = 8

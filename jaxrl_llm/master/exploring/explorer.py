@@ -134,9 +134,8 @@ class Explorer:
     the commit, so it still has these samples.
     """
     self._clock = IdleClock()
-    if self._config.earlier:
-      for uid, count in (await asyncio.to_thread(self._store.visits, self._config.earlier)).items():
-        self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
+    for uid, count in (await asyncio.to_thread(self._earlier_visits)).items():
+      self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
     self._running = asyncio.create_task(self._explore())
     try:
       yield
@@ -157,6 +156,18 @@ class Explorer:
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
+
+  def _earlier_visits(self) -> dict[str, int]:
+    """Returns how often earlier stages, and this one before it began its data afresh, have drawn
+    each task, keyed by task uid.
+    """
+    config, visits = self._config, {}
+    if config.earlier:
+      visits = self._store.visits(config.earlier)
+    if config.restarted:
+      before = self._store.visits([config.stage], before=config.restarted)
+      visits |= {uid: max(count, visits.get(uid, 0)) for uid, count in before.items()}
+    return visits
 
   def advance(self, step: int, served: int) -> None:
     """Records the progress of the run.

@@ -185,12 +185,27 @@ function configuration() {
     element('div', { class: 'body' }, pretty(DATA.config))));
 }
 
+// Where the run comes from, and each change of its configuration with the first step made under it.
+function history() {
+  if (!DATA.history.length) return null;
+  const when = (time) => new Date(time * 1000).toISOString().slice(0, 16).replace('T', ' ');
+  const rows = DATA.history.flatMap(({ step, time, parent, changes }) => {
+    const start = [element('td', { class: 'number' }, whole(step)), element('td', {}, when(time))];
+    const cells = changes.map(([key, before, after]) => [element('td', {}, key), element('td', { class: 'text' }, before), element('td', { class: 'text' }, after)]);
+    if (parent !== null) cells.unshift([element('td', { class: 'text', colspan: 3 }, parent)]);
+    return cells.map((of) => element('tr', {}, ...start.map((cell) => cell.cloneNode(true)), ...of));
+  });
+  const heads = ['From step', 'Time (UTC)', 'Key', 'Before', 'After'].map((name, i) => element('th', { class: i ? null : 'number' }, name));
+  return section('Changes', 'changes', element('div', { class: 'card scroll' },
+    element('table', {}, element('thead', {}, element('tr', {}, ...heads)), element('tbody', {}, ...rows))));
+}
+
 function section(title, id, ...children) {
   return element('section', { id }, element('h2', {}, title), ...children);
 }
 
 function page() {
-  const sections = [curves(), evaluation(), distributions(), mismatch(), timeline(), rollouts(), configuration()].filter(Boolean);
+  const sections = [curves(), evaluation(), history(), distributions(), mismatch(), timeline(), rollouts(), configuration()].filter(Boolean);
   const tiles = DATA.summary.map((tile) => element('div', { class: 'tile card' }, element('div', { class: 'label' }, tile.label),
     element('div', { class: 'value' }, tile.value), element('div', { class: 'detail' }, tile.detail)));
   const warnings = DATA.warnings.length ? element('div', { class: 'warnings card', role: 'status' }, ...DATA.warnings.map((w) => element('div', {}, w))) : null;

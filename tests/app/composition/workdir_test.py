@@ -10,11 +10,11 @@ import sys
 import pytest
 from paths import ROOT
 
+from jaxrl_llm.app.composition.changes import is_below
 from jaxrl_llm.app.composition.workdir import (
   Workdir,
   WorkdirInUse,
   check_configuration,
-  is_below,
   is_live,
   made_files,
 )
@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.app.composition.workdir import Workdir, is_below
+from jaxrl_llm.app.composition.workdir import Workdir
 held = Workdir(pathlib.Path(sys.argv[1]))
 sys.stdout.write('held' + chr(10))
 sys.stdout.flush()
@@ -141,7 +141,7 @@ def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothin
   assert f'seed: {config.seed!r} in the run, 7 now' in message
   assert f'group_size: {grpo.source.group_size} in the run, 3 now' in message
   assert 'learner' not in message  # only what differs
-  assert f'--init_from={tmp_path}' in message
+  assert f'--branch_from={tmp_path}:3 --workdir={tmp_path}-branch' in message
   assert (tmp_path / 'config.json').read_text() == written
 
 
@@ -307,13 +307,13 @@ def test_the_configuration_and_the_number_of_a_start_are_on_the_disk_before_they
 
 def test_whether_a_run_is_live_and_whose_it_is_can_be_asked_without_writing(config, tmp_path):
   path = tmp_path / 'run'
-  assert not is_live(path) and not check_configuration(path, config)
+  assert not is_live(path) and check_configuration(path, config) is None
   assert not path.exists()
   held = Workdir(path)
   held.adopt(config)
   before = {file: file.read_bytes() for file in path.rglob('*') if file.is_file()}
-  assert is_live(path) and check_configuration(path, config)
-  assert not check_configuration(path, dataclasses.replace(config, seed=1)), 'no commit yet'
+  assert is_live(path) and check_configuration(path, config) == ()
+  assert check_configuration(path, dataclasses.replace(config, seed=1)) is None, 'no commit yet'
   held.close()
   assert not is_live(path)
   assert {file: file.read_bytes() for file in path.rglob('*') if file.is_file()} == before

@@ -1,0 +1,374 @@
+"""Branches: new runs that start from a commit of another run, their parent.
+
+A branch takes over the commit, the logs up to it, the store and the data, as hard links where the
+file system has them, and otherwise as copies. It therefore outlives its parent, which may be
+running, stopped or finished, and of which nothing changes.
+
+Invariant: a branch gets its directory, with one rename, when it is complete. A start that is killed
+before leaves only `<workdir>.branching`, which the next one replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.app.composition.changes import Refused, changes, misfits
+from jaxrl_llm.app.composition.prepare import prepare
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.composition.state import committed_like
+from jaxrl_llm.app.composition.workdir import (
+  ATTEMPT,
+  CONFIG,
+  DATA,
+  TOKENIZER,
+  Workdir,
+  committed_steps,
+  made_files,
+  saved_configuration,
+  write_configuration,
+)
+from jaxrl_llm.app.schema import Config, Examples, Pairs
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.disk import link_or_copy, sync, write_durably
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.replay import copying
+from jaxrl_llm.runtime import history
+from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints, Taken
+from jaxrl_llm.runtime.history import Change, Parent
+from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, ROLLOUTS_DIR
+from jaxrl_llm.tasks.taskset import Taskset
+
+RESETS = ('optimizer', 'data', 'store')
+"""What a branch may leave behind, as in --reset_optimizer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branch:
+  """A commit to start a new run from, and what to leave behind."""
+
+  run: pathlib.Path
+  """Directory of the parent."""
+  step: int | None = None
+  """Step of the commit; None: the newest."""
+  reset: tuple[str, ...] = ()
+  """What to begin afresh, of `RESETS`: the optimizer's moments, the position in the data, the
+  store.
+  """
+
+  @classmethod
+  def parse(cls, text: str, reset: Sequence[str] = ()) -> Branch:
+    """Reads 'RUN' or 'RUN:STEP'; raises UserError for other texts."""
+    if unknown := set(reset) - set(RESETS):
+      raise UserError(f'reset: {sorted(unknown)}, wanted any of {", ".join(RESETS)}')
+    run, colon, step = text.rpartition(':')
+    if not colon or not step.isdecimal():
+      run, step = text, ''
+    if not run or len(step) > 18:
+      raise UserError(
+        f'--branch_from={text}: wanted RUN or RUN:STEP, such as runs/mine or runs/mine:200'
+      )
+    return cls(
+      run=pathlib.Path(run).expanduser().resolve(),
+      step=int(step) if step else None,
+      reset=tuple(name for name in RESETS if name in reset),
+    )
+
+  def made(self, path: pathlib.Path) -> bool:
+    """Whether the run in the directory `path` is this branch, so that it is only resumed.
+
+    Raises:
+      UserError: there is another run, or something else.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+      return False
+    parents = [entry.parent for entry in history.read(path) if entry.parent is not None]
+    if not parents or not committed_steps(path):
+      raise UserError(
+        f'--workdir={path}: exists, and a branch starts a new run; choose another --workdir'
+        + (', or leave out --branch_from to resume it' if committed_steps(path) else '')
+      )
+    parent = parents[-1]
+    if parent.run != str(self.run) or self.step not in (None, parent.step):
+      raise UserError(
+        f'--workdir={path}: holds a run that {parent}; resume it without --branch_from, or choose '
+        'another --workdir'
+      )
+    if parent.reset != self.reset:
+      raise UserError(
+        f'--workdir={path}: holds a run that {parent}, and the command asks for it without its '
+        f'{", ".join(self.reset) or "nothing"}; resume it without --branch_from, or choose another '
+        '--workdir'
+      )
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fork:
+  """A parent's commit that fits the configuration of a branch."""
+
+  branch: Branch
+  step: int
+  config: dict[str, Any]
+  """The parent's configuration at the commit, as JSON."""
+  changes: tuple[Change, ...]
+  """Differences of the branch's configuration."""
+
+  @property
+  def parent(self) -> Parent:
+    return Parent(run=str(self.branch.run), step=self.step, reset=self.branch.reset)
+
+
+def find_origin(branch: Branch, config: Config) -> Fork:
+  """Finds the commit of a branch and checks that the configuration fits it; writes nothing.
+
+  Raises:
+    UserError: there is no such run or commit, or the configuration does not fit it.
+  """
+  run, where = branch.run, f'--branch_from={branch.run}'
+  if not (run / CONFIG).is_file():
+    raise UserError(f'{where}: no run is there ({CONFIG} is missing); name the directory of a run')
+  commits = committed_steps(run)
+  if not commits:
+    raise UserError(f'{where}: the run has no commit yet; wait for its first')
+  step = commits[-1] if branch.step is None else branch.step
+  if step not in commits:
+    raise UserError(
+      f'{where}:{step}: no commit at this step; the run keeps those at '
+      f'{", ".join(map(str, commits))} (checkpoint.keep)'
+    )
+  entries = history.until(history.read(run), step)
+  parents = entries[-1].config if entries else saved_configuration(run)
+  found = misfits(parents, config, step)
+  if problems := [problem for problem in found if problem[1] not in branch.reset]:
+    raise _misfit(branch, step, problems)
+  return Fork(branch=branch, step=step, config=parents, changes=changes(parents, config))
+
+
+def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str], Taskset]) -> Fork:
+  """Makes a branch in a directory that is open for it (`Workdir(…, branching=True)`).
+
+  If that fails, nothing is left of it.
+
+  Args:
+    config: the branch's configuration, with all options settled.
+    load: returns the taskset with a given name.
+
+  Raises:
+    UserError: the parent cannot be branched from, or the configuration does not fit it.
+  """
+  try:
+    origin = find_origin(branch, config)
+    taken = take_over(origin, config, workdir)
+    prepared = prepare(config, workdir.path, load)
+    mesh = build_mesh(config.learner.mesh)
+    stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+    model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
+    stage = next(stage for stage in stages if stage.name == taken.host['stage'])
+    check_shapes(origin, workdir, committed_like(stage, model, mesh))
+    complete(origin, config, workdir, taken)
+  except BaseException:
+    workdir.discard()
+    raise
+  return origin
+
+
+def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, str | None]]) -> UserError:
+  """Returns an error that says why the configuration does not fit, and what would help."""
+  listed = '; '.join(str(problem) for problem, _ in problems[:5])
+  more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
+  needed = [name for name in RESETS if any(reset == name for _, reset in problems)]
+  if any(reset is None for _, reset in problems):
+    remedy = "leave the parent's values, or start another run with --init_from"
+  else:
+    remedy = f"add {' '.join(f'--reset_{name}' for name in needed)}, or leave the parent's values"
+  return UserError(
+    f'--branch_from={branch.run}:{step}: the configuration does not fit this commit: {listed}{more}'
+    f'; {remedy}'
+  )
+
+
+def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
+  """Fills the directory of a branch with what its parent has, and returns the commit, which
+  `complete` commits.
+
+  Raises:
+    UserError: the parent's commit, store or logs are damaged or missing, or the disk is full.
+  """
+  run, path, reset = origin.branch.run, workdir.path, origin.branch.reset
+  with _reported(origin, path):
+    for old in path.iterdir():
+      if old.name != 'lock':
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    # The store comes first: while the commit exists afterwards, the store had all that it needs.
+    if 'store' in reset:
+      copying.begin(path / 'replay', step=origin.step, max_uses=config.max_uses)
+    else:
+      copying.copy(run / 'replay', path / 'replay', commit=origin.step, max_uses=config.max_uses)
+    taken = _checkpoints(path).take(_checkpoints(run), origin.step)
+    _logs(run, path, taken.host)
+    _link_tree(run / TOKENIZER, path / TOKENIZER)
+    if not _changes_data(origin.changes):
+      _link_tree(run / DATA, path / DATA)
+    elif 'data' not in reset:
+      _link_tree(run / DATA, path / DATA, of=_static(config, taken.host['stage']))
+    attempt = _attempt(run)
+    write_durably(path / ATTEMPT, str(attempt))
+    entries = history.until(history.read(run), origin.step)
+    if not entries:
+      entries = (history.Entry(step=1, attempt=0, time=_now(), config=origin.config),)
+    entry = history.Entry(
+      step=origin.step + 1,
+      attempt=attempt + 1,
+      time=_now(),
+      config=to_json(config),
+      changes=origin.changes,
+      parent=origin.parent,
+    )
+    history.write(path, (*entries, entry))
+    write_configuration(path, config)
+    return taken
+
+
+def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> None:
+  """Commits what was taken over, and gives the branch its directory."""
+  path, reset, host = workdir.path, origin.branch.reset, dict(taken.host)
+  with _reported(origin, path):
+    if 'data' in reset:
+      host['batches'] = None
+    elif 'store' in reset:
+      _forget_ended(host['batches'])
+    if _algorithm(origin.config, host['stage']) != _algorithm(to_json(config), host['stage']):
+      host['algorithm_state'] = None
+    if host['best'] and host['best'][1] != origin.step:
+      host['best'] = None  # Its commit stays with the parent.
+    host |= {
+      'reset_optimizer': 'optimizer' in reset,
+      'attempt': _attempt(path),
+      'store': copying.name(path / 'replay'),
+      'files': made_files(path),
+    }
+    _checkpoints(path).commit_taken(taken, host)
+    workdir.place()
+
+
+def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> None:
+  """Raises UserError if the commit's parameters do not fit the branch's model or algorithm.
+
+  Args:
+    wanted: arrays of the commit as the branch would restore them (`state.committed_like`).
+  """
+  found = _checkpoints(workdir.path).shapes(origin.step)
+  where = f'--branch_from={origin.branch.run}:{origin.step}'
+  if found.keys() != wanted.keys():
+    raise UserError(
+      f'{where}: the commit holds {sorted(found)}, and the algorithm of the stage needs '
+      f'{sorted(wanted)}; end this stage at the commit (its steps) and add one with the new '
+      'algorithm'
+    )
+  for role, state in wanted.items():
+    shapes = {name: x.shape for name, x in flatten(getattr(state, 'params', state)).items()}
+    for name in sorted(shapes.keys() | found[role].keys()):
+      if shapes.get(name) != found[role].get(name):
+        raise UserError(
+          f'{where}: another model: parameter {name} of {role} has shape {found[role].get(name)} '
+          f'in the commit, and the configuration makes it {shapes.get(name)}; leave the model as '
+          'the parent has it'
+        )
+
+
+def _checkpoints(path: pathlib.Path) -> Checkpoints:
+  return Checkpoints(path / 'checkpoints', CheckpointConfig(), leads=True)
+
+
+@contextlib.contextmanager
+def _reported(origin: Fork, path: pathlib.Path):
+  """Turns errors of the file system into one line."""
+  try:
+    yield
+  except OSError as error:
+    raise UserError(
+      f'--branch_from={shlex.quote(str(origin.branch.run))}:{origin.step}: cannot be taken over '
+      f'({error.strerror or error}: {error.filename or path}); restore the file or make room, then '
+      'give the same command again'
+    ) from error
+
+
+def _logs(run: pathlib.Path, path: pathlib.Path, host: Mapping[str, Any]) -> None:
+  """Copies the parent's metrics up to the commit, and links its transcripts; the start of the
+  branch removes those of later steps.
+  """
+  offset = host['metrics_offset']
+  with (run / METRICS_FILE).open('rb') as source, (path / METRICS_FILE).open('wb') as target:
+    left = offset
+    while block := source.read(min(left, 1 << 20)):
+      target.write(block)
+      left -= len(block)
+  if left:
+    raise UserError(
+      f'{run / METRICS_FILE}: has {offset - left:,} bytes, and the commit at step {host["step"]} '
+      f'recorded {offset:,}; restore it from a copy'
+    )
+  sync(path / METRICS_FILE)
+  for logs in (ROLLOUTS_DIR, EVALS_DIR):
+    _link_tree(run / logs, path / logs)
+
+
+def _link_tree(
+  source: pathlib.Path, target: pathlib.Path, *, of: Sequence[str] | None = None
+) -> None:
+  """Links or copies the files below a directory, if it exists: all, or those named after `of`."""
+  for file in sorted(source.rglob('*')):
+    named = of is None or any(file.name.startswith(f'{name}.') for name in of)
+    if named and file.is_file() and file.suffix != '.tmp':
+      link_or_copy(file, target / file.relative_to(source))
+
+
+def _changes_data(found: Sequence[Change]) -> bool:
+  """Whether the static rows of a stage may differ from the parent's, so that they are made anew."""
+  return any(
+    key.startswith(('tasksets', 'preferences', 'examples', 'rollout.max_', 'stages.'))
+    and not key.endswith(('.steps', '.peak_lr'))
+    for key, *_ in found
+  )
+
+
+def _static(config: Config, stage: str) -> tuple[str, ...]:
+  """Returns the names of the static rows that a stage reads."""
+  source = next(one.source for one in config.stages if one.name == stage)
+  named = isinstance(source, Pairs | Examples)
+  return (stage, *((source.train, source.held_out) if named else ()))
+
+
+def _forget_ended(batches: Any) -> None:
+  """Marks groups in flight as not ended, so that they are rolled out again: a new store lacks
+  them.
+  """
+  explorer = batches.get('rollouts', batches).get('explorer', {})
+  for group in explorer.get('groups', ()):
+    group['ended'] = False
+
+
+def _algorithm(config: Mapping[str, Any], stage: str) -> str:
+  return next(one['algorithm']['name'] for one in config['stages'] if one['name'] == stage)
+
+
+def _attempt(path: pathlib.Path) -> int:
+  """Returns the number of the last start of the run in `path`."""
+  text = (path / ATTEMPT).read_text()[:20].strip()
+  if not text.isdecimal():
+    raise UserError(f'{path / ATTEMPT}: holds {text!r}, wanted the number of the last start')
+  return int(text)
+
+
+def _now() -> float:
+  return round(time.time(), 3)

@@ -1,0 +1,251 @@
+"""Parts of a configuration that may change when a run is resumed or branched, and why the others
+may not.
+
+What may change on a resume does not alter the meaning of anything that the run has stored: weights,
+optimizer state, position in the data, rollouts and their rewards. A branch may also change what
+only concerns steps to come, and whatever follows from what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_llm.app.composition.saved import with_sources
+from jaxrl_llm.app.schema import Config, Examples, Pairs, StageConfig, trained_tasksets
+from jaxrl_llm.config.load import difference
+from jaxrl_llm.config.values import from_json, to_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.remote import DiscoveringOptions
+from jaxrl_llm.learner.optimizer import MAY_CHANGE as OF_OPTIMIZERS
+from jaxrl_llm.runtime.history import Change
+
+MAY_CHANGE = (
+  *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
+  *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
+  *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
+  *(f'rewards.scorers.*.options.{field.name}' for field in dataclasses.fields(DiscoveringOptions)),
+  *(f'rollout.auxiliary.*.{field.name}' for field in dataclasses.fields(DiscoveringOptions)),
+)
+"""Keys whose values a resumed run may change, with all keys below them; `*` stands for one name.
+Optimizers, numbers of steps, the engine's servers and tasksets that are only evaluated have rules
+of their own.
+"""
+_STAGES = "the stage's batches and its committed state follow from it"
+_WHY = {
+  'name': 'it names the run',
+  'seed': 'all random draws follow from it',
+  'policy': 'the committed weights are those of this model',
+  'tasksets': 'the run counts its position in this data',
+  'preferences': 'the run counts its position in this data',
+  'examples': 'the run counts its position in this data',
+  'rewards': 'stored rollouts were scored with it',
+  'rollout': 'stored rollouts were sampled with it',
+  'learner': 'batches are packed and sharded by it',
+  'stages': 'a run keeps its stages and their order',
+}
+"""Reason why a part of the configuration may not change, keyed by the first name of its key."""
+
+
+_OF_BRANCHES = (
+  *('name', 'learner', 'rollout', 'policy.remat', 'policy.attention', 'policy.dtype'),
+  *(f'stages.*.{name}' for name in ('algorithm', 'minibatches', 'epochs', 'keep_optimizer')),
+  *(f'stages.*.{name}' for name in ('optimizer', 'critic', 'evaluate_every')),
+  *(f'stages.*.source.{name}' for name in ('temperature', 'limits', 'max_dropped_groups')),
+  *(f'stages.*.source.{name}' for name in ('processors', 'selection', 'publish_every', 'past')),
+)
+"""Keys that a branch may change in addition, wherever its commit is."""
+
+
+class Refused(NamedTuple):
+  """A change with which a run cannot be resumed."""
+
+  change: Change
+  why: str
+  newest: int | None = None
+  """Newest step from which a branch could make the change; None: any commit."""
+
+  def __str__(self) -> str:
+    key, before, after = self.change
+    return f'{key}: {before!r:.200} in the run, {after!r:.200} now ({self.why})'
+
+
+def changes(old: Mapping[str, Any], new: Config) -> tuple[Change, ...]:
+  """Returns the differences of a configuration from that of a run, which is given as JSON."""
+  return tuple(Change(*change) for change in difference(current(old), new))
+
+
+def current(saved: Mapping[str, Any]) -> Any:
+  """Returns a saved configuration in the form that `to_json` writes now. Fields that an earlier
+  version lacked have their defaults.
+  """
+  try:
+    return to_json(from_json(with_sources(saved), Config))
+  except UserError:  # This version cannot read it. What both versions have can still be compared.
+    return saved
+
+
+def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
+  """Returns the changes with which a run cannot be resumed from its commit at `step`.
+
+  Args:
+    old: configuration in force at the commit, as JSON.
+    new: configuration to resume with.
+    step: number of batches that the run has completed; above 0.
+  """
+  old, found = current(old), changes(old, new)
+  try:
+    rules = _Rules(old, new, step)
+    return [reason for change in found if (reason := rules.refusal(change)) is not None]
+  except (KeyError, TypeError):  # Of a version whose stages had other fields.
+    return [Refused(change, _WHY['stages']) for change in found]
+
+
+def misfits(
+  old: Mapping[str, Any], new: Config, step: int
+) -> list[tuple[Refused, Literal['data', 'store'] | None]]:
+  """Returns the changes that a branch from a commit cannot make, each with what it must leave
+  behind to make it; None: it cannot make it at all.
+
+  Args:
+    old: the parent's configuration in force at the commit, as JSON.
+    new: the branch's configuration.
+    step: step of the commit.
+  """
+  old, found = current(old), changes(old, new)
+  try:
+    rules = _Rules(old, new, step)
+    pairs = [(change, rules.misfit(change)) for change in found]
+  except (KeyError, TypeError):
+    return [(Refused(change, _WHY['stages']), None) for change in found]
+  return [(Refused(change, why), reset) for change, (why, reset) in pairs if why]
+
+
+def is_below(key: str, others: Iterable[str]) -> bool:
+  """Whether the dotted key is one of the others, or lies below it; `*` stands for one name."""
+  names = key.split('.')
+  return any(
+    len(names) >= len(parts) and all(map(fnmatch.fnmatchcase, names, parts))
+    for parts in (other.split('.') for other in others)
+  )
+
+
+class _Rules:
+  """Rules for the changes between two configurations."""
+
+  def __init__(self, old: Mapping[str, Any], new: Config, step: int):
+    self._sides, self._step = (old, to_json(new)), step
+    ends = list(itertools.accumulate(stage['steps'] for stage in old['stages']))
+    self._spans = {
+      stage['name']: (end - stage['steps'], end)
+      for stage, end in zip(old['stages'], ends, strict=True)
+    }
+    self._begun = {
+      name
+      for stage in new.stages
+      if self._spans.get(stage.name, (step, step))[0] < step
+      for name in (*trained_tasksets(stage), *_static(stage))
+    }
+    self._free = (*MAY_CHANGE, *new.rollout.engine_may_change())
+    self._trained = {name for stage in new.stages for name in trained_tasksets(stage)} | {
+      source.source.removeprefix('taskset:') for source in new.preferences
+    }
+
+  def refusal(self, change: Change) -> Refused | None:
+    """Returns why a change is refused; None if it may be made."""
+    part, _, rest = change.key.partition('.')
+    name, _, field = rest.partition('.')
+    if part == 'stages' and name in self._spans and field:
+      return self._of_stage(change, name, field)
+    if (
+      is_below(change.key, self._free)
+      or (part == 'tasksets' and name and name not in self._trained)
+      or (part == 'learner' and self._of_optimizer(change, rest, [None, None]))
+    ):
+      return None
+    return Refused(change, _WHY.get(part, 'the run was made with it'))
+
+  def misfit(self, change: Change) -> tuple[str, Literal['data', 'store'] | None]:
+    """Returns why a branch cannot make a change, and what it would have to leave behind; the reason
+    is empty if it can.
+    """
+    part, _, rest = change.key.partition('.')
+    name, _, field = rest.partition('.')
+    if part == 'stages':
+      return self._misfit_of_stage(change, name, field)
+    policy = self._sides[1]['policy']
+    if change.key.startswith('rollout.max_'):
+      return 'tasks and rows are chosen by it', 'data'
+    if is_below(change.key, (*self._free, *_OF_BRANCHES)):
+      return '', None
+    if part in ('tasksets', 'preferences', 'examples'):
+      return (_WHY[part], 'data') if not name or name in self._begun else ('', None)
+    if part == 'seed' and (policy['lora'] is None or policy['init_from'] is not None):
+      return _WHY[part], 'data'
+    if change.key == 'policy.init_from' and policy['lora'] is None:
+      return '', None  # The weights are the commit's; only their shapes must agree.
+    return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
+
+  def _misfit_of_stage(
+    self, change: Change, name: str, field: str
+  ) -> tuple[str, Literal['data', 'store'] | None]:
+    if name not in self._spans or not field:
+      begun = [name for name, (start, _) in self._spans.items() if start < self._step]
+      kept = [stage['name'] for stage in self._sides[1]['stages'][: len(begun)]]
+      return ('' if kept == begun else f'the commit was made in these stages: {begun}'), None
+    start, end = self._spans[name]
+    if field == 'steps' and start < self._step:
+      done = min(end, self._step) - start
+      right = change.after == done if end < self._step else change.after >= done
+      return ('' if right else f'the commit comes after {done} of them'), None
+    if not start < self._step <= end or is_below(change.key, _OF_BRANCHES) or field == 'steps':
+      return '', None
+    return 'the commit has a position in these batches', 'data'
+
+  def _of_stage(self, change: Change, name: str, field: str) -> Refused | None:
+    start, end = self._spans[name]
+    if end < self._step:
+      return Refused(change, f'the run left this stage at step {end}', newest=end)
+    if field == 'steps':
+      done = self._step - start
+      return (
+        Refused(change, f'{done} of them are done', newest=start + change.after)
+        if change.after < done
+        else None
+      )
+    stages = [next(s for s in side['stages'] if s['name'] == name) for side in self._sides]
+    of_run = [side['learner']['optimizer'] for side in self._sides]
+    of_policy = [stage['optimizer'] or shared for stage, shared in zip(stages, of_run)]
+    if (
+      field == 'evaluate_every'
+      or self._of_optimizer(change, field, of_run)
+      or self._of_optimizer(change, field.removeprefix('critic.'), of_policy)
+    ):
+      return None
+    return Refused(change, _STAGES)
+
+  def _of_optimizer(self, change: Change, field: str, inherited: list[Any]) -> bool:
+    """Whether the change is one of an optimizer that keeps the meaning of its state.
+
+    Args:
+      field: path of the change inside the part of the configuration that has the optimizer.
+      inherited: the optimizer that None stands for, before and after.
+    """
+    if field != 'optimizer':
+      return field.removeprefix('optimizer.') in OF_OPTIMIZERS
+    sides = [value or other for value, other in zip(change[1:], inherited)]
+    if None in sides:
+      return True  # No stage inherits it on that side.
+    before, after = sides
+    return all(key in OF_OPTIMIZERS for key, *_ in difference(before, after))
+
+
+def _static(stage: StageConfig) -> tuple[str, ...]:
+  """Returns the names of the preferences or examples that a stage reads."""
+  source = stage.source
+  if not isinstance(source, Pairs | Examples):
+    return ()
+  return (source.train, source.held_out or source.train)

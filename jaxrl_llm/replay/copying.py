@@ -1,0 +1,75 @@
+"""Stores of branches: a copy of the parent's store, or an empty one that begins at a later step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import secrets
+import sqlite3
+
+from jaxrl_llm.core.disk import link_or_copy, sync
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.browse import snapshot
+from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.tables import INDEX, SEGMENTS
+
+_NEEDED = """
+SELECT name FROM segments g WHERE step < :commit OR EXISTS (
+  SELECT 1 FROM segment_rows r JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt
+  WHERE r.name = g.name AND t.state = 'stored' AND t.step < :commit) ORDER BY name"""
+"""SQL query for the segments that hold samples which were accepted before a commit."""
+
+
+def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
+  """Copies a store, to which a run may write meanwhile, under a new name. Sealed segments become
+  hard links where possible. The run that starts with the copy recovers it to the commit.
+
+  Args:
+    source: directory of the store.
+    target: directory of the copy, which must not exist.
+    commit: step of the commit that the copy is for.
+    max_uses: maximum number of batches that train on one sample from now on.
+
+  Raises:
+    UserError: the store is damaged or lacks a segment, or `max_uses` is below its own.
+  """
+  (target / SEGMENTS).mkdir(parents=True)
+  with snapshot(source) as (index, _):
+    with contextlib.closing(sqlite3.connect(target / INDEX)) as copied:
+      index.backup(copied)
+      (before,) = copied.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
+      if max_uses < json.loads(before):
+        raise UserError(
+          f'replay store {source}: its samples may be used {before} times, and the branch allows '
+          f'{max_uses}; add --reset_store, or leave past.max_uses'
+        )
+      copied.executemany(
+        'INSERT OR REPLACE INTO meta VALUES (?,?)',
+        [('store', json.dumps(secrets.token_hex(8))), ('max_uses', json.dumps(max_uses))],
+      )
+      copied.commit()
+    for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
+      try:
+        link_or_copy(source / SEGMENTS / name, target / SEGMENTS / name)
+      except FileNotFoundError:
+        raise UserError(
+          f'replay store {source}: its segment {name} is missing; restore it, or branch with '
+          '--reset_store'
+        ) from None
+  for part in (target / INDEX, target / SEGMENTS, target):
+    sync(part)
+
+
+def begin(directory: pathlib.Path, *, step: int, max_uses: int) -> None:
+  """Creates an empty store for a run that has completed `step` batches."""
+  store = open_store(directory, max_uses=max_uses)
+  store.set_meta('began', step)
+  store.close()
+
+
+def name(directory: pathlib.Path) -> str:
+  """Returns the name by which commits refer to a store."""
+  with snapshot(directory) as (index, _):
+    (text,) = index.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
+  return json.loads(text)

@@ -1,0 +1,148 @@
+"""history.jsonl: the configurations under which a run made its steps, and the run it branched from.
+
+Each line is an entry: a configuration, the first step that was made under it, and how it differs
+from the one before. Steps are counted from 1. A configuration is in force until the step before
+that of the next entry.
+
+Invariant: the entries describe the steps that the run has now. If a run is resumed from a commit,
+entries of steps that the commit does not contain are replaced by the configuration with which the
+run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm.core.disk import write_durably
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.types import Json
+
+FILE = 'history.jsonl'
+_LATEST = 1e11
+"""Seconds since 1970 from which on a time is taken to be damaged."""
+
+
+class Change(NamedTuple):
+  """A value of the configuration that changed."""
+
+  key: str
+  """Dotted key, as in --config.KEY."""
+  before: Json
+  after: Json
+
+  def __str__(self) -> str:
+    return f'{self.key}: {self.before!r:.200} → {self.after!r:.200}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parent:
+  """The commit that a run branched from."""
+
+  run: str
+  """Absolute path of the parent's run directory, which may no longer exist."""
+  step: int
+  """Step of the commit."""
+  reset: tuple[str, ...] = ()
+  """What the branch did not take over: any of 'optimizer', 'data' and 'store'."""
+
+  def __str__(self) -> str:
+    without = f', without its {", ".join(self.reset)}' if self.reset else ''
+    return f'branched from {self.run} at step {self.step}{without}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """A configuration, from the first step that was made under it."""
+
+  step: int
+  """First step made under this configuration."""
+  attempt: int
+  """Number of the start of the run that put it in force."""
+  time: float
+  """Seconds since 1970 at which that start began its first step."""
+  config: dict[str, Any]
+  """The whole configuration as JSON."""
+  changes: tuple[Change, ...] = ()
+  """Differences from the previous entry's configuration; empty for a new run."""
+  parent: Parent | None = None
+  """The commit that the run branched from with this entry; None for other entries."""
+
+  def to_json(self) -> dict[str, Json]:
+    return {
+      'step': self.step,
+      'attempt': self.attempt,
+      'time': self.time,
+      'changes': [list(change) for change in self.changes],
+      'parent': None if self.parent is None else dataclasses.asdict(self.parent),
+      'config': self.config,
+    }
+
+
+def read(workdir: pathlib.Path) -> tuple[Entry, ...]:
+  """Returns the entries of a run's history, in order; none if it has no history yet.
+
+  Raises:
+    UserError: the file is damaged.
+  """
+  file = workdir / FILE
+  try:
+    text = file.read_text(encoding='utf-8')
+  except FileNotFoundError:
+    return ()
+  except (OSError, ValueError) as error:
+    raise UserError(f'{file}: cannot be read ({error}); restore it') from None
+  entries: list[Entry] = []
+  for number, line in enumerate(text.splitlines(), 1):
+    try:
+      entry = _entry(parse_json(line))
+      if entry.step < (entries[-1].step if entries else 1):
+        raise ValueError(f'step {entry.step} after {entries[-1].step if entries else 0}')
+    except (ValueError, KeyError, TypeError) as error:
+      raise UserError(
+        f'{file}: line {number} is not an entry of a history ({type(error).__name__}: {error}); '
+        'restore the file'
+      ) from None
+    entries.append(entry)
+  return tuple(entries)
+
+
+def write(workdir: pathlib.Path, entries: Sequence[Entry]) -> None:
+  """Replaces a run's history; it is on disk when the function returns."""
+  lines = [json.dumps(entry.to_json(), ensure_ascii=False) + '\n' for entry in entries]
+  write_durably(workdir / FILE, ''.join(lines))
+
+
+def until(entries: Sequence[Entry], commit: int) -> tuple[Entry, ...]:
+  """Returns the entries that are in force for the steps up to the one after a commit."""
+  return tuple(entry for entry in entries if entry.step <= commit + 1)
+
+
+def in_force(entries: Sequence[Entry], step: int) -> Entry | None:
+  """Returns the entry under which a step was made; None if there is none."""
+  earlier = until(entries, step - 1)
+  return earlier[-1] if earlier else None
+
+
+def _entry(value: Any) -> Entry:
+  parent = value['parent']
+  entry = Entry(
+    step=value['step'],
+    attempt=value['attempt'],
+    time=float(value['time']),
+    config=value['config'],
+    changes=tuple(Change(*change) for change in value['changes']),
+    parent=None
+    if parent is None
+    else Parent(run=parent['run'], step=parent['step'], reset=tuple(parent['reset'])),
+  )
+  whole = [entry.step, entry.attempt, *([] if parent is None else [parent['step']])]
+  if not all(type(number) is int for number in whole) or not isinstance(entry.config, dict):
+    raise ValueError('wanted whole numbers and a configuration')
+  if not 0 <= entry.time < _LATEST:
+    raise ValueError(f'time {entry.time}')
+  return entry
