@@ -43,11 +43,12 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes a file that nobody changes in place available as `target`, whose directory is created.
 
-  It becomes a hard link, or a durable copy if the file systems differ or have no hard links.
+  It becomes a hard link, or a durable copy if the file systems differ or have no hard links. A
+  symbolic link is followed.
   """
   target.parent.mkdir(parents=True, exist_ok=True)
   try:
-    os.link(source, target)
+    os.link(os.path.realpath(source), target)
   except FileNotFoundError:
     raise
   except OSError:

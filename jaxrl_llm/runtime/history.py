@@ -92,7 +92,7 @@ def read(workdir: pathlib.Path) -> tuple[Entry, ...]:
   file = workdir / FILE
   try:
     text = file.read_text(encoding='utf-8')
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     return ()
   except (OSError, ValueError) as error:
     raise UserError(f'{file}: cannot be read ({error}); restore it') from None

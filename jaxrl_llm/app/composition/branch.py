@@ -147,11 +147,11 @@ def find_origin(branch: Branch, config: Config) -> Fork:
       f'{", ".join(map(str, commits))} (checkpoint.keep)'
     )
   entries = history.until(history.read(run), step)
-  parents = entries[-1].config if entries else saved_configuration(run)
-  found = misfits(parents, config, step)
+  theirs = entries[-1].config if entries else saved_configuration(run)
+  found = misfits(theirs, config, step)
   if problems := [problem for problem in found if problem[1] not in branch.reset]:
     raise _misfit(branch, step, problems)
-  return Fork(branch=branch, step=step, config=parents, changes=changes(parents, config))
+  return Fork(branch=branch, step=step, config=theirs, changes=changes(theirs, config))
 
 
 def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str], Taskset]) -> Fork:
@@ -258,6 +258,9 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
       'files': made_files(path),
     }
     _checkpoints(path).commit_taken(taken, host)
+    for folder in sorted(path.rglob('*/')):
+      sync(folder)  # The links in it.
+    sync(path)
     workdir.place()
 
 
@@ -355,7 +358,7 @@ def _forget_ended(batches: Any) -> None:
   """
   explorer = batches.get('rollouts', batches).get('explorer', {})
   for group in explorer.get('groups', ()):
-    group['ended'] = False
+    group |= {'ended': False, 'parked': False}
 
 
 def _algorithm(config: Mapping[str, Any], stage: str) -> str:

@@ -167,7 +167,7 @@ def test_what_is_reset_begins_afresh(parent, config, tmp_path):
 
 def test_a_new_store_has_no_groups_in_flight_that_ended(parent, config, tmp_path):
   host = host_of(make(parent, config, tmp_path / 'branch', ('store',)), 3)
-  assert host['batches']['explorer']['groups'] == [{'number': 1, 'ended': False}]
+  assert host['batches']['explorer']['groups'] == [{'number': 1, 'ended': False, 'parked': False}]
 
 
 def test_a_branch_of_a_branch_knows_both_parents(parent, config, tmp_path):
