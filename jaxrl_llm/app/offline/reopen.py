@@ -139,6 +139,8 @@ class Reopened(Setup):
 
   def under(self, config: Config) -> Reopened:
     """Returns the run with another of its configurations."""
+    if config == self.config:
+      return self
     sizes = self.prepared.spec.vocab_size, self.prepared.lengths
     stages = build_stages(config, self.process.mesh, *sizes)
     return dataclasses.replace(self, config=config, stages=stages)
