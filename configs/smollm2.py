@@ -5,7 +5,7 @@ variant trains all weights, 'lora' adapters of rank 16.
 
 Command:   bash launch/prepare_smollm2.sh
            python launch/train.py --config=configs/smollm2.py[:lora]
-Hardware:  a laptop's CPU with 8 GB of memory.
+Hardware:  a laptop's CPU with 12 GB of free memory.
 Time and result: docs/start/smollm2.md.
 """
 
