@@ -185,7 +185,8 @@ def test_grpo_raises_what_the_model_can_do(tmp_path, variant, seed):
   )
   print(accuracy, first, last)
   assert 0.1 <= accuracy[0] <= 0.6
-  assert accuracy[-1] >= accuracy[0] + 0.15
+  # An answer that copies either number is right half the time.
+  assert accuracy[-1] >= max(accuracy[0] + 0.15, 0.65)
 
 
 @pytest.mark.parametrize('seed', range(3))

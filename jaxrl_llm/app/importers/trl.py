@@ -325,6 +325,6 @@ def _logs(keys: Import, ours: dict[str, Json]) -> None:
   if 'wandb' in places:
     ours['logging.wandb'] = {}
   elif not other:
-    keys.spare('report_to', 'files for TensorBoard are always written')
+    keys.spare('report_to', 'files for TensorBoard are written unless logging.tensorboard is false')
   if other:
     keys.refuse('report_to', f'{other[0]}: a writer of your own is logging.writers')
