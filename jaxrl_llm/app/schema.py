@@ -231,7 +231,7 @@ class Rollouts:
 
   @property
   def _usual(self) -> int:
-    """Maximum number of the policy's own sequences in a batch."""
+    """Maximum number of sequences in a batch that are rollouts, without expert rows."""
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:

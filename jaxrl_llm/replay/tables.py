@@ -180,8 +180,8 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """Index row of a sample, as issued by the newest start of the run (attempt) that issued it. It is
-  a tuple because one is created for every change, which must be fast.
+  """Index row of a sample. If several attempts (starts of the run) have issued the sample, this is
+  the row of the newest. It is a tuple because one is created for every change, which must be fast.
   """
 
   uid: str
@@ -241,8 +241,8 @@ def read_schema(db: sqlite3.Connection) -> int:
 
 
 def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
-  """Raises UserError if this program cannot read the store's schema. Gives the connection to a
-  store without partials an empty table of them, which exists for this connection only.
+  """Raises UserError if this program cannot read the store's schema. If the store is older than
+  partial samples, an empty temporary table of them is created, for this connection only.
   """
   schema = read_schema(db)
   if schema == _BEFORE_PARTIALS:

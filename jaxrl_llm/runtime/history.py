@@ -24,7 +24,7 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'history.jsonl'
 _LATEST = 1e11
-"""Seconds since 1970 from which on a time is taken to be damaged."""
+"""Times, in seconds since 1970, are considered damaged from this value on."""
 
 
 class Change(NamedTuple):

@@ -166,7 +166,7 @@ class Example:
 
   @property
   def task_id(self) -> str:
-    """Identifier that a task with the same prompt in a taskset of this name would have."""
+    """Identifier of a task with the same prompt, in a taskset with the name of the example set."""
     return f'{self.name}:{self.digest[:16]}'
 
 

@@ -288,8 +288,8 @@ def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
 
 
 def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
-  # If the group is the prompt, use its digest: a taskset with the same holdout then holds out the
-  # same prompts.
+  # Without `config.group`, the pair's group already is the digest of its prompt. A taskset with the
+  # same holdout then holds out the same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
   point = int(digest, 16)
   return (

@@ -198,8 +198,8 @@ def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, str | None]
 
 
 def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
-  """Fills the directory of a branch with what its parent has, and returns the commit, which
-  `complete` commits.
+  """Links or copies the parent's store, logs, tokenizer and arrays into the directory of a branch.
+  Returns the branch's first commit, which has no marker before `complete`.
 
   Raises:
     UserError: the parent's commit, store or logs are damaged or missing, or the disk is full.
@@ -329,7 +329,11 @@ def _logs(run: pathlib.Path, path: pathlib.Path, host: Mapping[str, Any]) -> Non
 def _link_tree(
   source: pathlib.Path, target: pathlib.Path, *, of: Sequence[str] | None = None
 ) -> None:
-  """Links or copies the files below a directory, if it exists: all, or those named after `of`."""
+  """Links or copies the files below `source`, if it exists.
+
+  Args:
+    of: names without suffix of the files to take. If None, all files are taken.
+  """
   for file in sorted(source.rglob('*')):
     named = of is None or any(file.name.startswith(f'{name}.') for name in of)
     if named and file.is_file() and file.suffix != '.tmp':

@@ -132,7 +132,9 @@ def build_rollouts(
 
 
 def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersConfig:
-  """Returns the configuration with the registry's key as the token of a front that names none."""
+  """Returns the configuration. If its server for explorers has no token file, the registry's key
+  becomes its token.
+  """
   listen = config.listen
   if registry is None or listen is None or listen.token_file is not None:
     return config
@@ -186,7 +188,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
   if committed and committed['batches'] is None:
-    # A branch that left the position in the data behind draws no more of what was rolled out there.
+    # This branch does not continue at its parent's position in the data, so it drops the samples
+    # that its parent has rolled out and not yet trained on.
     store.at(step).drop([entry.uid for entry in store.live()], 'left behind')
   registry, engine = setup.registry, None
   if config.generates:

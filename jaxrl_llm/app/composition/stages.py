@@ -63,7 +63,7 @@ def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Pro
 def build_stages(
   config: Config, mesh: Mesh, vocab_size: int, lengths: Mapping[str, Sequence[int]]
 ) -> tuple[Stage, ...]:
-  """Builds the stages with their derived numbers.
+  """Builds the stages. Computes their first and last step and the shapes of their batches.
 
   Args:
     lengths: sequence lengths in tokens, keyed by stage name, for stages where they are known in

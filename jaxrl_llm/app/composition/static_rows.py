@@ -129,7 +129,9 @@ def write_pairs(
 def write_examples(
   examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
 ) -> None:
-  """Writes the sequences of examples, of at most `longest` tokens each, as samples."""
+  """Writes the examples as samples of at most `longest` tokens. Longer ones are treated as
+  `examples.config.too_long` says.
+  """
   path = workdir / examples_file(examples.config.name)
   if path.exists():
     return

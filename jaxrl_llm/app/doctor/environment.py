@@ -230,7 +230,8 @@ def disk(
   """Checks that the run directory can be written and has space for the commits and the export.
 
   Args:
-    roles: memory of each role. Gradients and base weights do not count, as they are not committed.
+    roles: arrays of each role, whose sizes give the size of a commit. Gradients and base weights do
+      not count, because they are not committed.
     free: free space in bytes. If None, it is measured.
   """
   place = workdir.absolute()

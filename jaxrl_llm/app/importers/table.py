@@ -26,8 +26,9 @@ class Mapped:
   """A key that has a counterpart."""
 
   to: str
-  """Our name: a path of the configuration (`stages.NAME` is the stage), or an option of the
-  algorithm. `*` is what the star of a pattern stands for. Several names are joined by commas.
+  """Name of the setting here: a path in the configuration, where `stages.NAME` is the imported
+  stage, or an option of the algorithm. A `*` is replaced by the text that the `*` of the key's
+  pattern has matched. Several names are separated by commas.
   """
   read: Callable[[Json], Json] | None = None
   """Converts the value; None: the importer computes our values from several keys."""

@@ -56,10 +56,10 @@ class PartialConfig:
 
 
 class GroupCut(Exception):
-  """The budget of a group's sample is spent.
+  """An unfinished sample of a group has used up its token budget for this iteration.
 
   Attributes:
-    spans: what the samples generated in this iteration, keyed by sample index.
+    spans: tokens that each sample generated in this iteration, keyed by sample index.
   """
 
   def __init__(self, spans: Mapping[int, Span]):

@@ -155,8 +155,8 @@ class PublicationFolder:
           directory.rename(self.root / 'unfinished')
 
   def _remove(self, directory: Path) -> None:
-    # The directory is renamed first. If the process is then killed during the removal, no directory
-    # with the name of a version lacks its file.
+    # The directory is renamed first. If the process is killed during the removal, every directory
+    # that has the name of a version is still complete.
     discarded = self.root / 'discarded'
     directory.rename(discarded)
     shutil.rmtree(discarded)

@@ -107,7 +107,8 @@ class Trainer:
 
   def call(self, name: str, body: Mapping[str, Any]) -> None:
     """Asks the trainer to call the server, and waits for the reply. If the call fails, the trainer
-    kills this process. vLLM's engines make only one call at a time.
+    kills this process. No lock is needed, because vLLM's weight-transfer engines make one call at a
+    time.
     """
     self.write({'call': name, 'body': body})
     self.read()
