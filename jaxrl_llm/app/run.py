@@ -46,6 +46,7 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, Edge, EventLog, Events
 from jaxrl_llm.runtime.history import Change
@@ -215,8 +216,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     begin()
     if resources:
       await asyncio.to_thread(workdir.record, config, commit=facts.step, attempt=facts.attempt)
-      if changed or origin:
-        _announce(changed, origin, facts.step, events)
+      _announce(history.read(path)[-1], facts.step, events)
     if resources and facts.step and left:
       resources.logs.progress.note(
         f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}'
@@ -252,12 +252,15 @@ def _first_suite(config: Config) -> Json:
   return {'suite': to_json(suite), 'taskset': to_json(taskset)}
 
 
-def _announce(changed: Sequence[Change], origin: Fork | None, step: int, events: Events) -> None:
-  """Logs the changes to the configuration with which the run goes on after `step` batches, and the
-  commit that it branched from, if this is its first start.
+def _announce(entry: history.Entry, step: int, events: Events) -> None:
+  """Logs the newest entry of the run's history, if it holds from step `step` + 1 on: the changes to
+  the configuration, and the commit that the run branched from. The event is repeated where a run
+  was killed before its next commit.
   """
-  parent = {} if origin is None else {'parent': origin.parent.run, 'commit': origin.step}
-  keys = [change.key for change in (changed if origin is None else origin.changes)]
+  if entry.step != step + 1 or not (entry.changes or entry.parent):
+    return
+  parent = {} if entry.parent is None else {'parent': entry.parent.run, 'commit': step}
+  keys = [change.key for change in entry.changes]
   events.message(Edge.CHANGE, first=step + 1, keys=keys, **parent)
 
 

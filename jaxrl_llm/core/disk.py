@@ -43,17 +43,21 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes a file that nobody changes in place available as `target`, whose directory is created.
 
-  It becomes a hard link, or a durable copy if the file systems differ or have no hard links. A
-  symbolic link is followed.
+  It becomes a hard link, or a durable copy if the file systems differ or have no hard links, or if
+  `source` is a symbolic link: its file may be anyone's. Raises FileExistsError if `target` exists.
   """
   target.parent.mkdir(parents=True, exist_ok=True)
   try:
-    os.link(os.path.realpath(source), target)
-  except FileNotFoundError:
+    if not source.is_symlink():
+      os.link(source, target)
+      return
+  except (FileNotFoundError, FileExistsError):
     raise
   except OSError:
-    shutil.copyfile(source, target)
-    sync(target)
+    pass
+  with source.open('rb') as old, target.open('xb') as new:
+    shutil.copyfileobj(old, new)
+  sync(target)
 
 
 @contextlib.contextmanager

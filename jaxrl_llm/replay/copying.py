@@ -50,6 +50,11 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
       )
       copied.commit()
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
+      if pathlib.PurePath(name).name != name:
+        raise UserError(
+          f'replay store {source}: its segment {name!r} is outside of the store, which is damaged; '
+          'branch with --reset_store'
+        )
       try:
         link_or_copy(source / SEGMENTS / name, target / SEGMENTS / name)
       except FileNotFoundError:

@@ -214,6 +214,9 @@ class Checkpoints:
     path = self._directory / str(step)
     try:
       committed = json.loads((path / _COMMIT).read_bytes())
+      for name in map(pathlib.PurePath, committed):
+        if name.is_absolute() or '..' in name.parts:
+          raise ValueError(f'file {str(name)!r} is outside of the commit')
       return {name: (size, digest) for name, (size, digest) in committed.items()}
     except (ValueError, TypeError, AttributeError) as error:
       raise UserError(

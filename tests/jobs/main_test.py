@@ -187,7 +187,7 @@ def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
   result = job.train(
     job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.source.group_size=8', expect=2
   )
-  assert 'stages.grpo.source.group_size' in result.stderr and '--init_from' in result.stderr
+  assert 'stages.grpo.source.group_size' in result.stderr and '--branch_from=' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
 
 

@@ -42,7 +42,7 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.replay import copying
-from jaxrl_llm.runtime import history
+from jaxrl_llm.runtime import events, history
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints, Taken
 from jaxrl_llm.runtime.history import Change, Parent
 from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, ROLLOUTS_DIR
@@ -206,6 +206,11 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
   """
   run, path, reset = origin.branch.run, workdir.path, origin.branch.reset
   with _reported(origin, path):
+    if path.is_symlink() or (path / events.FILE).exists():
+      raise UserError(
+        f'{path}: holds a run or is a link, and the branch is made in a directory of this name; '
+        'move it away, or choose another --workdir'
+      )
     for old in path.iterdir():
       if old.name != 'lock':
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -245,14 +250,14 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
   with _reported(origin, path):
     if 'data' in reset:
       host['batches'] = None
-    elif 'store' in reset:
+    elif 'store' in reset and host['batches'] is not None:
       _forget_ended(host['batches'])
     if _algorithm(origin.config, host['stage']) != _algorithm(to_json(config), host['stage']):
       host['algorithm_state'] = None
     if host['best'] and host['best'][1] != origin.step:
       host['best'] = None  # Its commit stays with the parent.
     host |= {
-      'reset_optimizer': 'optimizer' in reset,
+      'reset_optimizer': 'optimizer' in reset or host.get('reset_optimizer', False),
       'attempt': _attempt(path),
       'store': copying.name(path / 'replay'),
       'files': made_files(path),
@@ -360,8 +365,10 @@ def _forget_ended(batches: Any) -> None:
   """Marks groups in flight as not ended, so that they are rolled out again: a new store lacks
   them.
   """
-  explorer = batches.get('rollouts', batches).get('explorer', {})
-  for group in explorer.get('groups', ()):
+  state = batches.get('rollouts', batches)
+  for group in state.get('explorer', {}).get('groups', ()):
+    if group.get('parked'):
+      state['gate']['parked'] -= 1
     group |= {'ended': False, 'parked': False}
 
 

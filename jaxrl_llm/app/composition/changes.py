@@ -27,7 +27,12 @@ MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
-  *(f'rewards.scorers.*.options.{field.name}' for field in dataclasses.fields(DiscoveringOptions)),
+  # The deadline of a request is left out, because the limits of sandboxed programs depend on it.
+  *(
+    f'rewards.scorers.*.options.{field.name}'
+    for field in dataclasses.fields(DiscoveringOptions)
+    if field.name != 'request_deadline_s'
+  ),
   *(f'rollout.auxiliary.*.{field.name}' for field in dataclasses.fields(DiscoveringOptions)),
 )
 """Keys whose values a resumed run may change, with all keys below them; `*` stands for one name.

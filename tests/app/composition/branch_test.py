@@ -180,6 +180,45 @@ def test_a_branch_of_a_branch_knows_both_parents(parent, config, tmp_path):
   ]
 
 
+def test_a_branch_of_a_branch_leaves_behind_what_both_leave_behind(parent, config, tmp_path):
+  first = make(f'{parent}:3', config, tmp_path / 'first', reset=('optimizer', 'data'))
+  second = make(first, config, tmp_path / 'second', reset=('store',))
+  host = host_of(second, 3)
+  assert host['reset_optimizer'] and host['batches'] is None
+
+
+def test_a_new_store_has_no_parked_groups(template, config, tmp_path):
+  groups = [{'number': 1, 'ended': True, 'parked': True}, {'number': 2, 'ended': False}]
+  batches = {'explorer': {'groups': groups}, 'gate': {'started': 2, 'parked': 1}}
+  branches._forget_ended(batches)
+  assert batches['gate']['parked'] == 0
+  assert not any(group['parked'] or group['ended'] for group in groups)
+
+
+def test_a_parent_writes_nothing_outside_of_its_branch(parent, config, tmp_path):
+  outside = tmp_path / 'outside'
+  outside.write_text('mine')
+  commit = parent / 'checkpoints' / '3' / 'COMMIT'
+  files = json.loads(commit.read_text())
+  commit.write_text(json.dumps(files | {'../../../outside': [4, 'x']}))
+  message = refused(f'{parent}:3', config, tmp_path / 'branch')
+  assert 'outside of the commit' in message and outside.read_text() == 'mine'
+  store = open_store(parent / 'replay')
+  with store.transaction():
+    store._db.execute("UPDATE segments SET name = '../../../outside' WHERE step = 0")
+  store.close()
+  message = refused(f'{parent}:2', config, tmp_path / 'other')
+  assert 'outside of the store' in message and outside.read_text() == 'mine'
+
+
+def test_a_run_whose_name_ends_like_a_half_made_branch_is_kept(parent, config, tmp_path):
+  run = tmp_path / 'branch.branching'
+  run.mkdir()
+  (run / 'events.jsonl').write_text('{}')
+  assert 'holds a run or is a link' in refused(parent, config, tmp_path / 'branch')
+  assert (run / 'events.jsonl').read_text() == '{}'
+
+
 def test_a_running_parent_can_be_branched_from(parent, config, tmp_path):
   held, store = Workdir(parent), recovered(parent, 3)
   store_group(store, ['g9/0'], 3)
