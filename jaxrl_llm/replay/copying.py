@@ -37,7 +37,13 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
   (target / SEGMENTS).mkdir(parents=True)
   with snapshot(source) as (index, _):
     with contextlib.closing(sqlite3.connect(target / INDEX)) as copied:
-      index.backup(copied)
+      try:
+        index.backup(copied)
+      except sqlite3.OperationalError as error:
+        raise UserError(
+          f'{target / INDEX}: cannot be written ({error}); make room, then give the same command '
+          'again'
+        ) from error
       (before,) = copied.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
       if max_uses < json.loads(before):
         raise UserError(
