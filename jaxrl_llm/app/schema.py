@@ -660,8 +660,10 @@ class Config:
     rollout, reason = self.rollout, ''
     if rollout.engine != 'embedded':
       reason = f'rollout.engine {rollout.engine!r}; wanted embedded'
-    elif rollout.explorers is not None or rollout.workflow != WorkflowConfig():
-      reason = 'explorers or a workflow of several turns; wanted the single_turn workflow, without'
+    elif rollout.explorers is not None:
+      reason = 'rollout.explorers; remove it'
+    elif rollout.workflow != WorkflowConfig():
+      reason = f'rollout.workflow {rollout.workflow.kind!r}; wanted single_turn without options'
     elif (longest := max(rollout.embedded.prefill_buckets, default=None)) is not None and (
       longest < rollout.max_length - 2
     ):

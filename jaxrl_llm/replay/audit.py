@@ -340,17 +340,19 @@ class _Audit:
   def _left_behind(self) -> Iterator[str]:
     """Checks for two kinds of samples that a fault may leave behind.
 
-    The first is a sample that is still issued although other samples of its group have been
-    admitted or have ended. The second is a sample that had a second result, not accepted, and was
-    scored twice by the same scorer at that step: its newest score may be that of the second result.
+    The first is a sample that is still issued or partial although other samples of its group have
+    been admitted or have ended. The second is a sample that had a second result, not accepted, and
+    was scored twice by the same scorer at that step: its newest score may be that of the second
+    result.
     """
-    for uid, attempt, group in self._db.execute(
-      "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 "
+    for uid, attempt, group, state in self._db.execute(
+      'SELECT uid, attempt, group_id, state FROM samples s WHERE '
+      "state IN ('issued', 'partial') AND EXISTS (SELECT 1 "
       'FROM samples m WHERE '
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
       "m.state NOT IN ('issued', 'partial', 'stored', 'void')) ORDER BY seq"
     ):
-      yield f'{uid} (attempt {attempt}): is issued, and its group {group} has ended without it'
+      yield f'{uid} (attempt {attempt}): is {state}, and its group {group} has ended without it'
     for uid, attempt, scorer, step in self._db.execute(
       'SELECT uid, attempt, scorer, step FROM (SELECT DISTINCT uid, attempt, step FROM duplicates) '
       'CROSS JOIN scores USING (uid, attempt, step) GROUP BY uid, attempt, scorer, step HAVING '

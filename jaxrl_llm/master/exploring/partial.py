@@ -101,12 +101,7 @@ async def continue_group(
     budget=budget,
   )
   new = {
-    index: _span(
-      completion,
-      is_cut=completion.finish == Finish.LENGTH
-      and len(completion.tokens) + (len(before[index].tokens) if index in before else 0)
-      < workflow.max_tokens,
-    )
+    index: _span(completion, before.get(index), workflow.max_tokens, sampling)
     for index, completion in found.items()
   }
   whole = [
@@ -149,13 +144,20 @@ def _sampled_at(sample: Sample, step: int) -> np.ndarray:
   return mask
 
 
-def _span(completion: Completion, *, is_cut: bool) -> Span:
+def _span(completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling) -> Span:
+  """Returns what a sample generated in this iteration. The engine takes the iteration's budget for
+  the length limit, so the reason why the sample ended, if it has, is found here.
+  """
+  finish: Finish | None = completion.finish
+  tokens = completion.tokens if before is None else np.r_[before.tokens, completion.tokens]
+  if finish == Finish.LENGTH and len(tokens) < max_tokens:
+    detection, begun = sampling.repetition_detection, len(tokens) - len(completion.tokens)
+    repeats = detection is not None and detection.end(tokens, start=begun) == len(tokens)
+    finish = Finish.REPETITION if repeats else None
   segments = completion.segments
-  if is_cut:
-    segments = (*segments[:-1], dataclasses.replace(segments[-1], finish=BUDGET))
+  if finish != completion.finish:
+    last = dataclasses.replace(segments[-1], finish=BUDGET if finish is None else finish)
+    segments = (*segments[:-1], last)
   return Span(
-    tokens=completion.tokens,
-    logprobs=completion.logprobs,
-    segments=segments,
-    finish=None if is_cut else completion.finish,
+    tokens=completion.tokens, logprobs=completion.logprobs, segments=segments, finish=finish
   )

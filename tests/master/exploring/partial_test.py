@@ -21,14 +21,16 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.exploring import partial as partials
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import history, summary
 from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.rollout.api import BUDGET, Completion
+from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
+from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 
 BUDGETED = PartialConfig(budget=3, max_spans=4)
@@ -302,8 +304,8 @@ def test_a_budget_that_means_nothing_is_refused(fields):
   [
     ({'engine': 'vllm'}, {}, "rollout.engine 'vllm'; wanted embedded"),
     ({'engine': 'fixtures.own_engine:ENGINE'}, {}, 'wanted embedded'),
-    ({'explorers': ExplorersConfig()}, {}, 'explorers or a workflow of several turns'),
-    ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'explorers or a workflow of several turns'),
+    ({'explorers': ExplorersConfig()}, {}, 'rollout.explorers; remove it'),
+    ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'wanted single_turn without options'),
     ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
     ({}, {'bound': 1}, 'stages.grpo.source.bound 1; wanted 0'),
     ({}, {'past': PastConfig(groups=1, max_uses=2)}, 'stages.grpo.source.past; remove it'),
@@ -333,3 +335,24 @@ def test_what_partial_rollouts_do_not_support_is_refused_in_one_line(rollout, so
   with pytest.raises(UserError, match=r'^rollout\.partial: cannot be combined with ') as refused:
     build(rollout, source)
   assert line in str(refused.value) and '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('begun', [0, 4])
+def test_an_answer_that_repeats_itself_where_its_budget_ends_has_ended(begun):
+  whole = np.array([4, 5, 6, 4, 5, 6], np.int32)
+
+  def generated(tokens):
+    end = Segment(start=0, end=len(tokens), version=Version(0, 1), engine='e', finish='length')
+    return Completion(
+      tokens=tokens,
+      logprobs=np.zeros(len(tokens), np.float32),
+      finish=Finish.LENGTH,
+      segments=(end,),
+    )
+
+  sampling = Sampling(repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2))
+  before = partials._span(generated(whole[:begun]), None, 9, sampling) if begun else None
+  assert before is None or (before.finish, before.segments[-1].finish) == (None, 'budget')
+  span = partials._span(generated(whole[begun:]), before, 9, sampling)
+  assert (span.finish, span.segments[-1].finish) == (Finish.REPETITION, 'repetition')
+  assert partials._span(generated(whole[begun:]), before, 9, Sampling()).finish is None

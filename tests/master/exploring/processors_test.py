@@ -338,3 +338,27 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
     UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'
   ):
     build(limits=TaskLimits(timeout_s=2000.0))
+
+
+def test_what_earlier_weights_sampled_is_no_age_where_it_is_not_in_the_loss():
+  """An answer of weights 1 and 3, of which only the tokens of weights 3 are in the loss."""
+  old = member(0, 1.0, version=1)
+  parts = (
+    Segment(start=2, end=4, version=Version(0, 1), engine='e', finish='budget'),
+    Segment(start=4, end=5, version=Version(0, 3), engine='e', finish='stop'),
+  )
+  mask = np.array([False, False, False, False, True])
+  sample = dataclasses.replace(old.sample, segments=parts, loss_mask=mask)
+  grown = dataclasses.replace(old, sample=sample)
+  assert values(run([grown], 'fresh', step=3)) == [1.0]
+  assert values(run([old], 'fresh', step=3)) == []
+
+
+def test_a_sample_that_is_masked_as_a_whole_stays_in_its_groups_baseline():
+  first = member(0, 1.0)
+  nothing = dataclasses.replace(first.sample, loss_mask=np.zeros(5, bool))
+  masked = dataclasses.replace(first, sample=nothing, masked=True)
+  assert values(run([masked, member(1, 0.0)], 'aligned')) == [1.0, 0.0]
+  assert values(run([dataclasses.replace(masked, masked=False), member(1, 0.0)], 'aligned')) == [
+    0.0
+  ]
