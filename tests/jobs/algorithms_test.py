@@ -44,7 +44,8 @@ def test_ppo_warms_its_critic_up_and_moves_the_policy_after(ppo):
 def test_a_killed_ppo_goes_on_bit_for_bit(ppo):
   run = job.killed_ppo_run()
   job.assert_equal_runs(run, ppo)
-  assert job.files(run / 'critic') == job.files(ppo / 'critic')
+  killed, whole = (job.without_card(job.files(each / 'critic')) for each in (run, ppo))
+  assert killed == whole
 
 
 def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start_a_critic(

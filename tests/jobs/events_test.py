@@ -37,9 +37,10 @@ def run(tmp_path_factory):
   return workdir
 
 
-OWN = set(EDGES) - {Edge.AUXILIARY_SCORE, Edge.AUXILIARY_MODEL, Edge.SERVER}
-"""Of every run; the others are of workflows that ask (tests/jobs/explorers_test.py) and of servers
-of a registry (tests/jobs/registry_test.py).
+OWN = set(EDGES) - {Edge.AUXILIARY_SCORE, Edge.AUXILIARY_MODEL, Edge.CHANGE, Edge.SERVER}
+"""Of every run; the others are of workflows that ask (tests/jobs/explorers_test.py), of changes and
+branches (tests/jobs/change_test.py, branch_test.py) and of servers of a registry
+(tests/jobs/registry_test.py).
 """
 
 

@@ -111,7 +111,8 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base,
       flip_last_bit(base / 'hf/model.safetensors')
   job.train(run, config=config(base))
   job.assert_equal_runs(run, adapted)
-  assert job.files(run / 'adapter') == job.files(adapted / 'adapter')
+  killed, whole = (job.without_card(job.files(each / 'adapter')) for each in (run, adapted))
+  assert killed == whole
 
 
 @pytest.mark.acceptance

@@ -31,7 +31,8 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
   name = 'small-1.0-py3-none-any.whl'
   files = {
     'small.pth': os.getcwd() + '\\n',
-    'small-1.0.dist-info/METADATA': 'Metadata-Version: 2.1\\nName: small\\nVersion: 1.0\\n',
+    'small-1.0.dist-info/METADATA': 'Metadata-Version: 2.1\\nName: small\\nVersion: 1.0\\n' + \
+''.join(f'Provides-Extra: {name}\\n' for name in ('math', 'reasoning-gym', 'datasets')),
     'small-1.0.dist-info/WHEEL': 'Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: \
 true\\nTag: py3-none-any\\n',
   }
@@ -52,6 +53,11 @@ backend-path = ["."]
 [project]
 name = "small"
 version = "1.0"
+
+[project.optional-dependencies]
+math = []
+reasoning-gym = []
+datasets = []
 
 [dependency-groups]
 test = []
