@@ -1,6 +1,6 @@
 # The trainer on CPUs: docker build --file docker/cpu.Dockerfile --tag jaxrl_llm:cpu .
 #
-#   docker run --rm --volume "$PWD/runs:/work/runs" jaxrl_llm:cpu train --config=quickstart
+#   docker run --rm --volume "$PWD/runs:/srv/jaxrl/runs" jaxrl_llm:cpu train --config=quickstart
 FROM python:3.11-slim-bookworm
 
 # Isolation of untrusted programs (scorer code) where user namespaces are off.
@@ -17,8 +17,8 @@ COPY configs configs
 COPY jaxrl_llm jaxrl_llm
 RUN pip install --no-cache-dir --constraint constraints/py311.txt '.[math,reasoning-gym,datasets,logging]'
 
-RUN useradd --create-home --uid 1000 jaxrl && install --directory --owner=jaxrl /work
+RUN useradd --create-home --uid 1000 jaxrl && install --directory --owner=jaxrl /srv/jaxrl
 USER 1000
-WORKDIR /work
+WORKDIR /srv/jaxrl
 ENTRYPOINT ["jaxrl"]
 CMD ["--help"]

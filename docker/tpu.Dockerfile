@@ -1,7 +1,7 @@
 # The trainer on a TPU VM:
 #
 #   docker build --file docker/tpu.Dockerfile --tag jaxrl_llm:tpu .
-#   docker run --rm --privileged --net=host --volume "$PWD/runs:/work/runs" jaxrl_llm:tpu train --config=FILE.py
+#   docker run --rm --privileged --net=host --volume "$PWD/runs:/srv/jaxrl/runs" jaxrl_llm:tpu train --config=FILE.py
 #
 # On a slice of several hosts, the same command runs on each; JAX finds the others.
 FROM python:3.11-slim-bookworm
@@ -23,6 +23,6 @@ RUN pip install --no-cache-dir --constraint constraints/py311.txt \
 # libtpu needs the devices of the host, which belong to root.
 # hadolint ignore=DL3002
 USER 0
-WORKDIR /work
+WORKDIR /srv/jaxrl
 ENTRYPOINT ["jaxrl"]
 CMD ["--help"]
