@@ -365,35 +365,37 @@ class _Listener(socket.socket):
   def __init__(self, *args: int, strangers: int):
     super().__init__(*args)
     self._permitted = strangers
-    self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
-    """Unauthenticated connections with their deadlines, oldest first. Some may be closed."""
+    self._strangers: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
+    """Unauthenticated connections with their deadlines, keyed by descriptor, oldest first. Some may
+    be closed; their descriptors are -1 by now, and may have been given to other files.
+    """
 
   def accept(self) -> tuple[socket.socket, Any]:
     """Accepts a connection. Called by the event loop."""
     # wait request: none; the socket does not block, and the event loop asks when it is readable
     connection, address = super().accept()
-    loop = asyncio.get_running_loop()
-    self._strangers[connection] = loop.call_later(_STRANGER_S, self._drop, connection)
+    number = connection.fileno()
+    self._forget(number)  # An earlier connection with this descriptor is closed.
+    deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, number)
+    self._strangers[number] = connection, deadline
     if len(self._strangers) > self._permitted:
-      for stranger in [each for each in self._strangers if each.fileno() < 0]:
-        self._forget(stranger)
+      for known in [k for k, (each, _) in self._strangers.items() if each.fileno() < 0]:
+        self._forget(known)
     if len(self._strangers) > self._permitted:
       self._drop(next(iter(self._strangers)))
     return connection, address
 
   def trust(self, transport: asyncio.BaseTransport) -> None:
     """Cancels the deadline of a connection that has authenticated."""
-    number = transport.get_extra_info('socket').fileno()
-    for connection in self._strangers:
-      if connection.fileno() == number:
-        self._forget(connection)
-        return
+    self._forget(transport.get_extra_info('socket').fileno())
 
-  def _forget(self, connection: socket.socket) -> None:
-    self._strangers.pop(connection).cancel()
+  def _forget(self, number: int) -> None:
+    if stranger := self._strangers.pop(number, None):
+      stranger[1].cancel()
 
-  def _drop(self, connection: socket.socket) -> None:
-    self._forget(connection)
+  def _drop(self, number: int) -> None:
+    connection, _ = self._strangers[number]
+    self._forget(number)
     # The event loop closes the connection when it reads the end of it.
     with contextlib.suppress(OSError):
       connection.shutdown(socket.SHUT_RDWR)

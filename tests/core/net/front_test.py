@@ -1038,6 +1038,22 @@ def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch)
   asyncio.run(main())
 
 
+def test_a_connection_does_not_inherit_the_deadline_of_its_descriptor(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_STRANGER_S', 1.0)
+
+  async def main():
+    async with standing(tmp_path) as (front, _, _):
+      async with connected(front.address) as closed:
+        closed.writer.write(b'no HTTP\r\n\r\n')
+        await closed.reader.read()
+      await asyncio.sleep(0.9)
+      async with connected(front.address) as raw:
+        await asyncio.sleep(0.3)
+        assert (await raw.exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
+
+  asyncio.run(main())
+
+
 def test_a_flood_of_strangers_leaves_descriptors(tmp_path, monkeypatch):
   monkeypatch.setattr(front_module, '_permit_descriptors', lambda: 200)
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
