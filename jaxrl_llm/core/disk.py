@@ -77,9 +77,12 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
       # Lock the file before it gets its final name, since another process would take an unlocked
-      # file to be that of a killed process.
-      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has the file open.
-      unlocked.rename(folder / _OWNER)
+      # file to be that of a killed process. No other process has the file open, so locking only
+      # fails on file systems without locks; there, the file keeps its name, and nobody removes the
+      # directory of a killed process.
+      with contextlib.suppress(OSError):
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(folder / _OWNER)
       yield folder
 
 

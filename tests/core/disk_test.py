@@ -3,6 +3,7 @@ good.
 """
 
 import asyncio
+import errno
 import os
 import pathlib
 import signal
@@ -83,6 +84,20 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_uses_stays(temporar
       assert {*temporary.iterdir()} == {folder, used} and (used / 'something').exists()
   finally:
     end(live, signal.SIGKILL)
+
+
+def test_without_locks_nobody_removes_a_directory_that_may_be_in_use(temporary, monkeypatch):
+  def refuse(*_):
+    raise OSError(errno.ENOLCK, 'No locks available')
+
+  with monkeypatch.context() as patch:
+    patch.setattr('fcntl.flock', refuse)
+    used = disk.scratch('jaxrl-test-')
+    folder = used.__enter__()
+  with disk.scratch('jaxrl-test-') as other:
+    assert {*temporary.iterdir()} == {folder, other}
+  used.__exit__(None, None, None)
+  assert not [*temporary.iterdir()]
 
 
 def test_nothing_else_is_touched(temporary):
