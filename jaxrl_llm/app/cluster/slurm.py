@@ -21,6 +21,8 @@ import string
 import subprocess
 from collections.abc import Sequence
 
+from absl import logging
+
 from jaxrl_llm.app.cluster.files import LAUNCHES, write_files
 from jaxrl_llm.app.cluster.job import Job, Launcher, ProcessGroup
 from jaxrl_llm.core.errors import UserError, one_line
@@ -351,9 +353,14 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
 def _check_can_start(job_id: str, job: Job) -> None:
   """Cancels a waiting job that no node of its partition could run, and raises UserError.
 
-  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end.
+  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end. A job
+  whose reason cannot be read stays submitted, so that its id is not lost.
   """
-  reasons = _call(['squeue', '--noheader', f'--jobs={job_id}', '--format=%r']).split()
+  try:
+    reasons = _call(['squeue', '--noheader', f'--jobs={job_id}', '--format=%r']).split()
+  except UserError as error:
+    logging.warning('job %s was submitted, but its state is unknown: %s', job_id, error)
+    return
   never = next((reason for reason in reasons if reason in _NEVER), None)
   if never is None:
     return

@@ -91,16 +91,18 @@ def test_submitting_without_slurm_writes_nothing(monkeypatch, tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('reason', ['PartitionNodeLimit', 'Resources'])
-def test_a_job_that_slurm_would_never_start_is_cancelled(reason, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+  'waiting', ['echo PartitionNodeLimit', 'echo Resources', 'echo slurmctld is busy >&2; exit 1']
+)
+def test_a_job_that_slurm_would_never_start_is_cancelled(waiting, monkeypatch, tmp_path):
   cancelled = tmp_path / 'cancelled'
-  commands = {'sbatch': 'echo 7', 'squeue': f'echo {reason}', 'scancel': f'echo "$1" >{cancelled}'}
+  commands = {'sbatch': 'echo 7', 'squeue': waiting, 'scancel': f'echo "$1" >{cancelled}'}
   for name, command in commands.items():
     (tmp_path / name).write_text(f'#!/bin/sh\n{command}\n')
     (tmp_path / name).chmod(0o755)
   monkeypatch.setenv('PATH', str(tmp_path))
   job = dataclasses.replace(LARGE, workdir=str(tmp_path / 'run'))
-  if reason == 'Resources':  # It waits for its turn.
+  if 'PartitionNodeLimit' not in waiting:  # It waits for its turn, or has begun for all we know.
     assert slurm.submit('', job, SMALL) == '7' and not cancelled.exists()
     return
   with pytest.raises(UserError, match=r'never start the job \(PartitionNodeLimit\), .* 5 nodes'):
