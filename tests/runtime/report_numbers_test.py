@@ -5,6 +5,7 @@ those of the logs, whatever is filtered; charts can be saved; and a run of 10,00
 import base64
 import csv
 import io
+import itertools
 import json
 import math
 import statistics
@@ -32,7 +33,9 @@ from tests.runtime.report_test import (
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """24 SFT and 16 GRPO steps of two domains; some samples have no reward."""
+  """24 SFT and 16 GRPO steps of two domains; some samples have no reward, some prompts are formulas
+  of a spreadsheet.
+  """
   run = make_run(
     tmp_path_factory.mktemp('runs') / 'two', sft_steps=24, grpo_steps=16, groups=3, every=8
   )
@@ -42,7 +45,11 @@ def run(tmp_path_factory):
     for i, row in enumerate(rows):
       row['domain'] = 'long' if len(row['truth']) > 4 else 'short'
       row['reward'] = None if i % 11 == 5 else row['reward']
+      row['prompt'] = f'=SUM(1;{row["prompt"]})' if row['prompt'] < 'n' else row['prompt']
     rollouts.write('grpo', int(path.stem), rows)
+  log, _ = writers.read_jsonl(run / 'metrics.jsonl')
+  lines = (json.dumps({**row, 'actor/pg_clipfrac': 0.0}) for row in log)
+  (run / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
   return run
 
 
@@ -80,14 +87,20 @@ def shown_groups(browser):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('outcome', FILTERS)
-@pytest.mark.parametrize('text', ['', 'r'])
-def test_a_mean_covers_the_whole_task_or_group_under_every_filter(browser, run, outcome, text):
+def test_a_mean_covers_the_whole_task_or_group_under_every_filter(browser, run):
   opened(browser, run)
   source = rows_of(run)
-  Select(one(browser, 'select[aria-label=Outcome]')).select_by_value(outcome)
-  if text:
-    one(browser, '#samples input[type=search]').send_keys(text)
+  for text, outcome in itertools.product(('', 'r'), FILTERS):
+    Select(one(browser, 'select[aria-label=Outcome]')).select_by_value(outcome)
+    if text:
+      box = one(browser, '#samples input[type=search]')
+      box.clear()
+      box.send_keys(text)
+    check_means(browser, source, text, outcome)
+
+
+def check_means(browser, source, text, outcome):
+  """Compares all means on the page, by task and by group, with those of the logs."""
 
   def passes(row):
     found = text in row['prompt'] or text in ''.join(row['tokens'])
@@ -228,7 +241,31 @@ def test_charts_are_saved_as_numbers_and_as_pictures(browser, run, tmp_path):
     assert '0,104,168' in colours or '31,122,178' in colours or len(colours) > 50, title
   name, data = saved(browser, tmp_path, '[data-table="Reward by domain"] [data-export=CSV]')
   assert data.decode().startswith('Domain,mean reward,')
+  check_tables(browser, run, tmp_path)
   assert browser.get_log('browser') == []
+
+
+def check_tables(browser, run, folder):
+  """Compares the saved tables with the logs."""
+  _, data = saved(browser, folder, '[data-table="Reward by task"] [data-export=CSV]')
+  _, *rows = csv.reader(io.StringIO(data.decode()))
+  wanted = {row['prompt'] for row in rows_of(run) if row['step'] > 36}
+  formulas = {prompt for prompt in wanted if prompt.startswith('=')}
+  assert formulas and {row[0] for row in rows} == {
+    f"'{prompt}" if prompt in formulas else prompt for prompt in wanted
+  }
+  # Some spreadsheets end a cell at a semicolon, unless it is quoted.
+  assert all(f'"\'{prompt}"' in data.decode() for prompt in formulas)
+  name, data = saved(browser, folder, '#evaluation [data-export=CSV]')
+  head, *rows = csv.reader(io.StringIO(data.decode()))
+  measured = [row for row in writers.read_jsonl(run / 'metrics.jsonl')[0] if head[2] in row]
+  assert name == 'two-Evaluation.csv' and head[:2] == ['stage', 'step']
+  assert [(stage, int(step)) for stage, step, *_ in rows] == [
+    (row['stage'], row['training/global_step']) for row in measured
+  ]
+  for column, key in enumerate(head[2:], start=2):
+    got = [float(row[column]) for row in rows]
+    assert got == pytest.approx([row[key] for row in measured], rel=1e-5)
 
 
 @pytest.mark.full
@@ -246,6 +283,12 @@ def test_rounding_error_is_no_curve(browser, run):
   assert float(note.removeprefix('Rounding error alone: at most ').rstrip('.')) == pytest.approx(
     largest, rel=1e-2
   )
+  # No value of a share is below 0, so that neither is the axis of a constant 0.
+  click(browser, '#curves details summary')
+  Select(one(browser, 'select[aria-label=Metric]')).select_by_value('actor/pg_clipfrac')
+  chart = '[data-chart="Clipped tokens"] svg'
+  wait(browser, lambda: texts(browser, f'{chart} text'))
+  assert not [text for text in texts(browser, f'{chart} text') if text.startswith(('-', '−'))]
   # A learning rate of that size is a curve.
   assert metric_names.label('actor/lr').noise == 0
 

@@ -81,7 +81,7 @@ function yRange(values, spec) {
   const outside = sorted.filter((v) => v > high || v < low).length;
   if (spec.range) [low, high] = [Math.min(low, spec.range[0]), Math.max(high, spec.range[1])];
   else if (low > 0 && (spec.zero || low < 0.5 * high)) low = 0;
-  if (high === low) [low, high] = low === 0 ? [-1, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * high)];
+  if (high === low) [low, high] = [Math.min(0, 2 * low), Math.max(0, 2 * high) || (low < 0 ? 0 : 1)];
   const margin = spec.range || spec.zero ? 0 : 0.06 * (high - low);
   return { low: low === 0 ? 0 : low - margin, high: spec.range ? high : high + 0.06 * (high - low), outside };
 }

@@ -162,14 +162,14 @@ class RewardTable {
     this.body = element('tbody', {});
     this.top = element('tr', {});
     this.foot = element('div', { class: 'foot' });
-    this.node = element('div', { class: 'card rewards', 'data-table': title }, element('div', { class: 'bar' }, element('h3', {}, title), element('span', { class: 'space' }), this.save()),
+    this.node = element('div', { class: 'card rewards', 'data-table': title }, element('div', { class: 'bar' }, element('h3', {}, title), element('span', { class: 'space' }), element('span', { class: 'exports' }, csvButton(title, () => this.rows()))),
       element('div', { class: 'scroll' }, element('table', {}, element('thead', {}, this.top), this.body)), this.foot);
   }
 
-  save() {
-    return element('span', { class: 'exports' }, element('button', { type: 'button', 'data-export': 'CSV', 'aria-label': `${this.title}: save as CSV`, onclick: () => save(fileName(this.title, '.csv'),
-      new Blob([csvOf([[this.head, 'mean reward', 'standard error', 'rollouts', this.unit, ...this.ks.map((k) => `pass@${k}`)],
-        ...this.found.map((l) => [l.name, l.mean, l.error, l.rollouts, l.units, ...l.pass])])], { type: 'text/csv' })) }, 'CSV'));
+  // The lines of the table's CSV: all of them, in the order of the logs.
+  rows() {
+    return [[this.head, 'mean reward', 'standard error', 'rollouts', this.unit, ...this.ks.map((k) => `pass@${k}`)],
+      ...this.found.map((l) => [l.name, l.mean, l.error, l.rollouts, l.units, ...l.pass])];
   }
 
   of(rows, ks) {

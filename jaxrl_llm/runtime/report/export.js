@@ -14,12 +14,13 @@ function fileName(title, ending) {
   return `${DATA.name} ${title}`.replace(/[^\p{L}\p{N}]+/gu, '-').replace(/^-+|-+$/g, '').slice(0, 100) + ending;
 }
 
-// A cell of CSV. Text that a spreadsheet would take for a formula gets an apostrophe.
+// A cell of CSV. Text that a spreadsheet would take for a formula gets an apostrophe; a spreadsheet
+// may also take a semicolon or a tab for the end of a cell, so these are quoted.
 function csvCell(value) {
   if (value === null || value === undefined) return '';
   if (typeof value === 'number') return String(value);
-  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
-  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  const text = /^[=+\-@\t\r\n＝＋－＠]/.test(value) ? `'${value}` : String(value);
+  return /[",;\t\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
 function csvOf(rows) {
@@ -81,10 +82,16 @@ async function pngOf(title, legend, svg) {
   return new Promise((done) => canvas.toBlob(done, 'image/png'));
 }
 
+// The button that saves `rows()` as CSV.
+function csvButton(title, rows) {
+  return element('button', { type: 'button', 'data-export': 'CSV', title: 'save the numbers as CSV', 'aria-label': `${title}: save the numbers as CSV`,
+    onclick: () => save(fileName(title, '.csv'), new Blob([csvOf(rows())], { type: 'text/csv' })) }, 'CSV');
+}
+
 // The buttons of a chart that save it. `rows` returns the lines of its CSV, `legend` its [{name, colour}], svg its drawing.
 function exports(title, rows, legend, svg) {
-  const button = (text, label, onclick) => element('button', { type: 'button', 'data-export': text, title: label, 'aria-label': `${title}: ${label}`, onclick }, text);
-  return element('span', { class: 'exports' },
-    button('CSV', 'save the numbers as CSV', () => save(fileName(title, '.csv'), new Blob([csvOf(rows())], { type: 'text/csv' }))),
-    button('PNG', 'save the drawing as PNG', async () => save(fileName(title, '.png'), await pngOf(title, legend(), svg()))));
+  const label = 'save the drawing as PNG';
+  return element('span', { class: 'exports' }, csvButton(title, rows),
+    element('button', { type: 'button', 'data-export': 'PNG', title: label, 'aria-label': `${title}: ${label}`,
+      onclick: async () => save(fileName(title, '.png'), await pngOf(title, legend(), svg())) }, 'PNG'));
 }

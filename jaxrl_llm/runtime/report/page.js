@@ -127,7 +127,9 @@ function evaluation() {
   draw(some);
   const all = some.length < rows.length ? element('div', { class: 'more' }, element('button', { type: 'button', onclick: () => { draw(rows); all.remove(); } },
     `Show all ${whole(rows.length)} evaluations; these are ${some.length}, evenly spaced`)) : null;
-  return section('Evaluation', 'evaluation', element('div', { class: 'card' }, element('div', { class: 'scroll' }, table), all), ...DATA.answers.map(answers));
+  const numbers = () => [['stage', 'step', ...columns], ...rows.map((row) => [DATA.stages[row.stage].name, row.step, ...row.values])];
+  const bar = element('div', { class: 'bar' }, element('span', { class: 'space' }), element('span', { class: 'exports' }, csvButton('Evaluation', numbers)));
+  return section('Evaluation', 'evaluation', element('div', { class: 'card' }, bar, element('div', { class: 'scroll' }, table), all), ...DATA.answers.map(answers));
 }
 
 // Answers to the same prompts at the evaluations that mark the run's way.
