@@ -20,6 +20,8 @@ class Panel(NamedTuple):
 
   title: str
   unit: str
+  noise: float
+  """Absolute value up to which a value is rounding error, which is drawn as a flat line."""
   points: Sequence[tuple[int, float]]
   """Steps in rising order, and values."""
 
@@ -55,8 +57,10 @@ def _panel(panel: Panel) -> str:
   points = _thinned(panel.points)
   first, last = points[0][0], points[-1][0]
   low, high = min(y for _, y in points), max(y for _, y in points)
+  if max(abs(low), abs(high)) <= panel.noise:
+    low, high = min(0.0, -10 * panel.noise * (low < 0)), 10 * panel.noise
   if low == high:
-    low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    low, high = min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0)
   right, floor = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
   def place(x: float, y: float) -> tuple[float, float]:

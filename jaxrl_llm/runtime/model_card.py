@@ -25,6 +25,7 @@ import jaxrl_llm
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.secret_values import NAME, hide_secrets
 from jaxrl_llm.runtime import report, writers
 from jaxrl_llm.runtime.curves_figure import Panel, figure
 from jaxrl_llm.runtime.metric_names import label
@@ -42,7 +43,10 @@ _FIGURE_KEYS = (
 _MAX_PANELS = 6
 _LIBRARIES = ('jax', 'flax', 'optax', 'transformers', 'safetensors')
 _HUB_ID = re.compile(r'[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?')
-_SECRET = re.compile(r'(?i)(^|[._"\s-])(api_?key|key|token|password|secret)"?\s*[=:]')
+_SECRET = re.compile(rf'{NAME}["\']?\s*[=:]')
+_SECRET_FLAG = re.compile(rf'--?[\w.-]*{NAME}')
+_PATH = re.compile(r'(?<![\w.~/])/(?!/)[^\s"\',]+')
+"""An absolute path in a text; an address, such as https://host/name, contains none."""
 
 _LOADING = {
   'policy': """```python
@@ -136,8 +140,10 @@ def write_converted_card(
 
 
 def typed_command(argv: Sequence[str]) -> list[str]:
-  """Returns the words of a command for a card: without the path of the program and of the home
-  directory, and without the values of what is called a token, a key, a password or a secret.
+  """Returns the words of a command for a card.
+
+  An absolute path becomes its last name, the home directory `~`, and the value of what is called a
+  token, a key, a password or a secret `…`.
   """
   program, *words = argv
   path = pathlib.Path(program)
@@ -147,12 +153,30 @@ def typed_command(argv: Sequence[str]) -> list[str]:
     first = ['jaxrl', path.stem]
   else:
     first = ['python', path.name]
-  home = os.path.expanduser('~')
-  hidden = [
-    f'{word[: match.end()]}…' if (match := _SECRET.search(word)) else word.replace(home, '~')
-    for word in words
-  ]
-  return [*first, *hidden]
+  shown = []
+  for before, word in zip(['', *words], words):
+    if _SECRET_FLAG.fullmatch(before):
+      shown.append('…')
+    elif match := _SECRET.search(word):
+      shown.append(f'{word[: match.end()]}…')
+    else:
+      shown.append(_without_home(word))
+  return [*first, *shown]
+
+
+def _without_home(word: str) -> str:
+  """Returns a word of a command without absolute paths."""
+  name, equals, value = word.partition('=') if word.startswith('-') else ('', '', word)
+  if not value.startswith('/') or ',' in value:
+    return _without_paths(word)
+  path, home = pathlib.Path(value), pathlib.Path(os.path.expanduser('~'))
+  within = home.name and path.is_relative_to(home)
+  return f'{name}{equals}{"~" / path.relative_to(home) if within else path.name}'
+
+
+def _without_paths(text: str) -> str:
+  """Reduces each absolute path in a text to its last name."""
+  return _PATH.sub(lambda match: pathlib.Path(match[0]).name, text)
 
 
 def _config(workdir: pathlib.Path) -> Mapping[str, Any]:
@@ -165,7 +189,8 @@ def _config(workdir: pathlib.Path) -> Mapping[str, Any]:
 
 def _write(directory: pathlib.Path, data: ModelCardData, sections: Sequence[str]) -> None:
   body = '\n\n'.join(section for section in sections if section)
-  write_durably(directory / CARD, f'---\n{data.to_yaml().strip()}\n---\n\n{body}\n')
+  card = f'---\n{data.to_yaml().strip()}\n---\n\n{body}\n'
+  write_durably(directory / CARD, hide_secrets(card))
 
 
 def _text(value: object, limit: int = 300) -> str:
@@ -289,7 +314,7 @@ def _training(config: Mapping[str, Any]) -> str:
       [
         _text(stage.get('name')),
         _text(algorithm.get('name')),
-        _code(json.dumps(algorithm.get('options') or {})),
+        _code(_without_paths(json.dumps(algorithm.get('options') or {}))),
         _text(', '.join(pathlib.Path(str(name)).name for name in names)),
         _text(batch),
         _text(stage.get('steps')),
@@ -302,8 +327,8 @@ def _training(config: Mapping[str, Any]) -> str:
 def _data(config: Mapping[str, Any]) -> str:
   rows = []
   for name, kind, source in _sources(config):
-    local = source.endswith(('.jsonl', '.parquet'))
-    shown = pathlib.Path(source).name if local else source
+    local = source.startswith(('/', '~')) or source.endswith(('.jsonl', '.parquet'))
+    shown = pathlib.Path(source).name if local else _without_paths(source)
     rows.append([_text(name), kind, _code(shown)])
   scorers = ((config.get('rewards') or {}).get('scorers')) or ()
   used = [
@@ -327,7 +352,7 @@ def _panels(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[Pa
       if is_number(row.get(key))
     ]
     if len(points) > 1:
-      panels.append(Panel(label(key).name, label(key).unit, points))
+      panels.append(Panel(*label(key), label(key).noise, points))
   return panels[:_MAX_PANELS]
 
 

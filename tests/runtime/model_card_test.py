@@ -9,6 +9,7 @@ import yaml
 from job import quick_run
 
 from jaxrl_llm.runtime import model_card, writers
+from jaxrl_llm.runtime.curves_figure import Panel, figure
 from jaxrl_llm.runtime.model_card import Origin, typed_command
 
 HOSTILE = '<img src=x onerror=alert(1)> | `rm` ](javascript:x)\n# Heading'
@@ -67,10 +68,10 @@ def test_a_card_has_what_the_run_did(tmp_path):
   assert '| grpo | 0 | 0.250 ± 0.020 |' in body and '| grpo | 600 | 0.750 ± 0.020 |' in body
   assert 'jaxrl train --config=words.py' in body and 'jax 0' in body
   assert '![Curves of the run](curves.svg)' in body
-  figure = xml.etree.ElementTree.fromstring((tmp_path / 'curves.svg').read_text())
-  texts = [node.text for node in figure.iter('{http://www.w3.org/2000/svg}text')]
+  drawing = xml.etree.ElementTree.fromstring((tmp_path / 'curves.svg').read_text())
+  texts = [node.text for node in drawing.iter('{http://www.w3.org/2000/svg}text')]
   assert {'words: greedy accuracy', 'Reward', 'Entropy', 'step', '600'} <= {*texts}
-  lines = [node.get('points') for node in figure.iter('{http://www.w3.org/2000/svg}polyline')]
+  lines = [node.get('points') for node in drawing.iter('{http://www.w3.org/2000/svg}polyline')]
   assert [len(line.split()) for line in lines] == [2, 300, 300]
   rising = [float(point.partition(',')[2]) for point in lines[1].split()]
   assert rising == sorted(rising, reverse=True)  # SVG's y grows downwards
@@ -122,21 +123,67 @@ def test_a_converted_model_keeps_its_card_or_gets_that_of_its_run(tmp_path):
   assert head['base_model'] == 'org/base' and '100 steps of my' in body
 
 
-def test_the_command_keeps_secrets_and_places_to_itself(monkeypatch):
+@pytest.mark.parametrize(
+  ('word', 'shown'),
+  [
+    ('--config.x.api_key=abc', '--config.x.api_key=…'),
+    ('--config.o={"token": "hf_1", "b": 2}', '--config.o={"token":…'),
+    ("--config.o={'WANDB_API_KEY': 'abc'}", "--config.o={'WANDB_API_KEY':…"),
+    ('--config.o={token: hf_1}', '--config.o={token:…'),
+    ('--config.max_tokens=5', '--config.max_tokens=5'),
+    ('--workdir=/home/someone/runs/a', '--workdir=~/runs/a'),
+    ('--workdir=/home/someone_else/runs/a', '--workdir=a'),
+    ('--workdir=/scratch/my project/a/', '--workdir=a'),
+    ('/scratch/a', 'a'),
+    ('--init_from=runs/a', '--init_from=runs/a'),
+    ('--config.files=/scratch/a.jsonl,/scratch/b.jsonl', '--config.files=a.jsonl,b.jsonl'),
+    ('--config.o={"file": "/scratch/a", "n": 0.5}', '--config.o={"file": "a", "n": 0.5}'),
+    ('--config.o={"at": "https://host/name"}', '--config.o={"at": "https://host/name"}'),
+  ],
+)
+def test_the_command_keeps_secrets_and_places_to_itself(monkeypatch, word, shown):
   monkeypatch.setenv('HOME', '/home/someone')
-  words = (
-    '--config.x.api_key=abc',
-    '--config.o={"token": "hf_1", "b": 2}',
-    '--config.max_tokens=5',
-  )
-  command = typed_command(['/opt/bin/jaxrl', 'train', *words, '--workdir=/home/someone/runs/a'])
-  assert command[:2] == ['jaxrl', 'train'] and command[4:] == [
-    '--config.max_tokens=5',
-    '--workdir=~/runs/a',
-  ]
-  assert 'abc' not in ' '.join(command) and 'hf_1' not in ' '.join(command)
+  assert typed_command(['/opt/bin/jaxrl', 'train', word]) == ['jaxrl', 'train', shown]
+
+
+def test_a_secret_may_be_a_word_of_its_own_and_a_home_may_be_the_root(monkeypatch):
+  command = typed_command(['jaxrl', 'train', '--config.x.token', 'hf_1', '--config.y', 'a'])
+  assert command[2:] == ['--config.x.token', '…', '--config.y', 'a']
+  monkeypatch.setenv('HOME', '/')
+  assert typed_command(['jaxrl', 'train', '--init_from=org/base'])[2:] == ['--init_from=org/base']
+
+
+def test_the_command_begins_with_the_program_without_its_path():
   assert typed_command(['launch/train.py', '--seed=1']) == ['jaxrl', 'train', '--seed=1']
   assert typed_command(['/a/mine.py']) == ['python', 'mine.py']
+
+
+def test_secrets_of_the_environment_and_directories_are_not_in_a_card(tmp_path, monkeypatch):
+  monkeypatch.setenv('WANDB_API_KEY', 'a1b2c3d4e5')
+  options = {'note': 'with a1b2c3d4e5', 'table': '/scratch/project/table.json'}
+  stage = {**CONFIG['stages'][0], 'algorithm': {'name': 'grpo', 'options': options}}
+  tasksets = [{'name': 'mine', 'source': 'datasets:/scratch/project/rows#train'}]
+  config = {**CONFIG, 'stages': [stage], 'tasksets': tasksets, 'name': 'a1b2c3d4e5'}
+  model_card.write_run_card(tmp_path, run(tmp_path / 'run', config, steps=3), Origin())
+  _, body = parts(tmp_path)
+  assert 'a1b2c3d4e5' not in (tmp_path / 'README.md').read_text() and '/scratch' not in body
+  assert '`{"note": "with …", "table": "table.json"}`' in body and '`datasets:rows#train`' in body
+
+
+def drawn_rise(values, noise):
+  """The number of pixels between the lowest and the highest point of a curve."""
+  points = list(enumerate(values))
+  root = xml.etree.ElementTree.fromstring(figure([Panel('KL', 'nats', noise, points)]))
+  (line,) = root.iter('{http://www.w3.org/2000/svg}polyline')
+  heights = [float(point.partition(',')[2]) for point in line.get('points').split()]
+  return max(heights) - min(heights)
+
+
+def test_the_figure_draws_no_rounding_error_and_no_constant_as_a_curve():
+  assert drawn_rise([1e-7, 3e-7, 2e-7], 1e-6) < 10 < drawn_rise([1e-7, 3e-7, 2e-7], 0.0)
+  svg = figure([Panel('Entropy', 'nats', 1e-6, [(1, 0.0), (2, 0.0)])])
+  assert '>-' not in svg and drawn_rise([0.0, 0.0], 0.0) == 0
+  assert drawn_rise([-3.0, -3.0], 0.0) == 0
 
 
 @pytest.mark.full
