@@ -2,47 +2,18 @@
 
 import asyncio
 import json
-import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
 from pages import code
-from paths import ROOT
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import writers
 from jaxrl_llm.runtime.log.config import LoggingConfig, LogWriterConfig, WandbConfig
-from jaxrl_llm.runtime.log.writers import open_writers
-
-
-class Lines:
-  """A log writer that appends rows to a file, and fails as its options say."""
-
-  def __init__(self, run, *, file, refuses=(), opens=True):
-    if not opens:
-      raise ConnectionError('no route\nto host')
-    self._file = pathlib.Path(file).open('a')
-    self._refuses = refuses
-    self._file.write(json.dumps({'opened': run.name, 'seed': run.config['seed']}) + '\n')
-
-  def write(self, row):
-    if row.step in self._refuses:
-      raise ValueError(f'step {row.step} is refused')
-    self._file.write(json.dumps({'index': row.index, 'step': row.step, **row.metrics}) + '\n')
-    self._file.flush()
-
-  def close(self):
-    self._file.write('{"closed": true}\n')
-    self._file.close()
-
-
-class Hangs(Lines):
-  """A log writer that never comes back from its third row."""
-
-  def write(self, row):
-    super().write(row)
-    if row.index == 2:
-      time.sleep(3600)
+from jaxrl_llm.runtime.log.follow import State
+from jaxrl_llm.runtime.log.writers import LocalWriter, LogWriters, open_writers
 
 
 class Run:
@@ -55,12 +26,11 @@ class Run:
     self._copies = open_writers(config, workdir, name='spell')
     self.notes, self.metrics = [], {}
 
-  def write(self, *steps, pause_s=0.0):
+  def write(self, *steps):
     for step in steps:
       row = self._metrics.write('grpo', step, {'x': step / 2, 'bad': float('nan')})
       self.notes += self._copies.write(row)
       self.metrics = self._copies.take_metrics()
-      time.sleep(pause_s)  # not a wait: a run that takes its time between steps
     return self._metrics.sync()
 
   def close(self):
@@ -70,7 +40,7 @@ class Run:
 
 def lines_of(file, *, close_s=20.0, **options):
   options = {'file': str(file), **options}
-  kind = f'{__name__}:{options.pop("kind", "Lines")}'
+  kind = f'fixtures.log_writers:{options.pop("kind", "Lines")}'
   writer = LogWriterConfig(kind=kind, name='lines', options=options)
   return LoggingConfig(tensorboard=False, writers=(writer,), close_s=close_s)
 
@@ -81,12 +51,6 @@ def read(file):
 
 def steps_in(file):
   return [row['step'] for row in read(file) if 'step' in row] if file.exists() else []
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-  """The processes of writers get this process's search path."""
-  monkeypatch.syspath_prepend(str(ROOT))
 
 
 @pytest.mark.full
@@ -126,7 +90,8 @@ def test_a_writer_that_raises_is_one_line_and_a_count(tmp_path, caplog):
   step = 0
   while not start.metrics.get('run/logging/lines/lost_rows') and time.monotonic() < deadline:
     step += 1
-    start.write(step, pause_s=0.02)
+    start.write(step)
+    time.sleep(0.02)  # polls
   (note,) = start.notes
   assert note.startswith('log writer lines: ValueError: step ')
   assert note.endswith(f'is refused; the run goes on, see {run}/logs/log-lines.log')
@@ -143,7 +108,10 @@ def test_a_writer_that_raises_is_one_line_and_a_count(tmp_path, caplog):
 
 
 @pytest.mark.full
-def test_a_writer_without_a_connection_is_one_line_and_gets_the_rows_later(tmp_path, caplog):
+def test_a_writer_without_a_connection_is_one_line_and_gets_the_rows_later(
+  tmp_path, caplog, monkeypatch
+):
+  monkeypatch.setenv('LINES_TOKEN', 'a1b2c3d4e5')
   run, file = tmp_path / 'run', tmp_path / 'rows'
   start = Run(run, lines_of(file, opens=False))
   start.write(1, 2)
@@ -151,8 +119,11 @@ def test_a_writer_without_a_connection_is_one_line_and_gets_the_rows_later(tmp_p
   (line,) = [record.getMessage() for record in caplog.records]
   assert line.startswith(
     'log writer lines: 2 of 2 rows are not written; the same command tries again; '
-    'ConnectionError: no route to host; see '
+    'ConnectionError: no route to host for …; see '
   )
+  # The secret is in none of the files of the run.
+  held = [path.read_text() for path in run.rglob('*') if path.is_file()]
+  assert any('no route' in text for text in held) and 'a1b2c3d4e5' not in ''.join(held)
   second = Run(run, lines_of(file), committed=None)
   second.write(3)
   second.close()
@@ -187,9 +158,9 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
   [
     ({'kind': 'wandb'}, "kind 'wandb', wanted 'module:attribute'"),
     ({'kind': 'no_module:A'}, "log writer 'no_module:A': no module 'no_module'"),
-    ({'kind': f'{__name__}:Nothing'}, "has no 'Nothing'"),
-    ({'kind': f'{__name__}:Lines', 'options': {'path': 'x'}}, r"and \['path'\]"),
-    ({'kind': f'{__name__}:Lines', 'name': '../x'}, 'is that of a directory'),
+    ({'kind': 'fixtures.log_writers:Nothing'}, "has no 'Nothing'"),
+    ({'kind': 'fixtures.log_writers:Lines', 'options': {'path': 'x'}}, r"and \['path'\]"),
+    ({'kind': 'fixtures.log_writers:Lines', 'name': '../x'}, 'is that of a directory'),
   ],
 )
 def test_a_wrong_writer_is_one_line_before_the_run(writer, message):
@@ -222,3 +193,36 @@ def test_the_mlflow_writer_of_the_page_continues_its_run(tmp_path, monkeypatch):
   (found,) = client.search_runs([experiment.experiment_id])
   history = client.get_metric_history(found.info.run_id, 'x')
   assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+def test_a_run_without_writers_does_not_read_its_log(tmp_path):
+  (tmp_path / writers.METRICS_FILE).mkdir()  # Whatever opens it fails.
+  copies = open_writers(LoggingConfig(tensorboard=False), tmp_path, name='spell')
+  assert copies.write({'stage': 'grpo', 'training/global_step': 1}) == []
+  assert copies.take_metrics() == {}
+  asyncio.run(copies.close())
+
+
+def test_no_library_of_a_writer_is_imported_before_it_is_used():
+  code = 'import sys, jaxrl_llm.runtime.log.writers; print({"wandb", "mlflow"} & {*sys.modules})'
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert done.stdout == 'set()\n'
+
+
+@pytest.mark.parametrize('text', ['[]', '{"rows": "3"}', '{"rows": 1, "more": 2}', '{'])
+def test_damaged_progress_is_one_line_that_names_the_file(tmp_path, text):
+  (tmp_path / 'progress.json').write_text(text)
+  with pytest.raises(
+    UserError, match=r'progress\.json: holds no progress of a log writer'
+  ) as error:
+    State.read(tmp_path)
+  assert '\n' not in str(error.value)
+
+
+def test_a_full_disk_at_the_end_is_one_line(tmp_path, caplog):
+  class Full:
+    def close(self):
+      raise OSError(28, 'No space left on device')
+
+  asyncio.run(LogWriters([LocalWriter('tensorboard', Full())]).close())
+  assert 'log writer tensorboard: [Errno 28] No space left' in caplog.text

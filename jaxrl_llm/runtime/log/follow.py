@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.secret_values import hide_secrets
 from jaxrl_llm.runtime.log.api import LogRun, LogWriter, log_row
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
@@ -60,6 +61,8 @@ class State:
       return cls()
     try:
       state = cls(**json.loads(file.read_bytes()))
+      if [type(value) for value in dataclasses.astuple(state)] != [int, int, str]:
+        raise ValueError(f'{state}, wanted two numbers of rows and a text')
     except (ValueError, TypeError) as error:
       raise UserError(
         f'{file}: holds no progress of a log writer ({one_line(error, 100)}); restore it, or '
@@ -132,7 +135,7 @@ class Follower:
       self._note(error)
 
   def _note(self, error: Exception) -> None:
-    self._state.error = one_line(f'{type(error).__name__}: {error}', 300)
+    self._state.error = one_line(hide_secrets(f'{type(error).__name__}: {error}'), 300)
     self._state.store(self._run.directory)
     print(f'row {self._state.rows}: {self._state.error}', flush=True)
 

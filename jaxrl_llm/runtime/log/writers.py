@@ -47,8 +47,11 @@ class LocalWriter:
     return [f'log writer {self.name}: {self._error}; the run goes on']
 
   async def close(self, deadline_s: float) -> list[str]:
-    """Closes the writer."""
-    self._writer.close()
+    """Closes the writer, and returns a line if that fails."""
+    try:
+      self._writer.close()
+    except OSError as error:
+      return [f'log writer {self.name}: {one_line(error)}']
     return []
 
 
@@ -68,6 +71,8 @@ class LogWriters:
 
   def write(self, row: Mapping[str, Json]) -> list[str]:
     """Copies a row that metrics.jsonl has; returns lines about writers that have failed since."""
+    if not self._writers:
+      return []
     copy, self._rows = log_row(self._rows, row), self._rows + 1
     for writer in self._writers:
       writer.write(copy)
@@ -95,11 +100,14 @@ def open_writers(config: LoggingConfig, workdir: pathlib.Path, *, name: str) -> 
     workdir: run directory.
     name: name of the run.
   """
+  apart = tuple(config.apart())
+  if not config.tensorboard and not apart:
+    return LogWriters()
   rows, invalid = read_jsonl(workdir / METRICS_FILE)
   count = len(rows) + invalid
   writers: list[LocalWriter | ProcessWriter] = []
   if config.tensorboard:
     writers.append(LocalWriter('tensorboard', TensorBoard(workdir, rows)))
-  for writer in config.apart():
+  for writer in apart:
     writers.append(ProcessWriter(writer, name=name, workdir=workdir, rows=count))
   return LogWriters(writers, rows=count, close_s=config.close_s)
