@@ -4,7 +4,7 @@ import pytest
 from browsing import start_browser
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='package')
 def browser(tmp_path_factory):
   driver = start_browser(tmp_path_factory.mktemp('browser'))
   yield driver

@@ -97,11 +97,16 @@ def group_rows(rng, step, group, accuracy):
   return rows
 
 
+@functools.cache
+def evaluated_word(i):
+  return ''.join(np.random.default_rng(i).choice(list(string.ascii_lowercase), 4))
+
+
 def evaluate(rng, log, evals, stage, step, accuracy):
   correct = rng.random(512) < accuracy
   rows = []
   for i, good in enumerate(correct):
-    word = ''.join(np.random.default_rng(i).choice(list(string.ascii_lowercase), 4))
+    word = evaluated_word(i)
     row = {
       'suite': 'spell',
       'uid': f'{stage}/{i}',

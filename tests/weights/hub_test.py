@@ -28,9 +28,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self):
     body = self.rfile.read(int(self.headers['Content-Length']))
-    self.server.seen.append((self.path, self.headers.get('Authorization')))
-    if self.server.status != 200:
-      self.answer({'error': 'refused'}, self.server.status)
+    token = self.headers.get('Authorization')
+    self.server.seen.append((self.path, token))
+    if refused := re.fullmatch(r'Bearer hf_(\d+)', token):
+      self.answer({'error': 'refused'}, int(refused[1]))
     elif self.path == '/api/repos/create':
       self.server.created = json.loads(body)
       self.answer({'url': f'{self.server.address}/someone/spelling'})
@@ -77,7 +78,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub():
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Hub)
   server.address = f'http://127.0.0.1:{server.server_port}'
-  server.seen, server.commits, server.large, server.status = [], [], {}, 200
+  server.seen, server.commits, server.large = [], [], {}
   threading.Thread(target=server.serve_forever, daemon=True).start()
   yield server
   server.shutdown()
@@ -132,34 +133,43 @@ def test_the_whole_directory_is_uploaded_in_one_commit(hub, model, tmp_path):
 
 
 PUSH = """
-import pathlib, sys
+import os, pathlib, sys
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.weights import hub
-try:
-  hub.check_repository('someone/spelling')
-  hub.push(pathlib.Path(sys.argv[1]), 'someone/spelling', private=False)
-except UserError as error:
-  print(error)
+for token in sys.argv[2:]:
+  os.environ['HF_TOKEN'] = token
+  try:
+    hub.check_repository('someone/spelling')
+    hub.push(pathlib.Path(sys.argv[1]), 'someone/spelling', private=False)
+  except UserError as error:
+    print(error)
 """
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  ('status', 'environment', 'message'),
+  ('environment', 'messages'),
   [
-    (200, {'HF_TOKEN': ''}, r'no token; run `hf auth login`, or set HF_TOKEN'),
-    (200, {'HF_ENDPOINT': 'http://127.0.0.1:9'}, 'the hub cannot be reached .*complete'),
-    (200, {'HF_HUB_OFFLINE': '1'}, 'the hub cannot be reached'),
-    (401, {}, 'the hub does not know the token'),
-    (403, {}, 'the token may not write there'),
-    (413, {}, 'the hub answered 413'),
+    ({'HF_ENDPOINT': 'http://127.0.0.1:9'}, {'hf_mine': 'the hub cannot be reached .*complete'}),
+    ({'HF_HUB_OFFLINE': '1'}, {'hf_mine': 'the hub cannot be reached'}),
+    (
+      {},
+      {
+        '': r'no token; run `hf auth login`, or set HF_TOKEN',
+        'hf_401': 'the hub does not know the token',
+        'hf_403': 'the token may not write there',
+        'hf_413': 'the hub answered 413',
+      },
+    ),
   ],
+  ids=['unreachable', 'offline', 'refused'],
 )
-def test_what_hinders_an_upload_is_one_line(hub, model, tmp_path, status, environment, message):
-  hub.status = status
-  environment = {'HF_ENDPOINT': hub.address, 'HF_TOKEN': 'hf_mine', **environment}
-  said = run('-c', PUSH, str(model), folder=tmp_path, **environment).stdout
-  assert re.match(f'--push_to_hub=someone/spelling: .*{message}', said) and said.count('\n') == 1
+def test_what_hinders_an_upload_is_one_line(hub, model, tmp_path, environment, messages):
+  environment = {'HF_ENDPOINT': hub.address, **environment}
+  done = run('-c', PUSH, str(model), *messages, folder=tmp_path, **environment)
+  for line, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
+    assert re.match(f'--push_to_hub=someone/spelling: .*{message}', line)
+  assert not any(token and token in done.stdout + done.stderr for token in messages)
   assert not hub.commits
 
 
