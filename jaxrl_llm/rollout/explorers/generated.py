@@ -47,12 +47,14 @@ class Generated:
     Raises ValueError otherwise. Segments must be in order and must not overlap.
     """
     tokens = _entries(sample.tokens, sample.behaviour_logprobs)
+    known: dict[_Source, bytes] = {}
     for segment in sample.segments:
       source = _Source(segment.version, segment.engine, sample.temperature)
-      self._check_source(source)
+      if source not in known:
+        self._check_source(source)
+        known[source] = _SEPARATOR.join(self._parts[source])
       for start, end in _runs(sample.sampled[segment.start : segment.end], segment.start):
-        part = tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]
-        if not any(_contains(known, part) for known in self._parts[source]):
+        if not _contains(known[source], tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]):
           raise ValueError(
             f'tokens [{start}, {end}) or their logprobs are not what engine {segment.engine!r} '
             f'generated as version {segment.version} for this lease'
@@ -76,6 +78,8 @@ class Generated:
 
 _ENTRY_BYTES = 8
 """Bytes of a token and its logprob in `_entries`."""
+_SEPARATOR = b'\xff' * _ENTRY_BYTES
+"""Entry between two completions. No sample has it, because its logprob is NaN."""
 
 
 def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 'time']) -> bytes:
@@ -86,7 +90,13 @@ def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 't
 
 def _contains(known: bytes, part: bytes) -> bool:
   """Whether `part` is a slice of the entries in `known`."""
-  place = known.find(part)
+  # Comparing entries takes a tenth of the time of a search for bytes. If each slice were searched
+  # for from the beginning, a sample of many short runs would block the event loop for seconds.
+  matches = np.frombuffer(known, '<i8') == np.frombuffer(part, '<i8', count=1)
+  first = int(matches.argmax())
+  if not matches[first]:
+    return False
+  place = known.find(part, first * _ENTRY_BYTES)
   while place % _ENTRY_BYTES and place >= 0:
     place = known.find(part, place + 1)
   return place >= 0

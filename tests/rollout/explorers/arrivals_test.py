@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_sample,
   read_sender,
 )
+from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 from jaxrl_llm.rollout.workflow import rollout_sample
 
@@ -82,6 +83,26 @@ def test_a_workflow_may_use_parts_of_a_completion(drawn):
   logprobs = np.where(mask, sample().behaviour_logprobs, 0).astype(np.float32)
   part = dataclasses.replace(sample(), sampled=mask, loss_mask=mask, behaviour_logprobs=logprobs)
   assert encode(read_sample({'sample': encode(part)}, group(), BOUNDS)) == encode(part)
+
+
+def test_a_run_of_tokens_comes_from_one_completion():
+  lent = group()
+  lent.generated = Generated()
+  for part in ([4, 9], [1], [9, 1]):
+    count = len(part)
+    lent.generated.add(
+      dataclasses.replace(
+        COMPLETION,
+        tokens=np.array(part, np.int32),
+        logprobs=COMPLETION.logprobs[[[4, 9, 1].index(token) for token in part]],
+        segments=(dataclasses.replace(COMPLETION.segments[0], end=count),),
+      ),
+      1.0,
+    )
+  with pytest.raises(Misbehaved, match=r'tokens \[2, 5\) or their logprobs'):
+    read_sample({'sample': encode(sample())}, lent, BOUNDS)
+  lent.generated.add(COMPLETION, 1.0)
+  assert encode(read_sample({'sample': encode(sample())}, lent, BOUNDS)) == encode(sample())
 
 
 SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
