@@ -121,9 +121,10 @@ def write_converted_card(
   note = f'Converted from {_place(name)} to {dtype} weights by jaxrl_llm {jaxrl_llm.__version__}.'
   workdir = source.resolve().parent
   if (workdir / writers.METRICS_FILE).is_file() and (workdir / 'config.json').is_file():
-    init = (_config(workdir).get('policy') or {}).get('init_from')
+    init = _mapping(_config(workdir).get('policy')).get('init_from')
     part = source.resolve().name
-    origin = dataclasses.replace(origin, base=init, part=part if part == 'critic' else 'policy')
+    base = init if isinstance(init, str) else None
+    origin = dataclasses.replace(origin, base=base, part=part if part == 'critic' else 'policy')
     write_run_card(directory, workdir, origin)
     return
   card = source / CARD
@@ -184,7 +185,17 @@ def _config(workdir: pathlib.Path) -> Mapping[str, Any]:
     config = parse_json((workdir / 'config.json').read_text(encoding='utf-8'))
   except (OSError, ValueError):
     return {}
-  return config if isinstance(config, dict) else {}
+  return _mapping(config)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+  """Returns a part of the configuration, empty if it is none."""
+  return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+  """Returns the parts of a list in the configuration."""
+  return [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
 
 
 def _write(directory: pathlib.Path, data: ModelCardData, sections: Sequence[str]) -> None:
@@ -220,8 +231,7 @@ def _place(name: str | None) -> str:
 
 
 def _stages(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-  stages = config.get('stages')
-  return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+  return _mappings(config.get('stages'))
 
 
 def _algorithm(stage: Mapping[str, Any]) -> str:
@@ -266,9 +276,8 @@ def _sources(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
   """Returns the name, kind and source of each part of the data."""
   found = []
   for kind in ('tasksets', 'preferences'):
-    for part in config.get(kind) or ():
-      if isinstance(part, dict):
-        found.append((str(part.get('name')), kind, str(part.get('source'))))
+    for part in _mappings(config.get(kind)):
+      found.append((str(part.get('name')), kind, str(part.get('source'))))
   return found
 
 
@@ -285,7 +294,7 @@ def _introduction(config: Mapping[str, Any], origin: Origin) -> str:
   steps = ', then '.join(
     f'{stage.get("steps")} steps of {_text(_algorithm(stage))}' for stage in _stages(config)
   )
-  adapted = ' with LoRA' if (config.get('policy') or {}).get('lora') else ''
+  adapted = ' with LoRA' if _mapping(config.get('policy')).get('lora') else ''
   how = f': {steps}' if steps else ''
   return (
     f'{_WHAT[origin.part]}, trained{adapted} by jaxrl_llm {jaxrl_llm.__version__} from '
@@ -301,15 +310,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _training(config: Mapping[str, Any]) -> str:
   rows = []
   for stage in _stages(config):
-    source = stage.get('source') if isinstance(stage.get('source'), dict) else {}
-    algorithm = stage.get('algorithm') if isinstance(stage.get('algorithm'), dict) else {}
-    optimizer = stage.get('optimizer') or (config.get('learner') or {}).get('optimizer') or {}
+    source, algorithm = _mapping(stage.get('source')), _mapping(stage.get('algorithm'))
+    optimizer = _mapping(stage.get('optimizer') or _mapping(config.get('learner')).get('optimizer'))
     batch = (
       f'{source["groups_per_batch"]} groups of {source.get("group_size")}'
       if 'groups_per_batch' in source
       else f'{source.get("sequences_per_batch")} sequences'
     )
-    names = source.get('tasksets') or [source.get('train') or source.get('run') or '']
+    tasksets = source.get('tasksets')
+    named = isinstance(tasksets, list) and tasksets
+    names = tasksets if named else [source.get('train') or source.get('run') or '']
     rows.append(
       [
         _text(stage.get('name')),
@@ -330,11 +340,9 @@ def _data(config: Mapping[str, Any]) -> str:
     local = source.startswith(('/', '~')) or source.endswith(('.jsonl', '.parquet'))
     shown = pathlib.Path(source).name if local else _without_paths(source)
     rows.append([_text(name), kind, _code(shown)])
-  scorers = ((config.get('rewards') or {}).get('scorers')) or ()
   used = [
     f'{_text(scorer.get("name"))} ({_code(scorer.get("kind"))})'
-    for scorer in scorers
-    if isinstance(scorer, dict)
+    for scorer in _mappings(_mapping(config.get('rewards')).get('scorers'))
   ]
   rewards = f'\n\nRewards: {", ".join(used)}.' if used else ''
   return _table(['name', 'kind', 'source'], rows) + rewards

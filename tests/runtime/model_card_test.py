@@ -101,6 +101,19 @@ def test_a_run_without_a_log_or_a_configuration_still_has_a_card(tmp_path):
   assert not (tmp_path / 'curves.svg').exists()
 
 
+@pytest.mark.parametrize('damage', ['text', 7, ['text'], [7], {'scorers': 7, 'optimizer': 'text'}])
+def test_a_configuration_of_other_types_still_has_a_card(tmp_path, damage):
+  workdir = run(tmp_path / 'run', dict.fromkeys(CONFIG, damage), steps=3)
+  stages = [dict.fromkeys(CONFIG['stages'][0], damage), damage]
+  for config in (dict.fromkeys(CONFIG, damage), {**CONFIG, 'stages': stages}):
+    (workdir / 'config.json').write_text(json.dumps(config))
+    (workdir / 'hf').mkdir(exist_ok=True)
+    model_card.write_converted_card(
+      tmp_path, workdir / 'hf', name='hf', dtype='float32', origin=Origin()
+    )
+    assert '## Training' in parts(tmp_path)[1]
+
+
 def test_a_converted_model_keeps_its_card_or_gets_that_of_its_run(tmp_path):
   source, target = tmp_path / 'source', tmp_path / 'target'
   source.mkdir()
