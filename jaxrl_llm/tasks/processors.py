@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from absl import logging
@@ -115,6 +115,13 @@ _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
 """
 
 
+def in_order(names: Iterable[str], measured: Collection[str]) -> list[str]:
+  """Returns the names of tasksets in the order in which they are processed: those of evaluations
+  first, so that tasks that occur in both are dropped from training.
+  """
+  return sorted(names, key=lambda name: name not in measured)
+
+
 def normalised(task: Task) -> str:
   """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the
   system message.
@@ -169,6 +176,8 @@ PROCESSORS: Mapping[str, tuple[type, Callable[[Any, ProcessorContext], Processor
 """Configuration class and factory of each processor, keyed by its name in
 `TasksetConfig.processors`.
 """
+COMPARING = ('dedup',)
+"""Names of the processors whose decisions depend on the tasksets processed before theirs."""
 
 
 class Outcomes(NamedTuple):

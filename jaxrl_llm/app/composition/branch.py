@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.app.composition.changes import Refused, changes, misfits
+from jaxrl_llm.app.composition.changes import Refused, Reset, changes, misfits, reset_flags
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_like
@@ -30,8 +30,8 @@ from jaxrl_llm.app.composition.workdir import (
   TOKENIZER,
   Workdir,
   committed_steps,
+  configuration_at,
   made_files,
-  saved_configuration,
   write_configuration,
 )
 from jaxrl_llm.app.schema import Config, Examples, Pairs
@@ -118,7 +118,7 @@ class Fork:
 
   branch: Branch
   step: int
-  config: dict[str, Any]
+  config: Mapping[str, Any]
   """The parent's configuration at the commit, as JSON."""
   changes: tuple[Change, ...]
   """Differences of the branch's configuration."""
@@ -146,12 +146,11 @@ def find_origin(branch: Branch, config: Config) -> Fork:
       f'{where}:{step}: no commit at this step; the run keeps those at '
       f'{", ".join(map(str, commits))} (checkpoint.keep)'
     )
-  entries = history.until(history.read(run), step)
-  theirs = entries[-1].config if entries else saved_configuration(run)
-  found = misfits(theirs, config, step)
+  of_parent = configuration_at(run, step)
+  found = misfits(of_parent, config, step)
   if problems := [problem for problem in found if problem[1] not in branch.reset]:
     raise _misfit(branch, step, problems)
-  return Fork(branch=branch, step=step, config=theirs, changes=changes(theirs, config))
+  return Fork(branch=branch, step=step, config=of_parent, changes=changes(of_parent, config))
 
 
 def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str], Taskset]) -> Fork:
@@ -182,15 +181,15 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
   return origin
 
 
-def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, str | None]]) -> UserError:
+def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, Reset | None]]) -> UserError:
   """Returns an error that says why the configuration does not fit, and what would help."""
   listed = '; '.join(str(problem) for problem, _ in problems[:5])
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
-  needed = [name for name in RESETS if any(reset == name for _, reset in problems)]
-  if any(reset is None for _, reset in problems):
+  flags = reset_flags(problems)
+  if flags is None:
     remedy = "leave the parent's values, or start another run with --init_from"
   else:
-    remedy = f"add {' '.join(f'--reset_{name}' for name in needed)}, or leave the parent's values"
+    remedy = f"add {' '.join(flags)}, or leave the parent's values"
   return UserError(
     f'--branch_from={branch.run}:{step}: the configuration does not fit this commit: {listed}{more}'
     f'; {remedy}'
@@ -222,10 +221,10 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     taken = _checkpoints(path).take(_checkpoints(run), origin.step)
     _logs(run, path, taken.host)
     _link_tree(run / TOKENIZER, path / TOKENIZER)
-    if not _changes_data(origin.changes):
+    if not _may_change_rows(origin.changes):
       _link_tree(run / DATA, path / DATA)
     elif 'data' not in reset:
-      _link_tree(run / DATA, path / DATA, of=_static(config, taken.host['stage']))
+      _link_tree(run / DATA, path / DATA, of=_row_files(config, taken.host['stage']))
     attempt = _attempt(run)
     write_durably(path / ATTEMPT, str(attempt))
     entries = history.until(history.read(run), origin.step)
@@ -345,20 +344,22 @@ def _link_tree(
       link_or_copy(file, target / file.relative_to(source))
 
 
-def _changes_data(found: Sequence[Change]) -> bool:
-  """Whether the static rows of a stage may differ from the parent's, so that they are made anew."""
+def _may_change_rows(made: Sequence[Change]) -> bool:
+  """Whether the static rows of a stage may differ from the parent's, so that they are made anew.
+  Those of tasksets also follow from evaluations, with whose tasks `dedup` compares theirs.
+  """
+  parts = ('tasksets', 'evaluation', 'preferences', 'examples', 'rollout.max_', 'stages.')
   return any(
-    key.startswith(('tasksets', 'preferences', 'examples', 'rollout.max_', 'stages.'))
-    and not key.endswith(('.steps', '.peak_lr'))
-    for key, *_ in found
+    change.key.startswith(parts) and not change.key.endswith(('.steps', '.peak_lr'))
+    for change in made
   )
 
 
-def _static(config: Config, stage: str) -> tuple[str, ...]:
-  """Returns the names of the static rows that a stage reads."""
-  source = next(one.source for one in config.stages if one.name == stage)
+def _row_files(config: Config, stage_name: str) -> tuple[str, ...]:
+  """Returns the names, without suffix, of the files with the static rows that a stage reads."""
+  source = next(stage.source for stage in config.stages if stage.name == stage_name)
   named = isinstance(source, Pairs | Examples)
-  return (stage, *((source.train, source.held_out) if named else ()))
+  return (stage_name, *((source.train, source.held_out or source.train) if named else ()))
 
 
 def _forget_ended(batches: Any) -> None:
@@ -372,8 +373,10 @@ def _forget_ended(batches: Any) -> None:
     group |= {'ended': False, 'parked': False}
 
 
-def _algorithm(config: Mapping[str, Any], stage: str) -> str:
-  return next(one['algorithm']['name'] for one in config['stages'] if one['name'] == stage)
+def _algorithm(config: Mapping[str, Any], stage_name: str) -> str:
+  return next(
+    stage['algorithm']['name'] for stage in config['stages'] if stage['name'] == stage_name
+  )
 
 
 def _attempt(path: pathlib.Path) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.app.composition.saved import with_sources
@@ -22,6 +22,10 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.remote import DiscoveringOptions
 from jaxrl_llm.learner.optimizer import MAY_CHANGE as OF_OPTIMIZERS
 from jaxrl_llm.runtime.history import Change
+from jaxrl_llm.tasks.processors import COMPARING, in_order
+
+Reset = Literal['data', 'store']
+"""What a branch must leave behind to make a change, as in --reset_data."""
 
 MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
@@ -109,9 +113,7 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
     return [Refused(change, _WHY['stages']) for change in found]
 
 
-def misfits(
-  old: Mapping[str, Any], new: Config, step: int
-) -> list[tuple[Refused, Literal['data', 'store'] | None]]:
+def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refused, Reset | None]]:
   """Returns the changes that a branch from a commit cannot make, each with what it must leave
   behind to make it; None: it cannot make it at all.
 
@@ -127,6 +129,14 @@ def misfits(
   except (KeyError, TypeError):
     return [(Refused(change, _WHY['stages']), None) for change in found]
   return [(Refused(change, why), reset) for change, (why, reset) in pairs if why]
+
+
+def reset_flags(found: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
+  """Returns the flags with which a branch can make these changes, as `misfits` returns them; None:
+  it cannot make all of them.
+  """
+  needed = {reset for _, reset in found}
+  return None if None in needed else [f'--reset_{reset}' for reset in sorted(needed)]
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
@@ -154,6 +164,7 @@ class _Rules:
       if self._spans.get(stage.name, (step, step))[0] < step
       for name in (*trained_tasksets(stage), *_static(stage))
     }
+    """Names of the data that stages have begun to train on."""
     self._free = (*MAY_CHANGE, *new.rollout.engine_may_change())
     self._trained = {name for stage in new.stages for name in trained_tasksets(stage)} | {
       source.source.removeprefix('taskset:') for source in new.preferences
@@ -165,6 +176,8 @@ class _Rules:
     name, _, field = rest.partition('.')
     if part == 'stages' and name in self._spans and field:
       return self._of_stage(change, name, field)
+    if affected := self._compared(part, name, self._trained):
+      return Refused(change, affected)
     if (
       is_below(change.key, self._free)
       or (part == 'tasksets' and name and name not in self._trained)
@@ -173,7 +186,7 @@ class _Rules:
       return None
     return Refused(change, _WHY.get(part, 'the run was made with it'))
 
-  def misfit(self, change: Change) -> tuple[str, Literal['data', 'store'] | None]:
+  def misfit(self, change: Change) -> tuple[str, Reset | None]:
     """Returns why a branch cannot make a change, and what it would have to leave behind; the reason
     is empty if it can.
     """
@@ -184,6 +197,8 @@ class _Rules:
     policy = self._sides[1]['policy']
     if change.key.startswith('rollout.max_'):
       return 'tasks and rows are chosen by it', 'data'
+    if affected := self._compared(part, name, self._begun):
+      return affected, 'data'
     if is_below(change.key, (*self._free, *_OF_BRANCHES)):
       return '', None
     if part in ('tasksets', 'preferences', 'examples'):
@@ -194,9 +209,32 @@ class _Rules:
       return '', None  # The weights are the commit's; only their shapes must agree.
     return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
 
-  def _misfit_of_stage(
-    self, change: Change, name: str, field: str
-  ) -> tuple[str, Literal['data', 'store'] | None]:
+  def _compared(self, part: str, name: str, trained: Set[str]) -> str:
+    """Returns the reason why a change to evaluations or to another taskset may change the tasks
+    that are trained on: a processor compares them. It is empty if none does.
+
+    Args:
+      part: first name of the change's key; `name` is its second.
+      trained: names of the tasksets whose tasks may not change.
+    """
+    if part not in ('evaluation', 'tasksets'):
+      return ''
+    for taskset in self._sides[1]['tasksets']:
+      comparing = [one['name'] for one in taskset['processors'] if one['name'] in COMPARING]
+      before, after = (_processed_before(taskset['name'], side) for side in self._sides)
+      altered = (
+        [*before] != [*after]
+        if part == 'evaluation'
+        else name in before.keys() | after.keys() and before != after
+      )
+      if comparing and altered and taskset['name'] in trained - {name}:
+        return (
+          f'processor {comparing[0]} drops tasks of {taskset["name"]}, which is trained on, by '
+          'those of evaluations and of earlier tasksets'
+        )
+    return ''
+
+  def _misfit_of_stage(self, change: Change, name: str, field: str) -> tuple[str, Reset | None]:
     if name not in self._spans or not field:
       begun = [name for name, (start, _) in self._spans.items() if start < self._step]
       kept = [stage['name'] for stage in self._sides[1]['stages'][: len(begun)]]
@@ -246,6 +284,13 @@ class _Rules:
       return True  # No stage inherits it on that side.
     before, after = sides
     return all(key in OF_OPTIMIZERS for key, *_ in difference(before, after))
+
+
+def _processed_before(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the configurations, keyed by name, of the tasksets that are processed before one."""
+  tasksets = {taskset['name']: taskset for taskset in config['tasksets']}
+  order = in_order(tasksets, {suite['taskset'] for suite in config['evaluation']})
+  return {other: tasksets[other] for other in itertools.takewhile(name.__ne__, order)}
 
 
 def _static(stage: StageConfig) -> tuple[str, ...]:

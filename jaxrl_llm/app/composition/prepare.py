@@ -57,7 +57,7 @@ from jaxrl_llm.tasks.preferences import (
   load_preferences,
   pairs_of_tasks,
 )
-from jaxrl_llm.tasks.processors import ProcessorContext, process
+from jaxrl_llm.tasks.processors import ProcessorContext, in_order, process
 from jaxrl_llm.tasks.taskset import (
   Taskset,
   check_disjoint,
@@ -250,16 +250,12 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
 def _processed(
   config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]
 ) -> dict[str, Taskset]:
-  """Runs each taskset's processors, evaluation tasksets first, so that tasks that occur in both are
-  dropped from training.
-  """
-  measured = {suite.taskset for suite in config.evaluation}
+  """Runs each taskset's processors, evaluation tasksets first (`in_order`)."""
+  configured = {taskset.name: taskset.processors for taskset in config.tasksets}
   processed, kept = {}, []
-  for taskset in sorted(config.tasksets, key=lambda taskset: taskset.name not in measured):
-    processed[taskset.name] = process(
-      tasksets[taskset.name], taskset.processors, ProcessorContext(kept, length_of)
-    )
-    kept += processed[taskset.name].tasks
+  for name in in_order(configured, {suite.taskset for suite in config.evaluation}):
+    processed[name] = process(tasksets[name], configured[name], ProcessorContext(kept, length_of))
+    kept += processed[name].tasks
   return {name: processed[name] for name in tasksets}
 
 

@@ -16,7 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.app.composition.changes import Refused, changes, current, refused
+from jaxrl_llm.app.composition.changes import (
+  Refused,
+  changes,
+  current,
+  misfits,
+  refused,
+  reset_flags,
+)
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.values import to_json
@@ -226,33 +233,60 @@ def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...
   old = saved_configuration(path)
   if not commits:
     return None if changes(old, config) else ()
-  if entries := history.until(history.read(path), commits[-1]):
-    old = entries[-1].config
+  old = configuration_at(path, commits[-1])
   if problems := refused(old, config, commits[-1]):
-    raise _refusal(path, problems, commits)
+    raise _refusal(path, config, problems, commits)
   return changes(old, config)
+
+
+def configuration_at(path: pathlib.Path, commit: int) -> Mapping[str, Any]:
+  """Returns the configuration of the step after a commit of the run in the directory `path`, as
+  JSON.
+  """
+  entries = history.until(history.read(path), commit)
+  return entries[-1].config if entries else saved_configuration(path)
 
 
 class Unchangeable(UserError):
   """The run in a directory cannot be resumed with a changed configuration."""
 
 
-def _refusal(path: pathlib.Path, problems: list[Refused], commits: list[int]) -> Unchangeable:
-  """Returns an error that names the changes, why they are refused, and how to branch."""
+def _refusal(
+  path: pathlib.Path, config: Config, problems: list[Refused], commits: list[int]
+) -> Unchangeable:
+  """Returns an error that names the changes, why they are refused, and how to make them: in a
+  branch of the newest commit that fits them, or else in another run.
+  """
   listed = '; '.join(map(str, problems[:5]))
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
   newest = min((one.newest for one in problems if one.newest is not None), default=commits[-1])
-  step = max((step for step in commits if step <= newest), default=None)
-  branch = (
-    f'start a new run from its commit at step {step}: the same command with '
-    f'--branch_from={shlex.quote(f"{path}:{step}")} --workdir={shlex.quote(f"{path}-branch")}'
-    if step is not None
-    else f'it has no commit up to step {newest} to branch from (it keeps {commits}), so start '
-    'another run in another --workdir'
-  )
+  earlier = [step for step in commits if step <= newest]
+  needed = {
+    step: reset_flags(misfits(configuration_at(path, step), config, step)) for step in earlier
+  }
+  step = max((step for step, flags in needed.items() if flags is not None), default=None)
+  if step is not None:
+    flags = [
+      f'--branch_from={shlex.quote(f"{path}:{step}")}',
+      f'--workdir={shlex.quote(f"{path}-branch")}',
+      *needed[step],
+    ]
+    remedy = (
+      f'start a new run from its commit at step {step}: the same command with {" ".join(flags)}'
+    )
+  elif earlier:
+    remedy = (
+      'start another run in another --workdir, since no branch can make them (--init_from takes '
+      'over the weights of a finished run of the same model)'
+    )
+  else:
+    remedy = (
+      f'start another run in another --workdir (it has no commit up to step {newest} to branch '
+      f'from, it keeps {commits})'
+    )
   return Unchangeable(
     f'{path}: the run cannot be resumed with these changes: {listed}{more}; resume it without '
-    f'them, or {branch}'
+    f'them, or {remedy}'
   )
 
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.changes import changes, is_below, refused
+from jaxrl_llm.app.composition.branch import RESETS, Branch, find_origin
+from jaxrl_llm.app.composition.changes import changes, is_below, misfits, refused
 from jaxrl_llm.app.composition.workdir import Unchangeable, Workdir
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import Config, Examples
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import history
+from jaxrl_llm.tasks.taskset import TaskProcessorConfig
 
 SFT, GRPO = 20, 30
 """Steps of the two stages."""
@@ -122,6 +125,78 @@ def test_without_a_commit_to_branch_from_the_message_offers_none(config, tmp_pat
   with pytest.raises(Unchangeable, match=r'no commit up to step 20 .*it keeps \[30\]') as caught:
     workdir.adopt(apply_overrides(config, {'stages.sft.steps': '25'}))
   assert 'branch_from' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('overrides', 'said'),
+  [
+    ({'seed': '5'}, r'--branch_from=\S+:30 --workdir=\S+-branch --reset_data$'),
+    ({'rewards.scorers.verifier.weight': '2'}, r'--workdir=\S+-branch --reset_store$'),
+    (
+      {'seed': '5', 'rewards.scorers.verifier.weight': '2'},
+      r'--workdir=\S+-branch --reset_data --reset_store$',
+    ),
+    ({'stages.grpo.algorithm.name': 'dapo'}, r'--workdir=\S+-branch$'),
+    ({'stages.grpo.steps': '9'}, r'--branch_from=\S+:25 --workdir=\S+-branch$'),
+    ({'policy.model.hidden_size': '8'}, r'no branch can make them \(--init_from'),
+    ({'policy.model.hidden_size': '8', 'seed': '5'}, r'no branch can make them \(--init_from'),
+  ],
+)
+def test_the_branch_that_is_offered_can_be_made(config, tmp_path, overrides, said):
+  workdir = run_of(tmp_path / 'run', config, 25, 30)
+  changed = apply_overrides(config, overrides)
+  with pytest.raises(Unchangeable, match=said) as caught:
+    workdir.adopt(changed)
+  offered = dict(re.findall(r'--(\w+)=?(\S*)', str(caught.value).partition('the same command')[2]))
+  if 'branch_from' in offered:
+    reset = [name for name in RESETS if f'reset_{name}' in offered]
+    assert find_origin(Branch.parse(offered['branch_from'], reset), changed).changes
+
+
+def comparing(config, processor='dedup'):
+  """A configuration with a third taskset, whose training tasks a processor filters."""
+  train, *others = config.tasksets
+  extra = dataclasses.replace(config.tasksets[-1], name='extra')
+  tasksets = (
+    dataclasses.replace(train, processors=(TaskProcessorConfig(name=processor),)),
+    *others,
+    extra,
+  )
+  return dataclasses.replace(config, tasksets=tasksets)
+
+
+@pytest.mark.parametrize(
+  ('overrides', 'keys'),
+  [
+    ({'tasksets.eval.size': '99'}, ['tasksets.eval.size']),
+    ({'evaluation': SUITE.replace('eval', 'extra')}, ['evaluation.other', 'evaluation.held_out']),
+    ({'evaluation': '[]'}, ['evaluation']),
+    ({'evaluation': SUITE}, []),  # The same tasks, measured otherwise.
+    ({'tasksets.extra.size': '9'}, []),  # It is processed after the others.
+  ],
+)
+def test_what_a_processor_compares_training_tasks_with_stays(config, overrides, keys):
+  deduplicated = comparing(config)
+  changed = apply_overrides(deduplicated, overrides)
+  found = refused(to_json(deduplicated), changed, 30)
+  assert sorted(one.change.key for one in found) == sorted(keys)
+  assert all('processor dedup drops tasks of train' in one.why for one in found)
+  resets = [reset for _, reset in misfits(to_json(deduplicated), changed, 30)]
+  assert resets == ['data'] * len(keys)
+  alone = comparing(config, 'length')
+  assert refused(to_json(alone), apply_overrides(alone, overrides), 30) == []
+
+
+def test_a_branch_before_the_stage_whose_tasks_are_compared_may_change_what_they_are_compared_with(
+  config,
+):
+  deduplicated = comparing(config)
+  sft = dataclasses.replace(config.stages[0], source=Examples(train='rows'))
+  deduplicated = dataclasses.replace(deduplicated, stages=(sft, config.stages[1]))
+  changed = apply_overrides(deduplicated, {'tasksets.eval.size': '99'})
+  assert refused(to_json(deduplicated), changed, 10)
+  assert misfits(to_json(deduplicated), changed, 10) == []
+  assert misfits(to_json(deduplicated), changed, 30)
 
 
 def entries(path):
