@@ -167,7 +167,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     load = taskset_loader(config.tasksets)
     config.logging.check()
     if workdir.branching:
-      config = await asyncio.to_thread(settle, config, branch.run, tell, load)
+      config = await asyncio.to_thread(settle, config, branch.scored_as, tell, load)
       origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
     step = max(checkpoints.steps(), default=0)
     config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)

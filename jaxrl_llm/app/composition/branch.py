@@ -65,6 +65,11 @@ class Branch:
   store.
   """
 
+  @property
+  def scored_as(self) -> pathlib.Path | None:
+    """The run whose choices of scorer options the branch keeps, with its scores; None: neither."""
+    return None if 'store' in self.reset else self.run
+
   @classmethod
   def parse(cls, text: str, reset: Sequence[str] = ()) -> Branch:
     """Reads 'RUN' or 'RUN:STEP'; raises UserError for other texts."""

@@ -141,7 +141,12 @@ class RunPlan:
 
 
 def plan(
-  config: Config, workdir: pathlib.Path, tell: Callable[[str], None], topology: str | None = None
+  config: Config,
+  workdir: pathlib.Path,
+  tell: Callable[[str], None],
+  topology: str | None = None,
+  *,
+  scored_as: pathlib.Path | None = None,
 ) -> RunPlan:
   """Validates a configuration, its data, tokenizer, lengths, stages and mesh; compiles nothing and
   writes nothing to the run directory.
@@ -149,6 +154,8 @@ def plan(
   Args:
     tell: called with one line for each scorer whose options were chosen.
     topology: target devices ('v5e:4x4'), which may be absent; None: the devices of this process.
+    scored_as: run whose choices of scorer options hold; None: the run in `workdir`, if there is
+      one.
 
   Raises:
     UserError: the configuration or its data cannot be used.
@@ -156,7 +163,9 @@ def plan(
   devices = jax.devices() if topology is None else topology_devices(topology)
   mesh = build_mesh(config.learner.mesh, devices)
   load = taskset_loader(config.tasksets)
-  config = settle(config, workdir if has_commits(workdir) else None, tell, load)
+  if scored_as is None and has_commits(workdir):
+    scored_as = workdir
+  config = settle(config, scored_as, tell, load)
   config.logging.check()
   build_scorers(config.rewards)
   with disk.scratch('jaxrl_llm-plan-') as scratch:

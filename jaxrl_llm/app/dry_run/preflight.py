@@ -58,9 +58,10 @@ def print_check(
     UserError: the configuration, its data or an existing run directory cannot be used.
   """
   console = _console(as_json)
-  origin = workdir if branch is None or branch.made(workdir) else branch.run
-  checked = plan(config, origin, console.print)
-  if branch is None or branch.made(workdir):
+  resumed = branch is None or branch.made(workdir)
+  scored_as = None if resumed else branch.scored_as
+  checked = plan(config, workdir, console.print, scored_as=scored_as)
+  if resumed:
     run, changes = workdir, check_configuration(workdir, checked.config) or ()
   else:
     run, changes = branch.run, find_origin(branch, checked.config).changes

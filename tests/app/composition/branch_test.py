@@ -2,6 +2,7 @@
 absent.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from stored import make_sample, states, store_group
 
 from jaxrl_llm.app.composition import branch as branches
 from jaxrl_llm.app.composition.branch import Branch, find_origin
+from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
@@ -24,6 +26,7 @@ from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
+from jaxrl_llm.tasks.taskset import taskset_loader
 
 ROW = b'{"training/global_step": 1}\n'
 
@@ -168,6 +171,23 @@ def test_what_is_reset_begins_afresh(parent, config, tmp_path):
 def test_a_new_store_has_no_groups_in_flight_that_ended(parent, config, tmp_path):
   host = host_of(make(parent, config, tmp_path / 'branch', ('store',)), 3)
   assert host['batches']['explorer']['groups'] == [{'number': 1, 'ended': False, 'parked': False}]
+
+
+def test_a_branch_without_its_parents_scores_chooses_scorer_options_anew(parent, config):
+  """The parent chose for another kind of scorer, and has none of the options now left open."""
+  (scorer,) = config.rewards.scorers
+  answer = dataclasses.replace(scorer, kind='answer', options={})
+  rewards = dataclasses.replace(config.rewards, scorers=(answer,))
+  changed = dataclasses.replace(config, rewards=rewards)
+  load = taskset_loader(config.tasksets)
+  kept = Branch.parse(str(parent))
+  with pytest.raises(UserError, match='of the run are unknown'):
+    settle(changed, kept.scored_as, print, load)
+  fresh = Branch.parse(str(parent), ['store'])
+  told = []
+  settled = settle(changed, fresh.scored_as, told.append, load)
+  assert {'mode', 'extraction'} <= settled.rewards.scorers[0].options.keys() and len(told) == 1
+  assert find_origin(fresh, settled).changes
 
 
 def test_a_branch_of_a_branch_knows_both_parents(parent, config, tmp_path):
