@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_llm.app.composition.engines import build_engine
@@ -186,11 +186,7 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
-  store.recover(step)
-  if committed and committed['batches'] is None:
-    # This branch does not continue at its parent's position in the data, so it drops the samples
-    # that its parent has rolled out and not yet trained on.
-    store.at(step).drop([entry.uid for entry in store.live()], 'left behind')
+  recover(store, committed, ends={stage.name: stage.end for stage in stages})
   registry, engine = setup.registry, None
   if config.generates:
     services = {'registry': registry, 'events': process.events}
@@ -260,6 +256,22 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
     logs=logs,
     heartbeat=heartbeat,
   )
+
+
+def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:
+  """Restores a store as of a commit, and drops the samples that no batch will train on.
+
+  Those are the samples in flight if the commit's stage was shortened to end there, or if the run is
+  a branch that does not continue at its parent's position in the data.
+
+  Args:
+    committed: host state of the commit; None: there is none.
+    ends: last step of each stage, keyed by name.
+  """
+  step = committed['step'] if committed else 0
+  store.recover(step)
+  if committed and (committed['batches'] is None or ends[committed['stage']] <= step):
+    store.at(step).drop([entry.uid for entry in store.live()], 'left behind')
 
 
 def _batches(

@@ -178,6 +178,7 @@ class Explorer:
         trained.
     """
     self._writer, self._handed_out = self._store.at(step), set()
+    self._give_up_surplus()
     self._round.clear()
     self._form_round()
     self._sampler.advance(served)
@@ -272,10 +273,27 @@ class Explorer:
 
   def _give_up_parked(self) -> None:
     """Drops the groups that no later batch of the stage continues."""
-    for number in [number for number, group in self._groups.items() if group.is_parked]:
+    self._abandon([number for number, group in self._groups.items() if group.is_parked])
+
+  def _give_up_surplus(self) -> None:
+    """Drops the groups that started last, if the stage was shortened so that its batches need fewer
+    than have started. This is done before any group runs, so that timing does not matter.
+    """
+    if surplus := self._gate.surplus:
+      started = [number for number, group in self._groups.items() if not group.is_parked]
+      for number in started[-surplus:]:
+        self._outcomes.pop(number, None)  # No batch hands it to the sampler.
+        self._gate.drop()
+      self._abandon(started[-surplus:])
+
+  def _abandon(self, numbers: Sequence[int]) -> None:
+    """Drops groups that no batch trains on. Those not run yet have no samples."""
+    live = {entry.uid for entry in self._store.live()} if numbers else set()
+    for number in numbers:
       group = self._groups.pop(number)
+      uids = [row.uid for row in self._issued(group.task, group.visit) if row.uid in live]
+      self._writer.drop(uids, 'given up')
       name = self._name(group.task, group.visit)
-      self._writer.drop([row.uid for row in self._issued(group.task, group.visit)], 'given up')
       self._events.message(Edge.DROP, group=name, reason='given up')
 
   def _first(self) -> list[int]:

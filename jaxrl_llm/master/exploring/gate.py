@@ -47,6 +47,15 @@ class Gate:
     """Whether all groups that the stage's batches need have started, parked ones not counted."""
     return self._batches is not None and self._counted >= self._batches * self._groups_per_batch
 
+  @property
+  def surplus(self) -> int:
+    """Number of groups that have started and that the stage's batches do not need; above 0 only if
+    the stage has been shortened since.
+    """
+    if self._batches is None:
+      return 0
+    return max(0, self._counted - self._batches * self._groups_per_batch)
+
   def advance(self, served: int) -> None:
     """Records that the engines acknowledged weights that were trained on `served` batches of this
     stage.

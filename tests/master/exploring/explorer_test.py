@@ -17,6 +17,7 @@ from jaxrl_llm.core.waits import IdleClock, WaitExpired
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
@@ -331,6 +332,63 @@ def test_above_a_bound_of_0_the_sampler_is_told_in_the_order_of_start_and_no_fur
 
     run(main())
     store.close()
+
+
+@pytest.mark.parametrize('ended', [True, False])
+@pytest.mark.parametrize('batches', [2, 3, 6])
+def test_a_stage_that_is_shortened_gives_up_the_groups_that_its_batches_do_not_need(
+  tokenizer, tmp_path, ended, batches
+):
+  """At the commit after batch 0, groups 2 to 5 are in flight; a batch needs two of them."""
+  store = exploring.new_store(tmp_path)
+  first = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=2, batches=6)
+  if not ended:
+    later = {task.uid for task in first.tasks[2:]}
+    first.engine.hold = lambda request: request.uid.split('/', 1)[1].rpartition('/')[0] in later
+
+  async def until_commit():
+    async with first.explorer.running():
+      first.explorer.advance(0, 0)
+      while store.counts()['admitted'] < (6 if ended else 2) * 2 or len(first.engine.requests) < 6:
+        await asyncio.sleep(0.001)
+      batch, _ = await first.explorer.collect()
+      store.at(0).seal(uids(batch))
+      first.explorer.complete(uids(batch))
+      return json.dumps(first.explorer.state())
+
+  state = json.loads(run(until_commit()))
+  assert [group['ended'] for group in state['explorer']['groups']] == [ended] * 4
+  found = set()
+  for delays in range(3):
+    store.close()
+    store = open_store(tmp_path)  # As after a kill before the next commit: it is done again.
+    store.recover(1)
+    again = exploring.Exploration(
+      tokenizer, store, lambda attempt: 1.0, bound=2, batches=batches, delays=delays
+    )
+    again.explorer.restore(state)
+
+    async def to_the_end(again=again, store=store):
+      async with again.explorer.running():
+        for step in range(1, batches):
+          again.explorer.advance(step, step)
+          batch, _ = await again.explorer.collect()
+          assert {m.task.uid for m in batch} == {
+            task.uid for task in again.tasks[2 * step : 2 * step + 2]
+          }
+          store.at(step).seal(uids(batch))
+          again.explorer.complete(uids(batch))
+
+    run(to_the_end())
+    surplus = max(0, 6 - 2 * batches)
+    report = audit(store)
+    assert report.ok and report.live == (), report.lines
+    assert report.states['trained'] == 2 * 2 * batches
+    assert report.reasons.get('dropped(given up)', 0) == (2 * surplus if ended else 0)
+    assert len(again.engine.requests) == 2 * batches - 2 - (4 - surplus if ended else 0)
+    found.add(json.dumps(again.explorer.state()))
+  assert len(found) == 1, 'timing changes nothing'
+  store.close()
 
 
 class EngineBroke(RunError):
