@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,14 +61,15 @@ def _run(
   if target.exists() and (not values.overwrite or target.samefile(path)):
     raise UserError(f'{target}: exists; name another --output, or give --overwrite')
   try:
-    target.write_text(imported.source(path, target))
+    target.write_text(imported.source(path, target), encoding='utf-8')
   except OSError as error:
     raise UserError(f'{target}: cannot be written: {one_line(error)}') from None
+  shown = shlex.quote(str(target))
   if values.json:
     script.print_json({**imported.json(), 'file': str(target)})
   else:
     sys.stdout.write(
-      '\n'.join([*imported.lines(), f'wrote {target}: jaxrl train --config={target} --check', ''])
+      '\n'.join([*imported.lines(), f'wrote {target}: jaxrl train --config={shown} --check', ''])
     )
   return 0
 

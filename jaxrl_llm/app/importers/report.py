@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Sequence
 
 from jaxrl_llm.app.importers.draft import assemble
@@ -34,7 +35,7 @@ class Imported:
     return source_text(
       self.config,
       title=f"{algorithm}, imported from {self.library}'s {imported.name}.",
-      command=f'jaxrl train --config={target}',
+      command=f'jaxrl train --config={shlex.quote(str(target))}',
       comments=self.comments,
     )
 

@@ -33,6 +33,17 @@ def test_the_report_and_the_file(tmp_path, monkeypatch, capsys):
   assert 'jaxrl train --config=verl_grpo.py' in (tmp_path / 'verl_grpo.py').read_text()
 
 
+def test_a_name_is_quoted_in_the_command_that_is_shown(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  source = tmp_path / '"""\nimport os; os.abort()\n#.sh'
+  source.write_bytes((FILES / 'verl_grpo.sh').read_bytes())
+  target = 'a b; touch made é.py'
+  assert run('import-verl', str(source), f'--output={target}') == 0
+  assert f"--config='{target}' --check" in capsys.readouterr().out.splitlines()[-1]
+  assert load_file(target, Config).tasksets
+  assert "--config='a b; touch made ?.py'" in (tmp_path / target).read_text()
+
+
 def test_a_file_is_never_overwritten_unasked(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'trl_dpo.py').write_text('mine')
