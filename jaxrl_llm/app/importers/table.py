@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -81,13 +82,14 @@ class Outcome:
 
 
 def integer(value: Json) -> int:
-  if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+  whole = number(value)
+  if not whole.is_integer():
     raise Unreadable('wanted a whole number')
   return int(value)
 
 
 def number(value: Json) -> float:
-  if isinstance(value, bool) or not isinstance(value, int | float):
+  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
     raise Unreadable('wanted a number')
   return float(value)
 
@@ -190,8 +192,10 @@ class Import:
     self._decide(key, 'not supported', why)
 
   def spare(self, key: str, why: str) -> None:
-    """Reports a given key as not needed."""
-    self._decide(key, 'not needed', why)
+    """Reports a given key as not needed, unless its value has been refused."""
+    index = self._last.get(key)
+    if index not in self._outcomes or self._outcomes[index].fate != 'not supported':
+      self._decide(key, 'not needed', why)
 
   def named(self, prefix: str) -> dict[str, Json]:
     """Returns the given values below a dotted key, by the rest of their names."""
