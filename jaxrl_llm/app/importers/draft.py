@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -42,15 +43,19 @@ def base_name(name: Json) -> str:
 def taskset_names(sources: Sequence[str]) -> list[str]:
   """Returns distinct names of tasksets for paths: the file's name, with its directory if needed."""
   stems = [base_name(pathlib.PurePath(source).stem) for source in sources]
-  names: list[str] = []
+  files = collections.Counter(stems)
+  counts: collections.Counter[str] = collections.Counter()
+  names: dict[str, None] = {}
   for stem, source in zip(stems, sources):
     name = stem
-    if stems.count(stem) > 1:
+    if files[stem] > 1:
       name = base_name(f'{pathlib.PurePath(source).parent.name}_{stem}')
-    while name in names:
-      name = f'{name}_2'
-    names.append(name)
-  return names
+    numbered = name
+    while numbered in names:
+      counts[name] += 1
+      numbered = f'{name}_{counts[name] + 1}'
+    names[numbered] = None
+  return list(names)
 
 
 def lora_targets(value: Json) -> list[str]:

@@ -3,7 +3,8 @@
 Invariant: nothing is executed and no other file is opened. What the script itself says is
 substituted: variables, defaults such as `${NAME:-8}`, whole-number arithmetic and arrays. What only
 running it could tell, such as `$(date)` or a variable of the environment, stays in the text and is
-listed in the word's `missing`.
+listed in the word's `missing`. Reading takes time and memory proportional to the size of the text
+and to that of what substitution gives, both of which are limited.
 
 Branches are followed where their condition compares known words. Under any other condition, an
 assignment counts only for a variable that has no value yet, and is noted.
@@ -23,11 +24,17 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 _LONGEST_WORD = 100_000
 _MOST_WORDS = 20_000
+_MOST_CHARACTERS = 2_000_000
 _DEEPEST = 20
 _LARGEST_NUMBER = 2**63
+_LONGEST_ARITHMETIC = 200
 _NAME = re.compile(r'[A-Za-z_]\w*')
 _ASSIGNMENT = re.compile(r'([A-Za-z_]\w*)(\+?)=')
 _PARAMETER = re.compile(r'(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?', re.DOTALL)
+_PLAIN = re.compile(r"""[^\s\0;&|()<>$`'"\\{}]+""")
+"""Characters that mean themselves in every place of a word."""
+_REDIRECTION = re.compile(r'(?:\d*|&)(<<<|<<-?|<>|>>|>&|<&|>\||>|<)')
+_BLANK = re.compile(r'[ \t\r\n]*')
 _OPERATORS = (';;', '&&', '||', ';', '&', '|', '(', ')', '\n')
 _OPENING = ('then', 'do', 'else', '{', '!')
 _CLOSING = ('fi', 'done', 'esac', '}')
@@ -99,27 +106,29 @@ class _Reader:
     }
     self._branches: list[_Branch] = []
     self._heredocs: list[str] = []
-    self._words = 0
+    self._line = 1
+    """Line on which the command that is being read begins."""
+    self._words = self._characters = 0
     self._depth = 0
     self._notes: list[str] = []
 
   def read(self) -> Script:
-    commands, before = [], '\n'
+    commands, before, counted = [], '\n', 0
     while self._at < len(self._text):
-      line = self._line()
+      if not self._heredocs:
+        self._at = _BLANK.match(self._text, self._at).end()
+      self._line += self._text.count('\n', counted, self._at)
+      counted = self._at
       words, end = self._simple_command()
       before_this, before = before, end
       words = self._enter(words, end, before_this)
       conditional = before_this in ('&&', '||') or end == ')'
       if words and self._active(conditional) is not False:
-        commands.append(Command(tuple(words), line))
+        commands.append(Command(tuple(words), self._line))
     return Script(tuple(commands), tuple(dict.fromkeys(self._notes)))
 
-  def _line(self) -> int:
-    return self._text.count('\n', 0, self._at) + 1
-
   def _wrong(self, problem: str) -> UserError:
-    return UserError(f'line {self._line()}: {problem}')
+    return UserError(f'line {self._line}: {problem}')
 
   def _active(self, conditional: bool = False) -> bool | None:
     states = [branch.active for branch in self._branches]
@@ -209,7 +218,10 @@ class _Reader:
 
   def _count(self, words: int) -> None:
     self._words += 1
-    if self._words > _MOST_WORDS or words > _MOST_WORDS:
+    self._limit(max(self._words, words))
+
+  def _limit(self, words: int) -> None:
+    if words > _MOST_WORDS:
       raise self._wrong(f'more than {_MOST_WORDS:,} words; wanted a script of a training command')
 
   def _skip_blanks(self) -> None:
@@ -226,7 +238,7 @@ class _Reader:
 
   def _redirection(self, words: list[Word]) -> bool:
     """Skips a redirection, if there is one; remembers the delimiter of a here-document."""
-    match = re.compile(r'(?:\d*|&)(<<<|<<-?|<>|>>|>&|<&|>\||>|<)').match(self._text, self._at)
+    match = _REDIRECTION.match(self._text, self._at)
     if match is None or self._text.startswith(('<(', '>('), self._at):
       return False
     self._at = match.end()
@@ -238,8 +250,12 @@ class _Reader:
 
   def _skip_heredocs(self) -> None:
     for delimiter in self._heredocs:
-      match = re.compile(rf'^\t*{re.escape(delimiter)}$', re.MULTILINE).search(self._text, self._at)
-      self._at = len(self._text) if match is None else match.end()
+      line = None
+      while line != delimiter and self._at < len(self._text):
+        end = self._text.find('\n', self._at)
+        end = len(self._text) if end < 0 else end
+        line = self._text[self._at : end].lstrip('\t')
+        self._at = end + 1
     self._heredocs.clear()
 
   def _word(self, *, leading: bool) -> list[Word]:
@@ -286,13 +302,13 @@ class _Reader:
     old = self._variables.get(name, [])
     if active is None and any(word.text for word in old):
       self._notes.append(
-        f'line {self._line()}: {name} changes under a condition that only running decides; the '
+        f'line {self._line}: {name} changes under a condition that only running decides; the '
         'value before it is used'
       )
       return
     if active is None:
       self._notes.append(
-        f'line {self._line()}: {name} is set under a condition that only running decides; this '
+        f'line {self._line}: {name} is set under a condition that only running decides; this '
         'value is used'
       )
     if append and len(value) == 1 and len(old) == 1:
@@ -328,6 +344,10 @@ class _Reader:
         missing.extend(part.missing)
         if len(text) > _LONGEST_WORD:
           raise self._wrong(f'a word is longer than {_LONGEST_WORD:,} characters')
+        self._characters += len(part.text) + 1
+        self._limit(len(fields))
+        if self._characters > _MOST_CHARACTERS:
+          raise self._wrong(f'substitution gives more than {_MOST_CHARACTERS:,} characters')
 
     while self._at < len(self._text):
       char = self._text[self._at]
@@ -355,8 +375,9 @@ class _Reader:
       elif char == '`':
         add([_unread(f'`{self._quoted("`")}`')], quoted=True)
       else:
-        text, begun = text + char, True
-        self._at += 1
+        plain = _PLAIN.match(self._text, self._at)
+        self._at = self._at + 1 if plain is None else plain.end()
+        add([Word(char if plain is None else plain[0])], quoted=True)
     close()
     return fields
 
@@ -451,7 +472,7 @@ class _Reader:
     if sign and sign[-1] in '-=':
       words = self._expanded(other)
       if sign[-1] == '=' and name not in self._defined and not name.isdigit():
-        self._variables[name] = words or [Word('')]
+        self._assign(name, words or [Word('')], append=False)
       return words
     return [Word(f'${name}', (f'${name}',))]
 
@@ -466,12 +487,14 @@ class _Reader:
     return words
 
   def _arithmetic(self, inner: str) -> Word:
-    """Computes `$((inner))` if it is made of known whole numbers."""
+    """Computes `$((inner))` if it is short and made of known whole numbers."""
+    if len(inner) > _LONGEST_ARITHMETIC:
+      return _unread(f'$(({inner}))')
     missing: list[str] = []
 
     def number(match: re.Match) -> str:
       word = self._value(match[1])[0]
-      if not re.fullmatch(r'-?\d+', word.text):
+      if not re.fullmatch(r'-?\d{1,19}', word.text):
         missing.extend(word.missing or (f'${match[1]}',))
         return '0'
       return f'({word.text})'
@@ -483,33 +506,39 @@ class _Reader:
     return Word(str(result))
 
 
+def _quotient(dividend: int, divisor: int) -> int:
+  """Divides as a shell does: towards zero."""
+  quotient = abs(dividend) // abs(divisor)
+  return quotient if (dividend < 0) == (divisor < 0) else -quotient
+
+
 _BINARY = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
   ast.Mult: operator.mul,
-  ast.Div: lambda a, b: int(a / b) if abs(a) < 2**52 else a // b,
-  ast.Mod: operator.mod,
+  ast.Div: _quotient,
+  ast.Mod: lambda a, b: a - b * _quotient(a, b),
 }
 
 
 def _computed(text: str) -> int | None:
   """Returns the value of an expression of whole numbers; None if it is anything else."""
-  if len(text) > 200 or not re.fullmatch(r'[\d\s()+\-*/%]+', text):
+  if not re.fullmatch(r'[\d\s()+\-*/%]+', text):
     return None
   try:
-    return _of(ast.parse(text.strip(), mode='eval').body)
+    return _evaluated(ast.parse(text.strip(), mode='eval').body)
   except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
     return None
 
 
-def _of(node: ast.expr) -> int:
+def _evaluated(node: ast.expr) -> int:
   match node:
     case ast.Constant(value=int(value)):
       result = value
     case ast.UnaryOp(op=ast.USub(), operand=operand):
-      result = -_of(operand)
+      result = -_evaluated(operand)
     case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-      result = _BINARY[type(op)](_of(left), _of(right))
+      result = _BINARY[type(op)](_evaluated(left), _evaluated(right))
     case _:
       raise ValueError('not whole-number arithmetic')
   if abs(result) > _LARGEST_NUMBER:

@@ -5,6 +5,7 @@ never run.
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import pathlib
 import re
@@ -33,6 +34,7 @@ _ARGUMENTS = {
 """Names of a trainer's arguments where the command line has others."""
 _ADAPTER = {'r': 'lora_r', 'target_modules': 'lora_target_modules', 'task_type': 'lora_task_type'}
 _SCRIPT = re.compile(r'(?:.*/)?([\w.-]+)\.py|trl\.scripts\.(\w+)')
+_MOST_LITERALS = 100_000
 _KIND = re.compile(r'\b(sft|dpo|reward|grpo|gspo|rloo)\b')
 
 
@@ -123,10 +125,11 @@ def _shell(
 def _start(command: Command) -> int | None:
   """Returns the position of the trainer's name in a command; None if it starts no trainer."""
   texts = [word.text for word in command.words]
+  last = max((at for at, text in enumerate(texts) if text.startswith('--')), default=0)
   for at, name in enumerate(texts):
     if at and pathlib.PurePath(texts[at - 1]).name == 'trl' and name in TRAINERS:
       return at
-    if _SCRIPT.fullmatch(name) and any(text.startswith('--') for text in texts[at + 1 :]):
+    if at < last and _SCRIPT.fullmatch(name):
       return at
   return None
 
@@ -134,9 +137,10 @@ def _start(command: Command) -> int | None:
 def _options(command: Command, path: pathlib.Path) -> list[Given]:
   given: list[Given] = []
   where = f'line {command.line}'
-  words = list(command.words)
+  file: str | None = None
+  words = collections.deque(command.words)
   while words:
-    word = words.pop(0)
+    word = words.popleft()
     if not word.text.startswith('--') or word.text == '--':
       continue
     name, equals, rest = word.text[2:].partition('=')
@@ -144,10 +148,10 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
     while not equals and words and not re.match(r'--?[A-Za-z]', words[0].text):
       if values and _SCRIPT.fullmatch(words[0].text):
         break
-      values.append(words.pop(0))
+      values.append(words.popleft())
     key = name.replace('-', '_')
     if key == 'config' and values and not values[0].missing:
-      given = [*_beside(path, values[0].text), *given]
+      file = values[0].text  # The last one counts, as in TRL.
       continue
     if key.startswith('no_') and not values:
       given.append(Given(key.removeprefix('no_'), False, where))
@@ -156,7 +160,7 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
     read = [value_of(value.text.strip(',')) for value in values]
     value: Json = True if not read else read[0] if len(read) == 1 else read
     given.append(Given(key, value, where, missing))
-  return given
+  return given if file is None else [*_beside(path, file), *given]
 
 
 def _beside(path: pathlib.Path, name: str) -> list[Given]:
@@ -226,6 +230,7 @@ class _Calls:
     self._changed: set[str] = set()
     """Names of datasets that the program changes."""
     self._calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    self._left = _MOST_LITERALS
     self.notes: list[str] = []
     self.trainer: str | None = None
     self.has_config = False
@@ -325,7 +330,8 @@ class _Calls:
 
   def _literal(self, node: ast.expr, depth: int = 0) -> Json:
     """Returns the value that the text of an expression says. Raises ValueError if it does not."""
-    if depth > 20:
+    self._left -= 1
+    if depth > 20 or self._left < 0:
       raise ValueError('names that lead to names')
     match node:
       case ast.Constant(value=str() | int() | float() | None as value):

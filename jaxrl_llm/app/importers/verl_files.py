@@ -13,7 +13,7 @@ from jaxrl_llm.core.types import Json
 
 _MAIN = re.compile(r'(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?')
 _PAIR = re.compile(r'(\+{0,2}|~)([A-Za-z_][\w.\-]*)=(.*)', re.DOTALL)
-_REFERENCE = re.compile(r'\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}')
+_REFERENCE = re.compile(r'\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}')
 
 
 def read_file(path: pathlib.Path, define: Mapping[str, str]) -> tuple[list[Given], list[str]]:

@@ -33,6 +33,13 @@ def words(text: str, **define: str) -> list[list[str]]:
     ('D=gpu; case "$D" in npu | tpu) a ;; gpu) b ;; *) c ;; esac; d', [['b'], ['d']]),
     ('case "$D" in esac; d', [['d']]),
     ('f() { X=9; }\nX=1\na $X', [['f'], ['a', '1']]),
+    ('f()\n{ a; X=9; }\nX=1\nb $X', [['f'], ['a'], ['b', '1']]),
+    (
+      'a $((-7 / 2)) $((-7 % 3)) $((9007199254740993 / 1))',
+      [['a', '-3', '-1', '9007199254740993']],
+    ),
+    ('if [ 1 = 2 ]; then b ${X:=1}; fi; a ${X-none}', [['a', 'none']]),
+    ('cat <<A <<-B\nb\n\tA\nA\nc\n\tB\na', [['cat'], ['a']]),
   ],
 )
 def test_what_the_text_says_is_substituted(text, expected):
@@ -74,6 +81,18 @@ def test_an_undecided_branch_gives_a_value_only_where_there_is_none():
   assert len(script.notes) == 2 and 'X changes under a condition' in script.notes[0]
 
 
+def test_a_command_has_the_number_of_its_line_whatever_lies_before_it():
+  text = '\n' * 1_000_000 + 'cat ' + ''.join(f'<<E{i} ' for i in range(9_000)) + '\n'
+  text += ''.join(f'E{i}\n' for i in range(9_000)) + 'A=(1\n2)\nb \\\n c'
+  commands = read_script(text, {}).commands
+  assert [(c.words[0].text, c.line) for c in commands] == [('cat', 1_000_001), ('b', 1_009_004)]
+
+
+def test_long_numbers_are_not_computed_with():
+  script = read_script('X=' + '1' * 90_000 + '\na $((' + 'X ' * 400_000 + ')) $((X + 1))', {})
+  assert [word.text for word in script.commands[0].words] == ['a', '$(…)', '$(…)']
+
+
 @pytest.mark.parametrize(
   ('text', 'words'),
   [
@@ -86,6 +105,9 @@ def test_an_undecided_branch_gives_a_value_only_where_there_is_none():
     ('A=(x x x x x x x x)\n' + 'A=("${A[@]}" "${A[@]}" "${A[@]}")\n' * 12, 'words|longer'),
     ('a ' + '${X:-' * 400 + '}' * 400, 'nested more than'),
     ('a ' + 'b ' * 30_000, 'more than 20,000 words'),
+    ('a ' + 'b' * 1_000_000, 'longer than 100,000 characters'),
+    ('A=(' + '"" ' * 15_000 + ')\na "' + '${A[@]}' * 100_000 + '"', 'more than 20,000 words'),
+    ('X=' + 'x' * 50_000 + '\na' + ' $X' * 10_000, 'more than 2,000,000 characters'),
   ],
 )
 def test_hostile_text_is_one_bounded_line(text, words):

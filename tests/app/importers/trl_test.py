@@ -170,6 +170,27 @@ def test_losses_have_the_options_that_trl_means(loss, name, options, tmp_path):
   assert (fates(result)['loss_type'] == 'not supported') == (loss == 'vespo')
 
 
+def test_lists_of_names_are_not_followed_without_end(tmp_path):
+  path = tmp_path / 'a.py'
+  lists = ''.join(f'a{i} = [{", ".join([f"a{i - 1}"] * 12)}]\n' for i in range(1, 19))
+  path.write_text(f'a0 = [1]\n{lists}GRPOConfig(num_generations=8, stop=a18)\n')
+  assert texts(from_trl(path))['stop'].startswith('its value needs a18')
+
+
+def test_a_value_that_was_refused_stays_refused(tmp_path):
+  path = tmp_path / 'a.sh'
+  path.write_text('trl grpo --max_steps many --num_train_epochs 2\n')
+  assert texts(from_trl(path, rows=640))['max_steps'] == 'wanted a number'
+
+
+def test_the_last_of_several_yaml_files_counts(tmp_path):
+  (tmp_path / 'a.yaml').write_text('learning_rate: 1e-5\n')
+  (tmp_path / 'b.yaml').write_text('beta: 0.5\n')
+  path = tmp_path / 'a.sh'
+  path.write_text('trl grpo --config a.yaml --config b.yaml --num_generations 8\n')
+  assert set(fates(from_trl(path))) == {'beta', 'num_generations'}
+
+
 @pytest.mark.parametrize(
   ('name', 'content', 'words'),
   [

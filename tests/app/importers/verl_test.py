@@ -221,6 +221,26 @@ def test_hostile_files_are_one_line(name, content, words, tmp_path, monkeypatch)
   assert {path.name for path in tmp_path.iterdir()} == {name}
 
 
+def test_infinite_numbers_are_refused(tmp_path):
+  path = tmp_path / 'a.sh'
+  keys = ('trainer.total_training_steps', 'trainer.total_epochs', 'data.train_batch_size')
+  path.write_text(f'python3 -m verl.trainer.main_ppo {" ".join(f"{key}=1e999" for key in keys)}')
+  result = from_verl(path, rows=100)
+  assert fates(result) == dict.fromkeys(keys, 'not supported')
+  assert all('wanted a' in text for text in texts(result).values())
+
+
+def test_much_in_a_file_takes_time_in_proportion(tmp_path):
+  path = tmp_path / 'a.yaml'
+  files = ','.join(['a.parquet'] * 5000)
+  blanks = ' ' * 100_000
+  path.write_text(f'data:\n  train_files: [{files}]\n  prompt_key: "${{a, {blanks}"\n')
+  result = from_verl(path)
+  names = [taskset.name for taskset in result.config.tasksets]
+  assert len(set(names)) == 5000 and names[1:3] == ['a_2', 'a_3']
+  assert fates(result)['data.prompt_key'] == 'not supported'
+
+
 def test_defaults_are_those_of_keys_in_the_table():
   assert set(DEFAULTS) <= set(TABLE)
 
