@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int32
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Role, Sample, Source
 from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.core.types import Json
@@ -31,6 +31,7 @@ from jaxrl_llm.tasks.examples import (
   Text,
 )
 from jaxrl_llm.tasks.messages import called_name
+from jaxrl_llm.tasks.rendering import Rendered
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _ALL = ((0, None),)
@@ -174,6 +175,7 @@ def _encode_conversation(
     # All that follows the prompt is the completion, as in TRL.
     answers = [(starts[first], len(tokens))]
   elif marks:
+    _check_marks(messages, text, marks, functools.partial(render, add_generation_prompt=False))
     answers = _marked(tokenizer, text, marks, tokens, from_token=starts[first] if first else 0)
   else:
     answers = []
@@ -192,6 +194,33 @@ def _encode_conversation(
       [(max(start, a), min(b, following or b)) for a, b in answers],
     )
   return tokens, answers
+
+
+def _check_marks(
+  messages: Sequence[ChatMessage],
+  text: str,
+  marks: Sequence[tuple[int, int]],
+  render: Callable[[Sequence[ChatMessage]], Rendered],
+) -> None:
+  """Raises ValueError if the template marks text of messages between the assistant's turns.
+
+  These messages lie between two renderings. Where a template renders the messages before them
+  differently once others follow, their place is unknown and is not checked.
+  """
+  at = 0
+  for answers, turn in itertools.groupby(messages, lambda message: message['role'] == 'assistant'):
+    first, at = at, at + len(list(turn))
+    if answers:
+      continue
+    before, through = (render(messages[:n]).text if n else '' for n in (first, at))
+    if not (text.startswith(before) and text.startswith(through)):
+      continue
+    for start, end in marks:
+      if wrong := text[max(start, len(before)) : min(end, len(through))].strip():
+        raise ValueError(
+          f'the chat template marks {one_line(repr(wrong), 80)} of messages[{first}] as the '
+          "assistant's; wanted {% generation %} around the assistant's turns only"
+        )
 
 
 def _marked(
