@@ -18,7 +18,7 @@ from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import parse_json
-from jaxrl_llm.core.records.task import ChatMessage, prompt_digest
+from jaxrl_llm.core.records.task import ChatMessage, is_held_out, prompt_digest
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.messages import called_name, chat_messages, roles
@@ -190,21 +190,19 @@ def load_examples(config: ExamplesConfig) -> ExampleSet:
   counts = dict.fromkeys(_COUNTS, 0)
   examples, seen = [], set()
   rows = sources.read_rows(config.source, options=config.options, size=config.size, seed=0)
-  for row in rows:
-    example = _example_or_corrupt(row, config, counts['read'])
-    counts['read'] += 1
-    if isinstance(example, sources.Corrupt):
-      counts['corrupt'] += 1
-      reader = f'examples {config.name}'
-      sources.report_corrupt(example, reader, config.on_corrupt, counts['corrupt'])
-      continue
+  found = sources.converted(
+    rows,
+    lambda row: _example(row, config, counts['read'] - 1),
+    counts,
+    reader=f'examples {config.name}',
+    on_corrupt=config.on_corrupt,
+  )
+  for _, example in found:
     fate = _fate(example, config, seen)
     counts[fate] += 1
     if fate == 'kept':
       examples.append(example)
-  summary = ', '.join(
-    f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept')
-  )
+  summary = sources.listed(counts)
   logging.info('examples %s: %s', config.name, summary)
   if not examples:
     raise UserError(f'examples {config.name}: no row left of {config.source}: {summary}')
@@ -230,7 +228,7 @@ def _fate(example: Example, config: ExamplesConfig, seen: set[str]) -> str:
     if key in seen:
       return 'duplicate'
     seen.add(key)
-  is_eval = int(example.digest, 16) < config.holdout * 16 ** len(example.digest)
+  is_eval = is_held_out(example.digest, config.holdout)
   if config.split != 'all' and is_eval != (config.split == 'eval'):
     return 'other_split'
   return 'kept'
@@ -241,25 +239,18 @@ def _content_digest(content: Content) -> str:
   return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
-def _example_or_corrupt(
-  row: sources.SourceRow | sources.Corrupt, config: ExamplesConfig, number: int
-) -> Example | sources.Corrupt:
-  if isinstance(row, sources.Corrupt):
-    return row
-  try:
-    sources.check_text(row.fields)
-    content = _content(row.fields, config)
-    ability = row.fields.get('ability')
-    return Example(
-      uid=f'{config.name}:{number}',
-      where=row.where,
-      name=config.name,
-      domain=ability if isinstance(ability, str) and ability else config.domain,
-      digest=prompt_digest(_prompt(content)),
-      content=content,
-    )
-  except ValueError as error:
-    return sources.Corrupt(where=row.where, reason=str(error))
+def _example(row: sources.SourceRow, config: ExamplesConfig, number: int) -> Example:
+  """Converts a row. Raises ValueError if that is not possible."""
+  content = _content(row.fields, config)
+  ability = row.fields.get('ability')
+  return Example(
+    uid=f'{config.name}:{number}',
+    where=row.where,
+    name=config.name,
+    domain=ability if isinstance(ability, str) and ability else config.domain,
+    digest=prompt_digest(_prompt(content)),
+    content=content,
+  )
 
 
 def _prompt(content: Content) -> tuple[Mapping[str, str], ...]:

@@ -21,7 +21,7 @@ from absl import logging
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Role, Sample, Source
-from jaxrl_llm.core.records.task import Message, Task
+from jaxrl_llm.core.records.task import Message, Task, is_held_out
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.messages import roles, text_messages
@@ -150,16 +150,15 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
     )
   counts = dict.fromkeys(_COUNTS, 0)
   pairs, seen, group_of = [], set(), {}
-  for row in sources.read_rows(config.source, options=config.options, size=config.size, seed=0):
-    counts['read'] += 1
-    pair = _pair_or_corrupt(row, config)
-    if isinstance(pair, sources.Corrupt):
-      counts['corrupt'] += 1
-      sources.report_corrupt(
-        pair, f'preferences {config.name}', config.on_corrupt, counts['corrupt']
-      )
-      continue
-    _check_group(row.where, pair, group_of, config)
+  found = sources.converted(
+    sources.read_rows(config.source, options=config.options, size=config.size, seed=0),
+    lambda row: _pair_of(row.fields, config),
+    counts,
+    reader=f'preferences {config.name}',
+    on_corrupt=config.on_corrupt,
+  )
+  for where, pair in found:
+    _check_group(where, pair, group_of, config)
     fate = _fate(pair, config, seen)
     counts[fate] += 1
     if fate == 'kept':
@@ -249,9 +248,7 @@ def _sample(pair: Pair, label: str, answer: str, index: int, tokenizer: Tokenize
 def _preferences(
   name: str, pairs: Sequence[Pair], counts: Mapping[str, int], source: str
 ) -> Preferences:
-  summary = ', '.join(
-    f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept')
-  )
+  summary = sources.listed(counts)
   logging.info('preferences %s: %s', name, summary)
   if not pairs:
     raise UserError(f'preferences {name}: no pair left of {source}: {summary}')
@@ -291,24 +288,9 @@ def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
   # Without `config.group`, the pair's group already is the digest of its prompt. A taskset with the
   # same holdout then holds out the same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
-  point = int(digest, 16)
-  return (
-    point < config.holdout * 16 ** len(digest)
-    if config.fold is None
-    else point % config.folds == config.fold
-  )
-
-
-def _pair_or_corrupt(
-  row: sources.SourceRow | sources.Corrupt, config: PreferencesConfig
-) -> Pair | sources.Corrupt:
-  if isinstance(row, sources.Corrupt):
-    return row
-  try:
-    sources.check_text(row.fields)
-    return _pair_of(row.fields, config)
-  except ValueError as error:
-    return sources.Corrupt(where=row.where, reason=str(error))
+  if config.fold is None:
+    return is_held_out(digest, config.holdout)
+  return int(digest, 16) % config.folds == config.fold
 
 
 def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:

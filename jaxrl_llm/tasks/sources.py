@@ -14,8 +14,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -32,6 +32,8 @@ from jaxrl_llm.core.files import (
   read_bytes,
 )
 from jaxrl_llm.core.types import Json
+
+T = TypeVar('T')
 
 SOURCES: Mapping[str, str] = {
   'reasoning_gym:<dataset>': 'procedural tasks by name, with their verifiers',
@@ -131,6 +133,46 @@ def report_corrupt(corrupt: Corrupt, reader: str, on_corrupt: str, count: int) -
     )
   if count <= _CORRUPT_SHOWN:
     logging.warning('%s: skipped %s: %s', reader, corrupt.where, corrupt.reason)
+
+
+def converted(
+  rows: Iterable[SourceRow | Corrupt],
+  convert: Callable[[SourceRow], T],
+  counts: dict[str, int],
+  *,
+  reader: str,
+  on_corrupt: str,
+) -> Iterator[tuple[str, T]]:
+  """Yields where a row is and what it converts to, for rows that are not corrupt.
+
+  Args:
+    convert: converts a row, or raises ValueError if it is corrupt.
+    counts: gets the numbers of rows `read` and `corrupt`; `read` includes the row being converted.
+    reader: what reads the rows, such as 'taskset train'.
+
+  Raises:
+    UserError: a row is corrupt and `on_corrupt` is 'fail'.
+  """
+  for row in rows:
+    counts['read'] += 1
+    try:
+      if isinstance(row, Corrupt):
+        raise ValueError(row.reason)
+      check_text(row.fields)
+      value = convert(row)
+    except ValueError as error:
+      counts['corrupt'] += 1
+      corrupt = Corrupt(where=row.where, reason=str(error))
+      report_corrupt(corrupt, reader, on_corrupt, counts['corrupt'])
+    else:
+      yield row.where, value
+
+
+def listed(counts: Mapping[str, int]) -> str:
+  """Returns the counts of a reader in one line, without most of those that are 0."""
+  return ', '.join(
+    f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept')
+  )
 
 
 def directory(source: str) -> pathlib.Path | None:

@@ -20,7 +20,7 @@ import xxhash
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.task import Message, Task
+from jaxrl_llm.core.records.task import Message, Task, is_held_out
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.media import read_media
@@ -203,20 +203,23 @@ def load_taskset(
     ('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0
   )
   tasks, seen = [], set()
-  for row in _rows(config) if rows is None else rows:
-    counts['read'] += 1
-    task = _task_or_corrupt(row, config)
-    if isinstance(task, sources.Corrupt):
-      counts['corrupt'] += 1
-      sources.report_corrupt(task, f'taskset {config.name}', config.on_corrupt, counts['corrupt'])
-      continue
+  found = sources.converted(
+    _rows(config) if rows is None else rows,
+    lambda row: _task(row.fields, config),
+    counts,
+    reader=f'taskset {config.name}',
+    on_corrupt=config.on_corrupt,
+  )
+  for _, task in found:
     fate = _fate(task, config, seen)
     counts[fate] += 1
     if fate == 'kept':
       tasks.append(task)
-  logging.info('taskset %s: %s', config.name, _listed(counts))
+  logging.info('taskset %s: %s', config.name, sources.listed(counts))
   if not tasks:
-    raise UserError(f'taskset {config.name}: no task left of {config.source}: {_listed(counts)}')
+    raise UserError(
+      f'taskset {config.name}: no task left of {config.source}: {sources.listed(counts)}'
+    )
   if shown := sum(bool(task.media) for task in tasks):
     logging.warning(
       'taskset %s: %d tasks have media, which a text-only policy does not see', config.name, shown
@@ -273,12 +276,6 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
     )
 
 
-def _listed(counts: Mapping[str, int]) -> str:
-  return ', '.join(
-    f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept')
-  )
-
-
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
   """Returns the name of the count that includes the task; adds the task's digest to `seen`."""
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
@@ -287,8 +284,7 @@ def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
   if digest in seen:
     return 'duplicate'
   seen.add(digest)
-  is_eval = int(digest, 16) < config.holdout * 16 ** len(digest)
-  if config.split != 'all' and is_eval != (config.split == 'eval'):
+  if config.split != 'all' and is_held_out(digest, config.holdout) != (config.split == 'eval'):
     return 'other_split'
   return 'kept'
 
@@ -304,25 +300,10 @@ def _choice(task: Task, config: DemonstrationsConfig) -> str:
   return config.templates[-1]
 
 
-def _task_or_corrupt(
-  row: sources.SourceRow | sources.Corrupt, config: TasksetConfig
-) -> Task | sources.Corrupt:
-  if isinstance(row, sources.Corrupt):
-    return row
-  try:
-    sources.check_text(row.fields)
-    task = _task(row.fields, config)
-    # Raises for text from templates that UTF-8 cannot encode.
-    f'{task.digest}{task.truth}'.encode()
-    return task
-  except ValueError as error:
-    return sources.Corrupt(where=row.where, reason=str(error))
-
-
 def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
   """Converts a row to a task. Raises ValueError if that is not possible."""
   ability = fields.get('ability')
-  return Task(
+  task = Task(
     taskset=config.name,
     domain=ability if isinstance(ability, str) and ability else config.domain,
     prompt=_prompt(fields, config),
@@ -330,6 +311,9 @@ def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
     fields=fields,
     media=read_media(fields, sources.directory(config.source)),
   )
+  # Raises for text from templates that UTF-8 cannot encode.
+  f'{task.digest}{task.truth}'.encode()
+  return task
 
 
 def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message, ...]:

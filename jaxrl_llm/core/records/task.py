@@ -36,6 +36,11 @@ def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) ->
   return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
+def is_held_out(digest: str, holdout: float) -> bool:
+  """Returns whether a digest is among the fraction `holdout`, in [0, 1), of all digests."""
+  return int(digest, 16) < holdout * 16 ** len(digest)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
   """A task to attempt. Tasks with the same prompt and media have the same digest."""
