@@ -16,10 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample, Segment
-from jaxrl_llm.core.records.span import decode_span
 from jaxrl_llm.replay import quarantine
 from jaxrl_llm.replay.index import ReplayStore, open_store
-from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
+from jaxrl_llm.replay.segments import (
+  SegmentReader,
+  decode_row,
+  decode_span_row,
+  open_segment_reader,
+)
 from jaxrl_llm.replay.tables import (
   ENTRY,
   INDEX,
@@ -369,7 +373,7 @@ def history(directory: str | os.PathLike, uid: str) -> list[str]:
     for attempt, step, payload in db.execute(
       'SELECT attempt, step, payload FROM partials WHERE uid = ? ORDER BY seq', (uid,)
     ):
-      span = decode_span(payload)
+      span = decode_span_row(payload, f'replay store {directory}, spans of {uid}')
       lines.append(
         f'attempt {attempt}, span of step {step}: {len(span.tokens)} tokens; '
         f'{span.finish or "unfinished"}; weights {_versions_of(span.segments)}'

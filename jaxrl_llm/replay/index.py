@@ -36,9 +36,9 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.sample import Sample, decode
+from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.score import Score, Status
-from jaxrl_llm.core.records.span import Span, decode_span
+from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import groups, quarantine, recovery, segments
 from jaxrl_llm.replay.connection import NAMED, Connection
@@ -258,21 +258,39 @@ class ReplayStore:
     if missing := [uid for uid in sealed if uid not in refs]:
       raise ValueError(f'read {missing[0]}: it has no bytes')
     samples = dict(zip(sealed, self.reader.read([refs[uid] for uid in sealed])))
-    return [samples[uid] if uid in samples else decode(rows[uid][1]) for uid in uids]
+    return [
+      samples[uid]
+      if uid in samples
+      else segments.decode_row(rows[uid][1], f'replay store {self.directory}, open segment, {uid}')
+      for uid in uids
+    ]
 
   def spans(self, uids: Sequence[str]) -> dict[str, list[Span]]:
     """Returns the spans of partial samples, in order of generation, keyed by uid in the order of
-    `uids`. Samples in other states have none.
+    `uids`. Samples in other states have none. Raises SegmentError if a span is damaged or missing.
     """
+    named = (json.dumps(list(uids)),)
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, payload FROM partials JOIN samples s USING (uid, attempt) WHERE uid IN '
         f"({NAMED}) AND s.state = 'partial' ORDER BY partials.seq",
-        (json.dumps(list(uids)),),
+        named,
       ).fetchall()
+      became = self._db.execute(
+        'SELECT uid, count(*) FROM samples s JOIN transitions t USING (uid, attempt) WHERE uid IN '
+        f"({NAMED}) AND s.state = 'partial' AND t.state = 'partial' GROUP BY uid",
+        named,
+      ).fetchall()
+    where = f'replay store {self.directory}, spans of {{}}'
     spans: dict[str, list[Span]] = {uid: [] for uid in uids}
     for uid, payload in rows:
-      spans[uid].append(decode_span(payload))
+      spans[uid].append(segments.decode_span_row(payload, where.format(uid)))
+    for uid, count in became:
+      if len(spans[uid]) != count:
+        raise segments.SegmentError(
+          f'{where.format(uid)}: got {len(spans[uid])}, its transitions say {count}; '
+          f'{segments.RESTORE_INDEX}'
+        )
     return spans
 
   def plans(self, first_step: int = 0) -> dict[int, Any]:

@@ -21,8 +21,11 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample, decode
+from jaxrl_llm.core.records.span import Span, decode_span
 
 SUFFIX = '.arrayrecord'
+RESTORE_INDEX = 'restore index.sqlite, or branch with --init_from'
+"""Remedy in messages on spans that are damaged or missing."""
 Ref = tuple[str, int]
 """Location of a sealed sample: (file name in the segments directory, row)."""
 
@@ -192,6 +195,14 @@ def decode_row(payload: bytes, where: str) -> Sample:
     return decode(payload)
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise SegmentError(f'{where}: not a sample: {_first_line(error)}; restore the file') from error
+
+
+def decode_span_row(payload: bytes, where: str) -> Span:
+  """Decodes a span. If the bytes are not a span, raises a SegmentError that names `where`."""
+  try:
+    return decode_span(payload)
+  except ValueError as error:
+    raise SegmentError(f'{where}: {_first_line(error)}; {RESTORE_INDEX}') from error
 
 
 def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:

@@ -13,6 +13,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.segments import SegmentError
 
 A, B = 'g/0', 'g/1'
 
@@ -57,6 +58,47 @@ def test_a_span_comes_back_bit_for_bit():
 def test_what_is_no_span_is_refused(data):
   with pytest.raises(ValueError, match=r'Span record: '):
     decode_span(data)
+
+
+def test_a_segment_of_a_span_has_tokens():
+  one = span(1, 2)
+  with pytest.raises(ValueError, match='has no tokens'):
+    Span(
+      tokens=one.tokens,
+      logprobs=one.logprobs,
+      segments=(Segment(start=0, end=0, version=Version(1, 0), engine='e', finish='cut'),)
+      + one.segments,
+      finish=None,
+    )
+
+
+def test_a_damaged_span_is_one_line_with_its_sample_and_a_remedy(stored):
+  stored._db.execute('UPDATE partials SET payload = substr(payload, 1, 9) WHERE uid = ?', (A,))
+  line = rf'^replay store {stored.directory}, spans of {A}: Span record: .*; restore index\.sqlite'
+  with pytest.raises(SegmentError, match=line):
+    stored.spans([A, B])
+  with pytest.raises(SegmentError, match=line):
+    browse.history(stored.directory, A)
+  assert tokens(stored, B) == {B: [[3]]}
+
+
+@pytest.mark.parametrize(('which', 'kept'), [('= 1', 2), ('= 2', 2), ('= 3', 2), ('> 0', 0)])
+def test_a_missing_span_is_noticed(stored, which, kept):
+  stored.at(2).extend({A: span(6, step=2)})
+  stored._db.execute(
+    'DELETE FROM partials WHERE seq IN (SELECT seq FROM (SELECT seq, row_number() OVER (ORDER BY '
+    f'seq) AS n FROM partials WHERE uid = ?) WHERE n {which})',
+    (A,),
+  )
+  with pytest.raises(SegmentError, match=rf'spans of {A}: got {kept}, its transitions say 3; rest'):
+    stored.spans([A, B])
+
+
+def test_a_damaged_row_of_the_open_segment_is_one_line(stored):
+  stored.at(2).append([make_sample(B)])
+  stored._db.execute('UPDATE open_segment SET payload = substr(payload, 1, 9)')
+  with pytest.raises(SegmentError, match=rf'open segment, {B}: not a sample: .*; restore'):
+    stored.read([B])
 
 
 def test_spans_are_kept_in_order_until_the_sample_ends(stored):

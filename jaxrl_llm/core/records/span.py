@@ -42,6 +42,8 @@ class Span:
     bounds = [0, *(segment.end for segment in self.segments)]
     if bounds[:-1] != [s.start for s in self.segments] or bounds[-1] != len(self.tokens):
       raise ValueError(f'Span: segments {self.segments} do not cover {len(self.tokens)} tokens')
+    if empty := [segment for segment in self.segments if segment.start >= segment.end]:
+      raise ValueError(f'Span: segment {empty[0]} has no tokens')
 
 
 def joined(spans: Sequence[Span]) -> Span:
