@@ -40,6 +40,11 @@ class RepetitionDetection:
     if not 2 <= self.min_count <= _MAX_COUNT:
       raise UserError(f'{where}: min_count {self.min_count}, wanted 2 to {_MAX_COUNT}')
 
+  @property
+  def reach(self) -> int:
+    """Number of last tokens that decide whether a completion ends."""
+    return self.max_pattern_size * self.min_count
+
   def end(self, tokens: Int[np.ndarray, 'time'], *, start: int = 0) -> int | None:
     """Returns the number of tokens after which a completion ends, or None if it goes on.
 

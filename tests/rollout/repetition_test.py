@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rollout.api import Request, Sampling
+from jaxrl_llm.rollout.embedded import scheduler
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 
@@ -54,6 +56,45 @@ def test_the_end_is_that_of_a_naive_search_however_the_tokens_arrive():
       arrived = min(length, start + int(random.integers(1, 8)))
       end, start = detection.end(tokens[:arrived], start=start), arrived
     assert end == wanted
+    found += wanted is not None
+  assert 100 < found < 400
+
+
+class CountedPrompt(tuple):
+  """Prompt that records the number of tokens of each slice that is taken of it."""
+
+  slices: list[int]
+
+  def __getitem__(self, key):
+    part = super().__getitem__(key)
+    if isinstance(key, slice):
+      self.slices.append(len(part))
+    return part
+
+
+def test_the_end_of_a_continued_completion_is_found_from_its_last_tokens_alone():
+  random = np.random.default_rng(1)
+  found = 0
+  for _ in range(400):
+    most, count = int(random.integers(1, 6)), int(random.integers(2, 4))
+    begun, length = int(random.integers(0, 60)), int(random.integers(1, 20))
+    tokens = random.integers(0, 3, begun + length).astype(np.int32)
+    detection = rule(1, most, count)
+    prompt = CountedPrompt([9, 9, *tokens[:begun].tolist()])
+    prompt.slices = []
+    request = Request(
+      uid='x',
+      prompt=prompt,
+      begun=begun,
+      max_tokens=length,
+      sampling=Sampling(repetition_detection=detection),
+      key=(0,),
+    )
+    start = int(random.integers(0, length))
+    wanted = detection.end(tokens, start=begun + start)
+    end = scheduler._repetition_end(tokens[begun:], request, start=start)
+    assert end == (None if wanted is None else wanted - begun)
+    assert all(size <= most * count for size in prompt.slices)
     found += wanted is not None
   assert 100 < found < 400
 

@@ -277,9 +277,12 @@ def _repetition_end(
   """Returns the number of tokens after which repetition ends a completion, or None. Tokens that
   earlier requests sampled for the completion count as part of it, but not towards the number.
   """
-  detection, begun = request.sampling.repetition_detection, request.begun
+  detection = request.sampling.repetition_detection
   if detection is None:
     return None
-  whole = np.r_[np.array(request.prompt[len(request.prompt) - begun :], np.int32), tokens]
-  end = detection.end(whole, start=begun + start)
-  return None if end is None else end - begun
+  # A decode call samples a few tokens, so the cost of this check must not grow with the completion.
+  earlier = max(0, min(request.begun, detection.reach - start))
+  if earlier:
+    tokens = np.r_[np.array(request.prompt[-earlier:], np.int32), tokens]
+  end = detection.end(tokens, start=start + earlier)
+  return None if end is None else end - earlier
