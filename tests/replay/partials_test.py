@@ -1,5 +1,6 @@
 """Unfinished samples in the store: their spans survive a kill, and are undone with their commit."""
 
+import dataclasses
 import sqlite3
 
 import numpy as np
@@ -66,8 +67,7 @@ def test_a_segment_of_a_span_has_tokens():
     Span(
       tokens=one.tokens,
       logprobs=one.logprobs,
-      segments=(Segment(start=0, end=0, version=Version(1, 0), engine='e', finish='cut'),)
-      + one.segments,
+      segments=(dataclasses.replace(one.segments[0], end=0), *one.segments),
       finish=None,
     )
 
