@@ -22,11 +22,14 @@ from absl import flags
 from jaxrl_llm.batching.plan import Row, Shape, StepPlan, plan_shape
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.sample import Sample, Segment, Source, encode
+from jaxrl_llm.core.records.sample import Finish, Sample, Segment, encode
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep, RowLoader
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.segments import write_segment
+from jaxrl_llm.rollout.api import Completion
+from jaxrl_llm.rollout.workflow import rollout_sample
 
 _ROWS = flags.DEFINE_integer('rows', 64, 'Rows of a batch.', lower_bound=4)
 _TOKENS = flags.DEFINE_integer('tokens', 16384, 'Tokens of a row.', lower_bound=2)
@@ -38,28 +41,16 @@ _STEPS = 4
 def sample(number: int, tokens: int) -> Sample:
   """A rollout with one prompt token. Tokens and logprobs are random."""
   draw = np.random.default_rng(number)
-  sampled = np.arange(tokens) > 0
-  return Sample(
-    uid=f'x/{number}',
-    task_id=f't:{number}',
-    visit=0,
-    sample_index=0,
-    group_id=f'x/{number}',
-    trajectory_id=f'x/{number}',
-    taskset='t',
-    domain='general',
-    source=Source.ROLLOUT,
-    tokens=draw.integers(0, 50000, tokens, dtype=np.int32),
-    prompt_len=1,
-    role=sampled.astype(np.uint8),
-    loss_mask=sampled,
-    sampled=sampled,
-    behaviour_logprobs=np.where(sampled, -draw.random(tokens), 0).astype(np.float32),
-    segments=(
-      Segment(start=1, end=tokens, version=Version(0, 0), engine='embedded', finish='stop'),
-    ),
-    temperature=1.0,
+  sampled = tokens - 1
+  segment = Segment(start=0, end=sampled, version=Version(0, 0), engine='embedded', finish='stop')
+  completion = Completion(
+    tokens=draw.integers(0, 50000, sampled, dtype=np.int32),
+    logprobs=-draw.random(sampled, dtype=np.float32),
+    finish=Finish.STOP,
+    segments=(segment,),
   )
+  task = Task(taskset='t', domain='general', prompt=(), truth=None, fields={})
+  return rollout_sample(task, 0, 0, [1], completion, group=f'x/{number}', temperature=1.0)
 
 
 def batch(directory: pathlib.Path, rows: int, tokens: int) -> StepPlan:
