@@ -47,8 +47,8 @@ class Row:
   truncated: bool
   """Whether the length limit ended the sequence."""
   version_step: int | None
-  """Step of the oldest policy version that sampled any of the row's tokens. None if the tokens were
-  not sampled by this run.
+  """Step of the oldest policy version that sampled any of the row's tokens in the loss. None if no
+  token in the loss was sampled by this run.
   """
   correct: bool | None = None
   """Whether the completion is correct by the taskset's own measure. None if this is unknown or the

@@ -74,18 +74,22 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     for name, count in plan.counts.items():
       metrics[name if name.startswith('partial/') else f'run/{name}'] = Sum(count)
     if 'partial/cut' in plan.counts:
-      metrics |= _partial_metrics(samples)
+      metrics |= _partial_metrics(rows, samples)
   return metrics
 
 
-def _partial_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+def _partial_metrics(rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, Metric]:
   """Returns over how many batches the samples were generated, and the share that is trained on."""
   return {
     **spread(
       'partial/spans', [len({s.version.step for s in sample.segments}) for sample in samples]
     ),
     'partial/trained_ratio': Mean(
-      sum(int((sample.loss_mask & sample.sampled).sum()) for sample in samples),
+      sum(
+        int((sample.loss_mask & sample.sampled).sum())
+        for row, sample in zip(rows, samples, strict=True)
+        if not row.masked
+      ),
       sum(int(sample.sampled.sum()) for sample in samples),
     ),
   }

@@ -13,7 +13,8 @@ Invariants:
 
 The commit at step c contains the changes stamped with less than c. `recover(c)` undoes all later
 changes, which restores the store as it was at the commit, with one exception: samples of earlier
-attempts that were not accepted by then become `void`, with the reason `crash`.
+attempts that had neither been accepted nor stored a span by then become `void`, with the reason
+`crash`.
 
 Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
 on disk when the call returns. With 'normal', a killed process loses nothing either, but a power

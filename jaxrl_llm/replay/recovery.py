@@ -1,8 +1,8 @@
 """Crash recovery: restores the index as of the newest commit, and records which samples were lost.
 
 Invariant: after recovery, the index is as it was at the commit, with one exception: samples that
-were not accepted by then are `void`, with the reason `crash`, under the attempt (start of the run)
-that issued them. Rows of `samples` are never deleted.
+had neither been accepted nor stored a span by then are `void`, with the reason `crash`, under the
+attempt (start of the run) that issued them. Rows of `samples` are never deleted.
 """
 
 from __future__ import annotations

@@ -285,14 +285,17 @@ METRICS: dict[str, str] = {
     'Groups whose budget was spent while the batch was collected, so that a later batch continues '
     'them. Absent without rollout.partial.'
   ),
-  'partial/continued': 'Groups of earlier batches that were continued for this batch.',
+  'partial/continued': (
+    'Number of times that a group whose budget was spent was continued for this batch. Above the '
+    'number of such groups if some were continued more than once.'
+  ),
   'partial/open': (
     'Groups that wait for a later batch. If it keeps growing, raise rollout.partial.budget.'
   ),
   **_of('partial/spans', 'batches over which a sample was generated', ''),
   'partial/trained_ratio': (
-    'Share of the sampled tokens that enter the loss; the others belong to earlier spans. If far '
-    'below 1, raise rollout.partial.budget.'
+    'Share of the sampled tokens that enter the loss; the others belong to earlier spans or to '
+    'masked samples. If far below 1, raise rollout.partial.budget.'
   ),
   # Mismatch between trainer and sampler. It is measured before the first optimizer step of a batch,
   # on the sampled tokens that are trained on. Values after "Embedded" are typical of the engine in
