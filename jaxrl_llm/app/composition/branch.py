@@ -369,13 +369,11 @@ def _row_files(config: Config, stage_name: str) -> tuple[str, ...]:
 
 def _forget_ended(batches: Any) -> None:
   """Marks groups in flight as not ended, so that they are rolled out again: a new store lacks
-  them.
+  them. Parked groups stay parked and begin anew when their turn comes.
   """
   state = batches.get('rollouts', batches)
   for group in state.get('explorer', {}).get('groups', ()):
-    if group.get('parked'):
-      state['gate']['parked'] -= 1
-    group |= {'ended': False, 'parked': False}
+    group['ended'] = False
 
 
 def _algorithm(config: Mapping[str, Any], stage_name: str) -> str:

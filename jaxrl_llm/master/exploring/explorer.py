@@ -230,7 +230,8 @@ class Explorer:
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
     first = self._first()
-    # With partial rollouts, no group is in progress now, so that all outcomes are known.
+    # With partial rollouts, a parked group may have started before the last group of the batch, and
+    # an ended one after it. No group is in progress now, so all known outcomes are reported.
     self._tell(first[-1] if self._config.partial is None else self._started)
     groups = [self._groups.pop(number) for number in first]
     batch = [member for group in groups for member in group.chosen]
@@ -238,6 +239,8 @@ class Explorer:
       group.rolled_out for group in groups
     )
     self._handed_out = {self._name(group.task, group.visit) for group in groups}
+    if self._gate.is_full:
+      self._give_up_parked()
     if self._config.partial is not None:
       self._counts.update({'partial/cut': 0, 'partial/continued': 0})  # Both keys are present.
       self._counts['partial/open'] = sum(group.is_parked for group in self._groups.values())
@@ -254,8 +257,6 @@ class Explorer:
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
-    if self._gate.is_full:
-      self._give_up_parked()
     # Changes to the store from here on belong to the next batch, and a commit of this batch does
     # not contain them. The explorer's state for that commit must therefore be captured here.
     self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
@@ -264,16 +265,18 @@ class Explorer:
   def _tell(self, last: int) -> None:
     """Reports to the task sampler, in order, the outcomes of the groups with numbers up to `last`.
 
-    All of these groups have ended. If the gate's bound is 0, no task was drawn since they started.
-    If it is larger, groups of later batches may have been dropped, and timing decides whether their
-    replacements are drawn before or after this report.
+    All of these groups but parked ones have ended. If the gate's bound is 0, timing decides
+    nothing: all tasks of the batch were drawn before, none since. If it is larger, groups of later
+    batches may have been dropped, and timing decides whether their replacements are drawn before or
+    after this report.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
   def _give_up_parked(self) -> None:
     """Drops the groups that no later batch of the stage continues."""
-    self._abandon([number for number, group in self._groups.items() if group.is_parked])
+    if parked := [number for number, group in self._groups.items() if group.is_parked]:
+      self._counts['dropped/given_up'] += self._abandon(parked)
 
   def _give_up_surplus(self) -> None:
     """Drops the groups that started last, if the stage was shortened so that its batches need fewer
@@ -286,15 +289,20 @@ class Explorer:
         self._gate.drop()
       self._abandon(started[-surplus:])
 
-  def _abandon(self, numbers: Sequence[int]) -> None:
-    """Drops groups that no batch trains on. Those not run yet have no samples."""
+  def _abandon(self, numbers: Sequence[int]) -> int:
+    """Drops groups that no batch trains on, and returns the number of their samples. Those not run
+    yet have no samples.
+    """
     live = {entry.uid for entry in self._store.live()} if numbers else set()
+    dropped = 0
     for number in numbers:
       group = self._groups.pop(number)
       uids = [row.uid for row in self._issued(group.task, group.visit) if row.uid in live]
       self._writer.drop(uids, 'given up')
+      dropped += len(uids)
       name = self._name(group.task, group.visit)
       self._events.message(Edge.DROP, group=name, reason='given up')
+    return dropped
 
   def _first(self) -> list[int]:
     """Returns the numbers of the groups in the next batch, as far as they have started.
@@ -319,6 +327,7 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
+        self._issue(self._unknown_parked())
         self._start(
           groups,
           {number: group for number, group in self._groups.items() if group.is_running},
@@ -359,6 +368,14 @@ class Explorer:
     parked = [self._round.popleft() for _ in range(min(places, len(self._round)))]
     return parked, max(0, min(places - len(parked), room))
 
+  def _unknown_parked(self) -> list[_Group]:
+    """Returns the parked groups that the store lacks, as it does in a branch with a new store. They
+    begin anew.
+    """
+    parked = [group for group in self._groups.values() if group.is_parked]
+    known = {entry.group_id for entry in self._store.live()} if parked else set()
+    return [group for group in parked if self._name(group.task, group.visit) not in known]
+
   def _form_round(self) -> None:
     self._round.extend(number for number, group in self._groups.items() if group.is_parked)
 
@@ -372,14 +389,15 @@ class Explorer:
       self._counts['partial/continued'] += len(numbers)
 
   def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
-    with self._store.transaction():
-      self._writer.offer([group.task for group in groups.values()])
-      self._writer.issue(
-        [row for group in groups.values() for row in self._issued(group.task, group.visit)]
-      )
+    self._issue([*groups.values()])
     for number, group in groups.items():
       self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
       tasks.create_task(self._group(number, group.task, group.visit))
+
+  def _issue(self, groups: Sequence[_Group]) -> None:
+    with self._store.transaction():
+      self._writer.offer([group.task for group in groups])
+      self._writer.issue([row for group in groups for row in self._issued(group.task, group.visit)])
 
   def _name(self, task: Task, visit: int) -> str:
     return f'{self._config.stage}/{task.uid}/{visit}'
@@ -537,7 +555,9 @@ class Explorer:
       self._groups[number].chosen = chosen
     else:
       self._drop_group(
-        number, 'scorer failed' if scorer_failed else 'nothing to learn from', self._why(members)
+        number,
+        'scorer failed' if scorer_failed else 'nothing to learn from',
+        self._why(members, verified.members),
       )
     self._progress.set()
 
@@ -553,13 +573,27 @@ class Explorer:
       )
     self._gate.drop()
 
-  def _why(self, members: list[Experience]) -> str:
+  def _why(self, members: list[Experience], verified: list[Experience]) -> str:
+    """Returns why no sample of a group is trained on.
+
+    Args:
+      members: all samples of the group.
+      verified: those that the processors left.
+    """
     failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
     if len({m.reward.value for m in members}) == 1 and failed:
       first = failed[0]
       return (
         f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at '
         'the scorer'
+      )
+    if verified and all(m.masked for m in verified):
+      earlier = sum(not m.sample.loss_mask.any() for m in verified)
+      return (
+        f'all of its {len(verified)} samples are masked: {earlier} have no token in the loss (with '
+        'rollout.partial: they ended in an earlier batch than the group), '
+        f'{len(verified) - earlier} are masked by a processor '
+        f'({", ".join(name for name, _ in self._config.processors) or "none is configured"})'
       )
     rewards = [m.reward.worth for m in members]
     return (

@@ -84,8 +84,18 @@ async def continue_group(
 
   Raises:
     GroupCut: a sample has not ended.
+    UserError: a sample is longer than the length limit, which was lowered since.
   """
   before = {index: joined(of_sample) for index, of_sample in enumerate(spans) if of_sample}
+  for index, span in before.items():
+    most = workflow.max_tokens - (span.finish is None)
+    if len(span.tokens) > most:
+      raise UserError(
+        f'rollout.max_response_length: got {workflow.max_tokens}, but the partial sample '
+        f'{stage}/{task.uid}/{visit}/{index} {"continues after" if span.finish is None else "has"} '
+        f'{len(span.tokens)} tokens; wanted the length with which it was begun, or branch with '
+        '--reset_store'
+      )
   budget = {}
   for index, of_sample in enumerate(spans):
     left = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)

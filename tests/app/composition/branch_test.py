@@ -170,7 +170,7 @@ def test_what_is_reset_begins_afresh(parent, config, tmp_path):
 
 def test_a_new_store_has_no_groups_in_flight_that_ended(parent, config, tmp_path):
   host = host_of(make(parent, config, tmp_path / 'branch', ('store',)), 3)
-  assert host['batches']['explorer']['groups'] == [{'number': 1, 'ended': False, 'parked': False}]
+  assert host['batches']['explorer']['groups'] == [{'number': 1, 'ended': False}]
 
 
 def test_a_branch_without_its_parents_scores_chooses_scorer_options_anew(parent, config):
@@ -207,12 +207,12 @@ def test_a_branch_of_a_branch_leaves_behind_what_both_leave_behind(parent, confi
   assert host['reset_optimizer'] and host['batches'] is None
 
 
-def test_a_new_store_has_no_parked_groups(template, config, tmp_path):
-  groups = [{'number': 1, 'ended': True, 'parked': True}, {'number': 2, 'ended': False}]
+def test_parked_groups_wait_for_their_turn_in_a_new_store_too():
+  groups = [{'number': 1, 'ended': False, 'parked': True}, {'number': 2, 'ended': True}]
   batches = {'explorer': {'groups': groups}, 'gate': {'started': 2, 'parked': 1}}
   branches._forget_ended(batches)
-  assert batches['gate']['parked'] == 0
-  assert not any(group['parked'] or group['ended'] for group in groups)
+  assert batches['gate']['parked'] == 1
+  assert groups == [{'number': 1, 'ended': False, 'parked': True}, {'number': 2, 'ended': False}]
 
 
 def test_a_parent_writes_nothing_outside_of_its_branch(parent, config, tmp_path):

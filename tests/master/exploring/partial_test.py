@@ -19,11 +19,14 @@ from jaxrl_llm.app.schema import Config, PastConfig
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring import partial as partials
+from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.master.records import _partial_metrics
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import history, summary
 from jaxrl_llm.replay.index import open_store
@@ -32,6 +35,7 @@ from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.workflow import WorkflowConfig
+from jaxrl_llm.runtime.metrics import resolve
 
 BUDGETED = PartialConfig(budget=3, max_spans=4)
 LONGEST = 8
@@ -293,6 +297,80 @@ def test_where_no_answer_fits_the_budget_the_number_of_groups_stays_bounded(toke
   assert all(other == found[0] for other in found)
 
 
+def test_in_a_new_store_parked_groups_begin_anew_when_their_turn_comes(tokenizer, tmp_path):
+  """As in a branch with --reset_store. Four groups are parked, more than the two that a batch may
+  start at once.
+  """
+  partial = PartialConfig(budget=3, max_spans=9, groups=6)
+
+  def length(number, index):
+    return 1 if number in (4, 5) else 7
+
+  store = exploring.new_store(tmp_path / 'parent')
+  run = Run(tokenizer, store, length, partial=partial)
+  run.batches(0, 1)
+  store.close()
+  state = json.loads(run.states[1])
+  parked = [group['number'] for group in state['explorer']['groups'] if group['parked']]
+  assert parked == [0, 1, 2, 3]
+  found = []
+  for delays in range(3):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    branch = Run(tokenizer, store, length, delays=delays, partial=partial, batches=4)
+    branch.explorer.restore(json.loads(run.states[1]))
+    batches = branch.batches(1, 4)
+    for step, (batch, _) in enumerate(batches, 1):
+      assert all(spans(member.sample)[-1][2] == step for member in batch), 'of its own weights'
+    report = audit(store)
+    assert report.ok and report.live == (), report.lines
+    found.append(content(batches))
+    store.close()
+  assert all(other == found[0] for other in found)
+
+
+def test_groups_that_the_end_of_a_stage_leaves_parked_are_counted(tokenizer, store):
+  ((_, counts),) = Run(tokenizer, store, one_long, batches=1).batches(0, 1)
+  assert (counts['dropped/given_up'], counts['partial/open']) == (2, 0)
+  report = audit(store)
+  assert report.ok and report.reasons == {'dropped(given up)': 2}, report.lines
+
+
+def test_a_limit_that_was_lowered_below_an_open_answer_is_refused_in_one_line(tokenizer, store):
+  run = Run(tokenizer, store, one_long)
+  run.batches(0, 1)
+  workflow = run.exploration.explorer._runner.workflow
+  task = run.exploration.tasks[0]
+
+  def span(tokens, finish):
+    end = Segment(start=0, end=tokens, version=Version(0, 0), engine='e', finish='budget')
+    return Span(
+      tokens=np.ones(tokens, np.int32),
+      logprobs=np.zeros(tokens, np.float32),
+      segments=(end,),
+      finish=finish,
+    )
+
+  for limit, finish, says in ((3, None, 'continues after 3'), (2, Finish.STOP, 'has 3')):
+    workflow.max_tokens = limit
+    how = {'stage': 'grpo', 'sampling': Sampling(), 'spans': [[span(3, finish)]]}
+    with pytest.raises(UserError, match=rf'max_response_length: got {limit}, .* {says} tokens; '):
+      asyncio.run(partials.continue_group(workflow, BUDGETED, task, 0, **how))
+
+
+def test_a_group_that_is_masked_as_a_whole_is_dropped_with_the_true_reason(tokenizer, store):
+  """The only answer that is of the current weights is masked by a processor."""
+
+  def mask(members, step):
+    return [dataclasses.replace(m, masked=m.masked or m.sample.response_len == 7) for m in members]
+
+  run = Run(
+    tokenizer, store, one_long, processors=(('repetition', mask),), max_dropped_groups=0, batches=3
+  )
+  with pytest.raises(NothingToLearn, match='all of its 2 samples are masked: 1 have no token') as e:
+    run.batches(0, 3)
+  assert '1 are masked by a processor (repetition)' in str(e.value)
+
+
 @pytest.mark.parametrize('fields', [{'budget': 0}, {'budget': 4, 'max_spans': 0}])
 def test_a_budget_that_means_nothing_is_refused(fields):
   with pytest.raises(UserError, match=r'rollout\.partial\.\w+: got 0, wanted at least 1'):
@@ -356,3 +434,14 @@ def test_an_answer_that_repeats_itself_where_its_budget_ends_has_ended(begun):
   span = partials._span(generated(whole[begun:]), before, 9, sampling)
   assert (span.finish, span.segments[-1].finish) == (Finish.REPETITION, 'repetition')
   assert partials._span(generated(whole[begun:]), before, 9, Sampling()).finish is None
+
+
+def test_a_masked_sample_is_not_trained_on(tokenizer, store):
+  ((batch, _),) = Run(tokenizer, store, one_long, batches=1).batches(0, 1)
+  samples = [member.sample for member in batch]
+  rows = [
+    rollout_row(dataclasses.replace(member, masked=number == 0), ('file', number))
+    for number, member in enumerate(batch)
+  ]
+  # Four answers of two tokens each.
+  assert resolve(_partial_metrics(rows, samples))['partial/trained_ratio'] == 6 / 8
