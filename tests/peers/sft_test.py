@@ -7,6 +7,7 @@ are compared in float64, on the loader and the update alone.
 """
 
 import json
+import os
 import subprocess
 
 import jax
@@ -131,7 +132,11 @@ def trl(tmp_path_factory):
   made, folder = cases(chat_sft_run()), tmp_path_factory.mktemp('trl')
   (folder / 'cases.json').write_text(json.dumps(made))
   command = [PEERS_PYTHON, ROOT / 'tests/peers/trl_sft.py', folder / 'cases.json', folder]
-  process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+  # A model this small is computed faster by one thread, and other tests run beside it.
+  environ = os.environ | {'OMP_NUM_THREADS': '1'}
+  process = subprocess.run(
+    command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600
+  )
   assert process.returncode == 0, process.stderr[-3000:]
   return {name: dict(np.load(folder / f'{name}.npz')) for name in made}
 
