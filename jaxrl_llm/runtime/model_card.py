@@ -274,11 +274,11 @@ def _front_matter(
 
 def _sources(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
   """Returns the name, kind and source of each part of the data."""
-  found = []
-  for kind in ('tasksets', 'preferences'):
+  sources = []
+  for kind in ('tasksets', 'preferences', 'examples'):
     for part in _mappings(config.get(kind)):
-      found.append((str(part.get('name')), kind, str(part.get('source'))))
-  return found
+      sources.append((str(part.get('name')), kind, str(part.get('source'))))
+  return sources
 
 
 def _hub_datasets(config: Mapping[str, Any]) -> list[str]:

@@ -54,6 +54,16 @@ def parts(directory):
   return yaml.safe_load(head), body
 
 
+@pytest.mark.parametrize('kind', ['tasksets', 'preferences', 'examples'])
+def test_a_card_names_every_kind_of_data(tmp_path, kind):
+  part = {'name': 'mine', 'source': 'datasets:org/rows#train'}
+  others = {'tasksets': [], 'preferences': [], 'examples': []}
+  workdir = run(tmp_path / 'run', config=CONFIG | others | {kind: [part]})
+  model_card.write_run_card(tmp_path, workdir, Origin(base='org/base', command=('jaxrl',)))
+  head, body = parts(tmp_path)
+  assert head['datasets'] == ['org/rows'] and f'| mine | {kind} |' in body
+
+
 def test_a_card_has_what_the_run_did(tmp_path):
   workdir = run(tmp_path / 'run')
   origin = Origin(base='org/base', command=('jaxrl', 'train', '--config=words.py'))
