@@ -97,7 +97,7 @@ class _Reads:
 
 
 class _PackedPart(NamedTuple):
-  """What the plan says about one optimizer step, before its rows are read."""
+  """Part of the plan that concerns one optimizer step, before its rows are read."""
 
   packing: Packing
   grid: Grid

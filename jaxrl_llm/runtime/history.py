@@ -48,7 +48,7 @@ class Parent:
   step: int
   """Step of the commit."""
   reset: tuple[str, ...] = ()
-  """What the branch did not take over: any of 'optimizer', 'data' and 'store'."""
+  """Parts that the branch did not take over: any of 'optimizer', 'data' and 'store'."""
 
   def __str__(self) -> str:
     without = f', without its {", ".join(self.reset)}' if self.reset else ''

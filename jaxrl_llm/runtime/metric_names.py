@@ -17,7 +17,7 @@ NOISE = {_NATS: 1e-6, 'nats': 1e-6, _LOSS: 1e-6, 'advantage': 1e-6, 'χ²': 1e-6
 
 
 class Label(NamedTuple):
-  """What a chart calls a metric."""
+  """Name and unit of a metric in a chart."""
 
   name: str
   unit: str = ''
@@ -158,11 +158,11 @@ def label(key: str) -> Label:
   if name not in LABELS:
     words = key.replace('_', ' ').split('/')
     return Label(': '.join(words[-2:]) if len(words) > 1 else words[0])
-  found = LABELS[name]
-  text = found.name
+  entry = LABELS[name]
+  text = entry.name
   for placeholder, part in parts.items():
     text = text.replace(f'<{placeholder}>', part)
-  return Label(text, found.unit)
+  return Label(text, entry.unit)
 
 
 def document() -> str:

@@ -145,8 +145,8 @@ def payload(workdir: pathlib.Path) -> Row:
 
 def labels(keys: Iterable[str]) -> dict[str, Row]:
   """Returns the name, unit and rounding error of each metric, keyed by key."""
-  found = {key: metric_names.label(key) for key in keys}
-  return {key: {**label._asdict(), 'noise': label.noise} for key, label in found.items()}
+  labels = {key: metric_names.label(key) for key in keys}
+  return {key: {**label._asdict(), 'noise': label.noise} for key, label in labels.items()}
 
 
 def _history(workdir: pathlib.Path) -> tuple[list[Row], list[str]]:

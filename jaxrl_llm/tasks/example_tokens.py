@@ -67,14 +67,14 @@ def example_samples(
   stops = False
   for example in examples.examples:
     try:
-      found = example_tokens(example, tokenizer, loss_on=config.loss_on)
+      located = example_tokens(example, tokenizer, loss_on=config.loss_on)
     except (UserError, ValueError) as error:
       counts['corrupt'] += 1
       corrupt = sources.Corrupt(where=example.where, reason=str(error))
       reader = f'examples {config.name}'
       sources.report_corrupt(corrupt, reader, config.on_corrupt, counts['corrupt'])
       continue
-    length = len(found.tokens)
+    length = len(located.tokens)
     if length > longest and config.too_long == 'fail':
       raise UserError(
         f'{example.where}: {length} tokens, wanted at most {longest} (examples {config.name}; '
@@ -85,13 +85,13 @@ def example_samples(
       continue
     counts['truncated'] += length > longest and config.too_long == 'truncate'
     pieces = [
-      _part(found, start, start + longest)
+      _part(located, start, start + longest)
       for start in range(0, length if config.too_long == 'split' else 1, longest)
     ]
     kept = [(i, piece) for i, piece in enumerate(pieces) if piece.loss_mask.any()]
     counts['without_loss'] += not kept
     counts['sequences'] += len(kept)
-    stops |= bool(np.isin(found.tokens[found.loss_mask], tokenizer.stop_ids).any())
+    stops |= bool(np.isin(located.tokens[located.loss_mask], tokenizer.stop_ids).any())
     samples += [
       _sample(example, piece, f'{example.uid}/{i}' if len(pieces) > 1 else example.uid)
       for i, piece in kept
@@ -260,9 +260,9 @@ def _prefix(
     return count
   same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, tokens)))
   wanted = tokenizer.token_text(before[same])
-  found = repr(tokenizer.token_text(tokens[same])) if same < len(tokens) else 'no token'
+  actual = repr(tokenizer.token_text(tokens[same])) if same < len(tokens) else 'no token'
   raise ValueError(
-    f'the row does not begin with the tokens before {what}: token {same} is {found}, and '
+    f'the row does not begin with the tokens before {what}: token {same} is {actual}, and '
     f'{wanted!r} where these are encoded alone; {remedy}'
   )
 
@@ -296,15 +296,15 @@ def _check_tools(tools: Sequence[Json] | None, text: str) -> None:
       raise ValueError(f'the chat template leaves out the tool {called_name(tool)!r}')
 
 
-def _part(found: ExampleTokens, start: int, end: int) -> ExampleTokens:
-  mask = found.loss_mask[start:end].copy()
+def _part(located: ExampleTokens, start: int, end: int) -> ExampleTokens:
+  mask = located.loss_mask[start:end].copy()
   mask[:1] = False
-  return ExampleTokens(tokens=found.tokens[start:end], loss_mask=mask)
+  return ExampleTokens(tokens=located.tokens[start:end], loss_mask=mask)
 
 
-def _sample(example: Example, found: ExampleTokens, uid: str) -> Sample:
-  length, prompt_len = len(found.tokens), int(found.loss_mask.argmax())
-  role = np.where(found.loss_mask, Role.POLICY, Role.TOOL).astype(np.uint8)
+def _sample(example: Example, located: ExampleTokens, uid: str) -> Sample:
+  length, prompt_len = len(located.tokens), int(located.loss_mask.argmax())
+  role = np.where(located.loss_mask, Role.POLICY, Role.TOOL).astype(np.uint8)
   role[:prompt_len] = Role.PROMPT
   return Sample(
     uid=uid,
@@ -316,10 +316,10 @@ def _sample(example: Example, found: ExampleTokens, uid: str) -> Sample:
     taskset=example.name,
     domain=example.domain,
     source=Source.EXPERT,
-    tokens=found.tokens,
+    tokens=located.tokens,
     prompt_len=prompt_len,
     role=role,
-    loss_mask=found.loss_mask,
+    loss_mask=located.loss_mask,
     sampled=np.zeros(length, bool),
     behaviour_logprobs=np.zeros(length, np.float32),
   )

@@ -85,12 +85,12 @@ class ExamplesConfig:
   prompts.
   """
   too_long: Literal['truncate', 'split', 'skip', 'fail'] = 'truncate'
-  """What is done with a row of more tokens than a sequence may have: its start is kept, it is cut
-  into several sequences, it is left out, or the run does not begin.
+  """Treatment of a row with more tokens than a sequence may have. truncate: only its start is kept.
+  split: it becomes several sequences. skip: it is left out. fail: the run does not begin.
   """
   on_corrupt: Literal['fail', 'skip'] = 'fail'
-  """What is done with a row of no known form, or whose answers cannot be located among its tokens:
-  the run does not begin, or the row is skipped and counted.
+  """Treatment of a row that has no known form, or whose answers cannot be located among its tokens.
+  fail: the run does not begin. skip: the row is left out and counted.
   """
 
   def __post_init__(self):
@@ -190,14 +190,14 @@ def load_examples(config: ExamplesConfig) -> ExampleSet:
   counts = dict.fromkeys(_COUNTS, 0)
   examples, seen = [], set()
   rows = sources.read_rows(config.source, options=config.options, size=config.size, seed=0)
-  found = sources.converted(
+  results = sources.converted(
     rows,
     lambda row: _example(row, config, counts['read'] - 1),
     counts,
     reader=f'examples {config.name}',
     on_corrupt=config.on_corrupt,
   )
-  for _, example in found:
+  for _, example in results:
     fate = _fate(example, config, seen)
     counts[fate] += 1
     if fate == 'kept':

@@ -150,14 +150,14 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
     )
   counts = dict.fromkeys(_COUNTS, 0)
   pairs, seen, group_of = [], set(), {}
-  found = sources.converted(
+  results = sources.converted(
     sources.read_rows(config.source, options=config.options, size=config.size, seed=0),
     lambda row: _pair_of(row.fields, config),
     counts,
     reader=f'preferences {config.name}',
     on_corrupt=config.on_corrupt,
   )
-  for where, pair in found:
+  for where, pair in results:
     _check_group(where, pair, group_of, config)
     fate = _fate(pair, config, seen)
     counts[fate] += 1

@@ -203,14 +203,14 @@ def load_taskset(
     ('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0
   )
   tasks, seen = [], set()
-  found = sources.converted(
+  results = sources.converted(
     _rows(config) if rows is None else rows,
     lambda row: _task(row.fields, config),
     counts,
     reader=f'taskset {config.name}',
     on_corrupt=config.on_corrupt,
   )
-  for _, task in found:
+  for _, task in results:
     fate = _fate(task, config, seen)
     counts[fate] += 1
     if fate == 'kept':

@@ -72,10 +72,10 @@ def _main(argv: Sequence[str]) -> int:
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; {USAGE}')
   if (FLAGS.workdir is None) == (spec is None):
-    found = '--workdir is missing' if spec is None else '--workdir and --config are both given'
+    problem = '--workdir is missing' if spec is None else '--workdir and --config are both given'
     raise UserError(
-      f'{found}; wanted --workdir=RUN for the policy of a run, or --config=FILE.py for the initial '
-      f'policy of a configuration; {USAGE}'
+      f'{problem}; wanted --workdir=RUN for the policy of a run, or --config=FILE.py for the '
+      f'initial policy of a configuration; {USAGE}'
     )
   logging.set_verbosity(-1)
   criteria = CurateConfig(**{name: FLAGS[name].value for name in _HELP})

@@ -49,19 +49,19 @@ from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, ROLLOUTS_DIR
 from jaxrl_llm.tasks.taskset import Taskset
 
 RESETS = ('optimizer', 'data', 'store')
-"""What a branch may leave behind, as in --reset_optimizer."""
+"""Parts of its parent that a branch may leave behind, as in --reset_optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Branch:
-  """A commit to start a new run from, and what to leave behind."""
+  """A commit from which a new run starts, and the parts that the new run leaves behind."""
 
   run: pathlib.Path
   """Directory of the parent."""
   step: int | None = None
   """Step of the commit; None: the newest."""
   reset: tuple[str, ...] = ()
-  """What to begin afresh, of `RESETS`: the optimizer's moments, the position in the data, the
+  """Parts to begin afresh, from `RESETS`: the optimizer's moments, the position in the data, the
   store.
   """
 
@@ -152,8 +152,8 @@ def find_origin(branch: Branch, config: Config) -> Fork:
       f'{", ".join(map(str, commits))} (checkpoint.keep)'
     )
   of_parent = configuration_at(run, step)
-  found = misfits(of_parent, config, step)
-  if problems := [problem for problem in found if problem[1] not in branch.reset]:
+  all_problems = misfits(of_parent, config, step)
+  if problems := [problem for problem in all_problems if problem[1] not in branch.reset]:
     raise _misfit(branch, step, problems)
   return Fork(branch=branch, step=step, config=of_parent, changes=changes(of_parent, config))
 
@@ -279,22 +279,22 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
   Args:
     wanted: arrays of the commit as the branch would restore them (`state.committed_like`).
   """
-  found = _checkpoints(workdir.path).shapes(origin.step)
+  committed = _checkpoints(workdir.path).shapes(origin.step)
   where = f'--branch_from={origin.branch.run}:{origin.step}'
-  if found.keys() != wanted.keys():
+  if committed.keys() != wanted.keys():
     raise UserError(
-      f'{where}: the commit holds {sorted(found)}, and the algorithm of the stage needs '
+      f'{where}: the commit holds {sorted(committed)}, and the algorithm of the stage needs '
       f'{sorted(wanted)}; end this stage at the commit (its steps) and add one with the new '
       'algorithm'
     )
   for role, state in wanted.items():
     shapes = {name: x.shape for name, x in flatten(getattr(state, 'params', state)).items()}
-    for name in sorted(shapes.keys() | found[role].keys()):
-      if shapes.get(name) != found[role].get(name):
+    for name in sorted(shapes.keys() | committed[role].keys()):
+      if shapes.get(name) != committed[role].get(name):
         raise UserError(
-          f'{where}: another model: parameter {name} of {role} has shape {found[role].get(name)} '
-          f'in the commit, and the configuration makes it {shapes.get(name)}; leave the model as '
-          'the parent has it'
+          f'{where}: another model: parameter {name} of {role} has shape '
+          f'{committed[role].get(name)} in the commit, and the configuration makes it '
+          f'{shapes.get(name)}; leave the model as the parent has it'
         )
 
 

@@ -25,7 +25,7 @@ from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.tasks.processors import COMPARING, in_order
 
 Reset = Literal['data', 'store']
-"""What a branch must leave behind to make a change, as in --reset_data."""
+"""Part of its parent that a branch must leave behind to make a change, as in --reset_data."""
 
 MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
@@ -105,12 +105,12 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
     new: configuration to resume with.
     step: number of batches that the run has completed; above 0.
   """
-  old, found = current(old), changes(old, new)
+  old, differences = current(old), changes(old, new)
   try:
     rules = _Rules(old, new, step)
-    return [reason for change in found if (reason := rules.refusal(change)) is not None]
+    return [reason for change in differences if (reason := rules.refusal(change)) is not None]
   except (KeyError, TypeError):  # Of a version whose stages had other fields.
-    return [Refused(change, _WHY['stages']) for change in found]
+    return [Refused(change, _WHY['stages']) for change in differences]
 
 
 def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refused, Reset | None]]:
@@ -122,20 +122,20 @@ def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refuse
     new: the branch's configuration.
     step: step of the commit.
   """
-  old, found = current(old), changes(old, new)
+  old, differences = current(old), changes(old, new)
   try:
     rules = _Rules(old, new, step)
-    pairs = [(change, rules.misfit(change)) for change in found]
+    pairs = [(change, rules.misfit(change)) for change in differences]
   except (KeyError, TypeError):
-    return [(Refused(change, _WHY['stages']), None) for change in found]
+    return [(Refused(change, _WHY['stages']), None) for change in differences]
   return [(Refused(change, why), reset) for change, (why, reset) in pairs if why]
 
 
-def reset_flags(found: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
+def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
   """Returns the flags with which a branch can make these changes, as `misfits` returns them; None:
   it cannot make all of them.
   """
-  needed = {reset for _, reset in found}
+  needed = {reset for _, reset in problems}
   return None if None in needed else [f'--reset_{reset}' for reset in sorted(needed)]
 
 

@@ -197,8 +197,8 @@ def prepare(
         _take_over(stage, recorded, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
     write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
-  for found in examples.values():
-    write_examples(found, tokenizer, spec, workdir, longest)
+  for example_set in examples.values():
+    write_examples(example_set, tokenizer, spec, workdir, longest)
   for stage in config.stages:
     if isinstance(stage.source, Examples):
       check_fills(stage, workdir)

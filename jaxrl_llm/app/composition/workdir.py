@@ -129,9 +129,9 @@ class Workdir:
     Before the first commit, a changed configuration replaces the old one, so that a mistake in the
     first command does not make the directory useless.
     """
-    found = check_configuration(self.path, config)
-    if found is not None:
-      return found
+    adopted = check_configuration(self.path, config)
+    if adopted is not None:
+      return adopted
     file = self.path / CONFIG
     if file.exists():
       for made in (TOKENIZER, DATA, LOGGING):
@@ -155,8 +155,8 @@ class Workdir:
       entries = (_entry(saved_configuration(self.path), step=1, attempt=0),)
     if not entries:
       entries = (_entry(to_json(config), step=1, attempt=attempt),)
-    elif found := changes(entries[-1].config, config):
-      entries += (_entry(to_json(config), step=commit + 1, attempt=attempt, changes=found),)
+    elif changed := changes(entries[-1].config, config):
+      entries += (_entry(to_json(config), step=commit + 1, attempt=attempt, changes=changed),)
     if entries != known:
       history.write(self.path, entries)
     if saved_configuration(self.path) != to_json(config):

@@ -248,8 +248,8 @@ def lengths(data: Data) -> Iterator[Finding]:
 def examples(data: Data) -> Iterator[Finding]:
   """Checks that the answers of examples can be located among their tokens, and that they fit."""
   longest = data.config.rollout.max_length
-  for name, found in data.examples.items():
-    part = dataclasses.replace(found, examples=tuple(spread(found.examples, _MEASURED)))
+  for name, example_set in data.examples.items():
+    part = dataclasses.replace(example_set, examples=tuple(spread(example_set.examples, _MEASURED)))
     samples, counts = example_samples(part, data.tokenizer, longest)
     rows = len(part.examples)
     lost = {
@@ -259,19 +259,19 @@ def examples(data: Data) -> Iterator[Finding]:
     }
     tokens = sum(len(sample.tokens) for sample in samples)
     learned = sum(int(sample.loss_mask.sum()) for sample in samples)
-    told = f'{rows:,} rows have {tokens:,} tokens, {learned:,} of them in the loss'
+    summary = f'{rows:,} rows have {tokens:,} tokens, {learned:,} of them in the loss'
     if lost:
       what = ', '.join(f'{count:,} {fate}' for fate, count in lost.items())
       worst = max(lost.values()) / rows
       yield (failure if worst > _MUCH else warning)(
         f'examples {name}',
-        f'{told}; {what} at {longest} tokens',
+        f'{summary}; {what} at {longest} tokens',
         'raise rollout.max_prompt_length or rollout.max_response_length, or correct the rows, '
         'which the log names',
         **counts,
       )
     else:
-      yield ok(f'examples {name}', told, **counts)
+      yield ok(f'examples {name}', summary, **counts)
 
 
 def duplicates(data: Data) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What an import made: the configuration, and the fate of every key that was given."""
+"""Report of an import: the configuration, and the outcome for every given key."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-  """What a script would run, as far as its text says."""
+  """Commands that a script would run, as far as its text determines them."""
 
   commands: tuple[Command, ...]
   notes: tuple[str, ...]

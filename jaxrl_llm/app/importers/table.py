@@ -68,7 +68,7 @@ FATES: tuple[Fate, ...] = ('mapped', 'not needed', 'not supported')
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What became of one given key."""
+  """Outcome for a given key."""
 
   key: str
   value: Json
@@ -114,10 +114,10 @@ def one_of(choices: Mapping[Json, Json]) -> Callable[[Json], Json]:
   """Returns a converter by a table of values."""
 
   def read(value: Json) -> Json:
-    found = [ours for theirs, ours in choices.items() if same(theirs, value)]
-    if not found:
+    matching = [ours for theirs, ours in choices.items() if same(theirs, value)]
+    if not matching:
       raise Unreadable(f'wanted one of {", ".join(map(str, choices))}')
-    return found[0]
+    return matching[0]
 
   return read
 
@@ -163,7 +163,7 @@ class Import:
     self.comments: dict[tuple[str, str], str] = {}
     """Comments of the configuration file, by class and field."""
     self.notes: list[str] = []
-    """What is to be known beyond single keys."""
+    """Remarks that concern more than one key."""
     self._read()
 
   def __contains__(self, key: str) -> bool:

@@ -40,7 +40,7 @@ _KIND = re.compile(r'\b(sft|dpo|reward|grpo|gspo|rloo)\b')
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-  """What a file gives a trainer."""
+  """Arguments that a file gives to a trainer."""
 
   trainer: str
   given: list[Given]
@@ -60,12 +60,12 @@ def read_file(path: pathlib.Path, define: Mapping[str, str], trainer: str | None
   """
   content = read_text(path)
   if path.suffix in ('.yaml', '.yml'):
-    given, notes, found = _yaml(content, path), [], None
+    given, notes, named = _yaml(content, path), [], None
   elif path.suffix == '.py':
-    given, notes, found = _python(content, path, define)
+    given, notes, named = _python(content, path, define)
   else:
-    given, notes, found = _shell(content, path, define)
-  trainer = trainer or found or _kind_of(path.stem) or _by_keys(given)
+    given, notes, named = _shell(content, path, define)
+  trainer = trainer or named or _kind_of(path.stem) or _by_keys(given)
   if trainer is None:
     raise UserError(
       f'{path}: does not say for which trainer its arguments are; give --trainer='
@@ -187,12 +187,12 @@ def _python(
   notes = list(reader.notes)
   trainer = reader.trainer
   document = ast.get_docstring(tree) or ''
-  found = None if reader.has_config else _in_document(document, path, define)
-  if found is not None:
+  command = None if reader.has_config else _in_document(document, path, define)
+  if command is not None:
     # Scripts that parse a command line show one in their docstring.
     # What the program computes from its command line is in the command.
-    given = [*(item for item in given if not item.missing), *found[0]]
-    trainer = trainer or found[1]
+    given = [*(item for item in given if not item.missing), *command[0]]
+    trainer = trainer or command[1]
     notes.append('the arguments are those of the first command in the docstring')
   if all(item.missing for item in given):
     raise UserError(

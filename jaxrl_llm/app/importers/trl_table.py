@@ -390,7 +390,7 @@ TABLES: Mapping[str, Table] = {
   'grpo': GRPO,
   'rloo': RLOO,
 }
-"""What becomes of each argument, by trainer."""
+"""Outcome for each argument, by trainer."""
 
 _COMMON_DEFAULTS: Mapping[str, Json] = {
   'adam_beta2': 0.999,

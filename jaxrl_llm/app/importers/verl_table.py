@@ -533,4 +533,4 @@ TABLE: Table = {
   'global_profiler.*': _PROFILED,
   '*._target_': NotNeeded('the name of a class of verl'),
 }
-"""What becomes of each of verl's keys."""
+"""Outcome for each of verl's keys."""

@@ -101,7 +101,7 @@ async def continue_group(
     left = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)
     if not of_sample or of_sample[-1].finish is None:
       budget[index] = left if len(of_sample) + 1 >= config.max_spans else min(left, config.budget)
-  found = await workflow.extend(
+  completions = await workflow.extend(
     task,
     visit,
     stage=stage,
@@ -112,7 +112,7 @@ async def continue_group(
   )
   new = {
     index: _span(completion, before.get(index), workflow.max_tokens, sampling)
-    for index, completion in found.items()
+    for index, completion in completions.items()
   }
   whole = [
     joined([*of_sample, *([new[index]] if index in new else [])])
