@@ -99,6 +99,14 @@ def read_yaml(text: str, name: str = 'value') -> Json:
   return _scalars(value)
 
 
+def read_mapping(text: str, path: pathlib.Path) -> dict[str, Json]:
+  """Parses the YAML of a file. Raises UserError for anything but plain YAML of keys and values."""
+  tree = read_yaml(text, str(path))
+  if not isinstance(tree, dict):
+    raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')
+  return tree
+
+
 def _scalars(value: Any) -> Json:
   if isinstance(value, dict):
     return {str(key): _scalars(item) for key, item in value.items()}

@@ -11,8 +11,9 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxrl_llm.app.importers.given import Given, read_text, read_yaml, value_of
-from jaxrl_llm.app.importers.shell import Command, Word, read_script
+from jaxrl_llm.app.importers.given import Given, read_mapping, read_text, value_of
+from jaxrl_llm.app.importers.shell import Command, Word
+from jaxrl_llm.app.importers.start import find_start
 from jaxrl_llm.app.importers.trl_table import TABLES, TRAINERS
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import path_inside
@@ -88,9 +89,7 @@ def _by_keys(given: list[Given]) -> str | None:
 
 
 def _yaml(content: str, path: pathlib.Path) -> list[Given]:
-  tree = read_yaml(content, str(path))
-  if not isinstance(tree, dict):
-    raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')
+  tree = read_mapping(content, path)
   return [Given(key.replace('-', '_'), value, path.name) for key, value in tree.items()]
 
 
@@ -100,22 +99,10 @@ def _yaml(content: str, path: pathlib.Path) -> list[Given]:
 def _shell(
   content: str, path: pathlib.Path, define: Mapping[str, str]
 ) -> tuple[list[Given], list[str], str | None]:
-  try:
-    script = read_script(content, define)
-  except UserError as error:
-    raise UserError(f'{path}: {error}') from None
-  starts = [(command, at) for command in script.commands if (at := _start(command)) is not None]
-  if not starts:
-    raise UserError(
-      f'{path}: no command starts a trainer; wanted trl {"|".join(TRAINERS)} --key value …, or '
-      'python FILE.py --key value …'
-    )
-  command, at = starts[0]
-  notes = [*script.notes] + [
-    f'line {other.line}: a further command starts a trainer; only that of line {command.line} is '
-    'read'
-    for other, _ in starts[1:]
-  ]
+  wanted = (
+    f'a trainer; wanted trl {"|".join(TRAINERS)} --key value …, or python FILE.py --key value …'
+  )
+  command, at, notes = find_start(content, path, define, _start, wanted)
   given = _options(command, path)
   name = command.words[at].text
   match = _SCRIPT.fullmatch(name)

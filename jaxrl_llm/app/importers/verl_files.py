@@ -6,9 +6,9 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from jaxrl_llm.app.importers.given import Given, leaves, read_text, read_yaml, value_of
-from jaxrl_llm.app.importers.shell import Command, read_script
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.app.importers.given import Given, leaves, read_mapping, read_text, value_of
+from jaxrl_llm.app.importers.shell import Command
+from jaxrl_llm.app.importers.start import find_start
 from jaxrl_llm.core.types import Json
 
 _MAIN = re.compile(r'(?:.*[./])?main_(?:ppo|dapo)(?:\.py)?')
@@ -28,28 +28,9 @@ def read_file(path: pathlib.Path, define: Mapping[str, str]) -> tuple[list[Given
   """
   content = read_text(path)
   if path.suffix in ('.yaml', '.yml'):
-    tree = read_yaml(content, str(path))
-    if not isinstance(tree, dict):
-      raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')
-    return _resolved(dict(leaves(tree))), []
-  try:
-    script = read_script(content, define)
-  except UserError as error:
-    raise UserError(f'{path}: {error}') from None
-  starts = [
-    (command, at) for command in script.commands for at in [_trainer_at(command)] if at is not None
-  ]
-  if not starts:
-    raise UserError(
-      f'{path}: no command starts verl.trainer.main_ppo; wanted python3 -m verl.trainer.main_ppo '
-      'key=value …'
-    )
-  command, at = starts[0]
-  notes = [*script.notes] + [
-    f'line {other.line}: a further command starts a trainer; only that of line {command.line} is '
-    'read'
-    for other, _ in starts[1:]
-  ]
+    return _resolved(dict(leaves(read_mapping(content, path)))), []
+  wanted = 'verl.trainer.main_ppo; wanted python3 -m verl.trainer.main_ppo key=value …'
+  command, at, notes = find_start(content, path, define, _trainer_at, wanted)
   return [_given(command, index) for index in range(at + 1, len(command.words))], notes
 
 

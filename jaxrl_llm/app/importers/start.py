@@ -1,0 +1,56 @@
+"""Finds the command of a shell script that starts a trainer."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jaxrl_llm.app.importers.shell import Command, read_script
+from jaxrl_llm.core.errors import UserError
+
+
+class Start(NamedTuple):
+  """The first command that starts a trainer."""
+
+  command: Command
+  at: int
+  """Position of the trainer's name among the command's words."""
+  notes: list[str]
+  """Remarks about the script, one line each."""
+
+
+def find_start(
+  content: str,
+  path: pathlib.Path,
+  define: Mapping[str, str],
+  position: Callable[[Command], int | None],
+  wanted: str,
+) -> Start:
+  """Returns the first command of a script that starts a trainer.
+
+  Args:
+    content: text of the script.
+    path: its file, for messages.
+    define: values of the script's variables.
+    position: returns the position of the trainer's name in a command; None if the command starts
+      no trainer.
+    wanted: end of the message if no command starts a trainer.
+
+  Raises:
+    UserError: the script cannot be read, or starts no trainer.
+  """
+  try:
+    script = read_script(content, define)
+  except UserError as error:
+    raise UserError(f'{path}: {error}') from None
+  starts = [(command, at) for command in script.commands if (at := position(command)) is not None]
+  if not starts:
+    raise UserError(f'{path}: no command starts {wanted}')
+  command, at = starts[0]
+  notes = [*script.notes] + [
+    f'line {other.line}: a further command starts a trainer; only that of line {command.line} is '
+    'read'
+    for other, _ in starts[1:]
+  ]
+  return Start(command, at, notes)
