@@ -124,10 +124,17 @@ def start(
   several processes.
   """
   train, env = command(workdir, *flags, **options), environment() if environ is None else environ
-  if options.get('processes', 1) == 1 and env['XLA_FLAGS'] == programs.CHEAP:
-    return warm.start(train[1:], cwd=ROOT, env=env)
+  return _start(train, env, fork=options.get('processes', 1) == 1)
+
+
+def _start(
+  args: list[str], env: Mapping[str, str], *, fork: bool
+) -> subprocess.Popen | warm.Process:
+  # A fork has the flags of XLA that its parent has read.
+  if fork and env['XLA_FLAGS'] == programs.CHEAP:
+    return warm.start(args[1:], cwd=ROOT, env=env)
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-  return subprocess.Popen(train, cwd=ROOT, env=env, start_new_session=True, **pipes)
+  return subprocess.Popen(args, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
 def train(
@@ -148,9 +155,8 @@ def call(
   `expect`.
   """
   env = environment() if environ is None else environ
-  return _finish(
-    warm.start([script, *map(str, arguments)], cwd=ROOT, env=env), expect, timeout_s=timeout_s
-  )
+  args = [sys.executable, script, *map(str, arguments)]
+  return _finish(_start(args, env, fork=True), expect, timeout_s=timeout_s)
 
 
 def _finish(
