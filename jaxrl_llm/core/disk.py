@@ -41,10 +41,13 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 
 
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Makes a file that nobody changes in place available as `target`, whose directory is created.
+  """Makes `source` available as `target`, and creates the directory of `target`.
 
-  It becomes a hard link, or a durable copy if the file systems differ or have no hard links, or if
-  `source` is a symbolic link: its file may be anyone's. Raises FileExistsError if `target` exists.
+  `target` becomes a hard link to the file, so nobody may change the file in place. It becomes a
+  durable copy instead if no hard link can be made, or if `source` is a symbolic link, because the
+  file that a symbolic link leads to may belong to somebody who does change it.
+
+  Raises FileExistsError if `target` exists.
   """
   target.parent.mkdir(parents=True, exist_ok=True)
   try:
@@ -77,9 +80,9 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
       # Lock the file before it gets its final name, since another process would take an unlocked
-      # file to be that of a killed process. No other process has the file open, so locking only
-      # fails on file systems without locks; there, the file keeps its name, and nobody removes the
-      # directory of a killed process.
+      # file to be that of a killed process. No other process has the file open, so locking fails
+      # only on file systems without locks. On such a file system, the file keeps its temporary
+      # name, and the directory stays if this process is killed.
       with contextlib.suppress(OSError):
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(folder / _OWNER)

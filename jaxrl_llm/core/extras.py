@@ -22,7 +22,7 @@ def check_library(module: str, where: str) -> None:
 
   Args:
     module: key of `EXTRAS`.
-    where: what needs the library.
+    where: flag or field whose value needs the library, for the error message.
   """
   if importlib.util.find_spec(module) is None:
     raise UserError(

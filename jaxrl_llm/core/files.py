@@ -100,8 +100,10 @@ _TOKENS = re.compile(rb'"(?:[^"\\\n]|\\.)*+"|[\[\]{}]')
 
 
 def check_file_depth(path: str | os.PathLike) -> None:
-  """Checks the nesting of a JSON file of any size, for readers that a deep nesting would crash. The
-  file may have one value or one a line.
+  """Checks the nesting depth of a JSON file, whose size does not matter.
+
+  Call it before a reader that deeply nested JSON would crash. The file may contain one JSON value,
+  or one value per line.
 
   Raises:
     ValueError: a value is nested deeper than `MAX_DEPTH` levels, or `path` is not a regular file.

@@ -144,7 +144,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    # wait work: the deadlines of `work`
+    # wait work: bounded by the deadlines inside `work`
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     return None if stop.done() else task.result()
   finally:

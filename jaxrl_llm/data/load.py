@@ -1,9 +1,9 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
-A Grain pipeline over the plan reads and decodes rows in threads, and packs and places one optimizer
-step after another in a thread of its own, ahead of the step that is computed. The order of its
-results depends on the plan alone. Because a plan is trained on as a whole or, after a crash, from
-its beginning, the pipeline has no state to save.
+A Grain pipeline over the plan reads and decodes rows in threads, and a further thread packs the
+rows of each optimizer step and places them on the devices while the previous step is computed. The
+order of the results depends only on the plan. The pipeline has no state to save, because a plan
+that is interrupted by a crash is trained on again from its beginning.
 
 Each process reads only the rows that are placed on its own devices. Arrays on the host are newly
 allocated for every step and never modified once JAX has them, because JAX may use their memory
@@ -38,11 +38,11 @@ from jaxrl_llm.replay.segments import SegmentReader
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 _TOKENS_AT_ONCE = 8192
-"""Number of tokens from which on rows are divided among threads. Short rows are read together,
-because handing each to a thread takes longer than reading it.
+"""Minimum number of tokens that a thread reads at once. Short rows are read together, because
+passing a single one to a thread takes longer than reading it.
 """
 _READS_AHEAD = 32
-"""Maximum number of such reads whose rows wait to be packed."""
+"""Maximum number of completed reads whose rows wait to be packed."""
 _STEPS_AHEAD = 1
 """Number of packed optimizer steps that wait to be computed."""
 _DEADLINE_S = 3600.0
@@ -55,15 +55,15 @@ class PackedStep(NamedTuple):
   chunks: Chunks
   packing: Packing
   rows: tuple[int, ...]
-  """For each row of the packing, its row number in the plan."""
+  """Row number in the plan of each row of the packing."""
   grid: Grid
-  """The part of the step's arrays that is on this process's devices."""
+  """Part of the step's arrays that is on this process's devices."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
   """Host copy of the loss mask, for this process's part of the arrays."""
 
   @property
   def used(self) -> np.int32:
-    """Number of micro-batches in use."""
+    """Number of micro-batches that contain rows."""
     return np.int32(self.packing.micro_batches)
 
 
@@ -75,7 +75,7 @@ Column = (
 
 
 class _Reads:
-  """Grain data source of samples. An element is the list of the samples of one read."""
+  """Grain data source of samples. Each element is the list of the samples of one read."""
 
   def __init__(self, reader: SegmentReader, reads: Sequence[Sequence[Row]]):
     self._reader, self._reads = reader, reads
@@ -175,7 +175,9 @@ class _PackedStepIterator(grain.DatasetIterator[PackedStep]):
 
 
 def _reads(rows: Sequence[Row]) -> list[list[Row]]:
-  """Divides rows into runs of neighbours, each of which ends once it has `_TOKENS_AT_ONCE`."""
+  """Divides rows into groups of consecutive rows. A group ends once it has at least
+  `_TOKENS_AT_ONCE` tokens.
+  """
   reads: list[list[Row]] = []
   room = 0
   for row in rows:
@@ -206,8 +208,8 @@ class RowLoader:
   def steps(self, plan: StepPlan, shape: Shape) -> grain.DatasetIterator[PackedStep]:
     """Returns an iterator over the plan's optimizer steps, packed and on the devices.
 
-    It works ahead in threads, which `close` ends. The fields that forward passes or the annotation
-    fill later, such as advantages, are 0.
+    The iterator loads steps ahead in threads, which its method `close` ends. Fields of the chunks
+    that are computed later, such as advantages, are 0.
     """
     packed = _PackedSteps(plan, shape, self._reader, self._sharding, self._options)
     ahead = _STEPS_AHEAD if self._options.num_threads else 0

@@ -63,7 +63,7 @@ def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:
   """Returns the lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples.
-  The lengths of the rows of a unit are adjacent.
+  A unit is a number of consecutive rows that stay together, such as the two rows of a pair.
   """
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)

@@ -50,8 +50,8 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the needs of the options that only surrogates read. Such an option needs a
-  `policy_loss` that names a surrogate which reads the option.
+  """Returns the needs of the options that only surrogates read. Such an option has an effect only
+  if `policy_loss` names a surrogate that reads it.
   """
 
   def fields(kind):

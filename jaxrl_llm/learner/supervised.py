@@ -13,15 +13,13 @@ from jaxrl_llm.ops.reduce import Aggregation, masked_stat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SftConfig:
-  """Supervised fine-tuning on demonstrations."""
+  """Supervised fine-tuning on demonstrations or examples."""
 
   loss_agg_mode: Aggregation = 'token-mean'
 
 
 def sft(config: SftConfig, setting: Setting) -> Algorithm:
-  """Builds SFT. The loss is the negative log-likelihood of the completion tokens of the
-  demonstrations.
-  """
+  """Builds SFT. The loss is the negative log-likelihood of the completion tokens."""
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask = chunks.loss_mask

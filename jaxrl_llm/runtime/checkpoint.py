@@ -63,7 +63,7 @@ class CheckpointFailed(RunError):
 
 
 class Taken(NamedTuple):
-  """A commit of another run whose files were taken over, before it is committed here."""
+  """Files of another run's commit, linked or copied into this run but not committed here yet."""
 
   step: int
   files: Mapping[str, tuple[int, str]]
@@ -147,7 +147,7 @@ class Checkpoints:
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
-      # wait device: that of the device thread
+      # wait device: bounded by the deadline of the device thread, which makes this call
       multihost_utils.sync_global_devices(f'commit {step}')
 
   def restore(self, step: int, like: Any) -> Any:
@@ -179,7 +179,8 @@ class Checkpoints:
     try:
       for name in files:
         link_or_copy(source._directory / str(step) / name, self._directory / str(step) / name)
-      # Its run may have removed the commit at any time, and then also what it needs elsewhere.
+      # Check again that the commit exists: its run may have removed it meanwhile, together with
+      # other files that the commit refers to.
       source._committed(step)
     except FileNotFoundError as error:
       raise UserError(
@@ -189,10 +190,10 @@ class Checkpoints:
     return Taken(step, files, host)
 
   def commit_taken(self, taken: Taken, host: Json) -> None:
-    """Commits the files of `take` with another `host` value.
+    """Commits the files that `take` returned, with this run's own `host` value.
 
     Raises:
-      UserError: a file differs from the one that its run committed.
+      UserError: a file differs from the one that the other run committed.
     """
     target = self._directory / str(taken.step)
     (target / _HOST).unlink()  # A hard link of the other run's file, which must stay as it is.
@@ -200,7 +201,9 @@ class Checkpoints:
     _commit(target, {name: of for name, of in taken.files.items() if name != _HOST})
 
   def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of all parameters of a commit, keyed by role and by name."""
+    """Returns the shapes of all parameters of a commit, keyed by role and then by parameter
+    name.
+    """
     with _quiet_orbax(), ocp.PyTreeCheckpointer() as checkpointer:
       path = self._directory / str(step) / _ARRAYS
       tree = checkpointer.metadata(path).item_metadata.tree

@@ -192,7 +192,7 @@ def _config(workdir: pathlib.Path) -> Row:
 
 
 def _whole(steps: int) -> list[Row]:
-  """Returns the list of stages for a page whose runs differ in theirs: one stage over all steps."""
+  """Returns one stage that covers all steps, for a page whose runs have different stages."""
   return [{'name': 'run', 'start': 0, 'offset': 0, 'steps': steps}]
 
 

@@ -1,4 +1,4 @@
-"""A figure of a run's curves as SVG, for pages that run no script."""
+"""Draws a run's curves as an SVG figure, for pages without scripts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ _WIDTH, _HEIGHT = 460, 240
 """Size of a panel in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 34, 40
 _MAX_POINTS = 300
-"""Maximum number of points of a curve. Of a longer one, the means of so many equal sections are
-drawn.
+"""Maximum number of points drawn of a curve. A longer curve is divided into this many equal
+sections, of which only the mean points are drawn.
 """
 
 
 class Panel(NamedTuple):
-  """A curve with its title and the unit of its values."""
+  """A curve, its title and the unit of its values."""
 
   title: str
   unit: str
   noise: float
-  """Absolute value up to which a value is rounding error, which is drawn as a flat line."""
+  """Absolute value up to which values are rounding error. A curve without larger values is drawn as
+  a flat line.
+  """
   points: Sequence[tuple[int, float]]
-  """Steps in rising order, and values."""
+  """(step, value) pairs in ascending order of steps."""
 
 
 def figure(panels: Sequence[Panel]) -> str:

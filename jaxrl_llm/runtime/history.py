@@ -1,8 +1,8 @@
 """history.jsonl: the configurations under which a run made its steps, and the run it branched from.
 
-Each line is an entry: a configuration, the first step that was made under it, and how it differs
-from the one before. Steps are counted from 1. A configuration is in force until the step before
-that of the next entry.
+Each line is an entry: a configuration, the first step that it was used for, and its differences
+from the previous entry's configuration. Steps are counted from 1. A configuration stays in force
+until the next entry's first step.
 
 Invariant: the entries describe the steps that the run has now. If a run is resumed from a commit,
 entries of steps that the commit does not contain are replaced by the configuration with which the
@@ -24,7 +24,9 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'history.jsonl'
 _LATEST = 1e11
-"""Times, in seconds since 1970, are considered damaged from this value on."""
+"""Upper limit of valid times, in seconds since 1970. A file with a later time is considered
+damaged.
+"""
 
 
 class Change(NamedTuple):
@@ -62,15 +64,15 @@ class Entry:
   step: int
   """First step made under this configuration."""
   attempt: int
-  """Number of the start of the run that put it in force."""
+  """Number of the attempt (start of the run) that introduced the configuration."""
   time: float
-  """Seconds since 1970 at which that start began its first step."""
+  """Time at which that attempt began its first step, in seconds since 1970."""
   config: dict[str, Any]
   """The whole configuration as JSON."""
   changes: tuple[Change, ...] = ()
   """Differences from the previous entry's configuration; empty for a new run."""
   parent: Parent | None = None
-  """The commit that the run branched from with this entry; None for other entries."""
+  """Commit from which the run branched at this step; None if the run did not branch here."""
 
   def to_json(self) -> dict[str, Json]:
     return {
@@ -84,7 +86,7 @@ class Entry:
 
 
 def read(workdir: pathlib.Path) -> tuple[Entry, ...]:
-  """Returns the entries of a run's history, in order; none if it has no history yet.
+  """Returns the entries of a run's history in order; an empty tuple if there is no history yet.
 
   Raises:
     UserError: the file is damaged.
@@ -112,18 +114,24 @@ def read(workdir: pathlib.Path) -> tuple[Entry, ...]:
 
 
 def write(workdir: pathlib.Path, entries: Sequence[Entry]) -> None:
-  """Replaces a run's history; it is on disk when the function returns."""
+  """Replaces a run's history. The file is on disk when the function returns."""
   lines = [json.dumps(entry.to_json(), ensure_ascii=False) + '\n' for entry in entries]
   write_durably(workdir / FILE, ''.join(lines))
 
 
 def until(entries: Sequence[Entry], commit: int) -> tuple[Entry, ...]:
-  """Returns the entries that are in force for the steps up to the one after a commit."""
+  """Returns the entries for the steps up to and including the one after the given commit.
+
+  Args:
+    commit: number of completed steps; 0 before the first commit.
+  """
   return tuple(entry for entry in entries if entry.step <= commit + 1)
 
 
 def in_force(entries: Sequence[Entry], step: int) -> Entry | None:
-  """Returns the entry under which a step was made; None if there is none."""
+  """Returns the entry whose configuration was in force at a step; None if there is no such
+  entry.
+  """
   earlier = until(entries, step - 1)
   return earlier[-1] if earlier else None
 

@@ -35,7 +35,7 @@ def fingerprint() -> dict[str, str | int]:
 def changes(before: Mapping[str, str | int]) -> str:
   """Describes how the current environment differs from a saved `fingerprint`.
 
-  Returns an empty text if there is no difference.
+  Returns an empty text if nothing differs.
 
   Args:
     before: the saved fingerprint.

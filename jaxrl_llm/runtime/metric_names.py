@@ -1,7 +1,8 @@
 """Readable names and units of metrics, for charts and tables.
 
-`METRICS` says how to read a metric; this module says what to call it. The unit also says below
-which size a value is rounding error, so that no chart draws it as if it were a curve.
+`runtime.metrics.METRICS` describes how to interpret each metric; this module names it. From the
+unit also follows the size below which a value is mere rounding error, so that charts do not draw
+rounding errors as if they were a curve.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jaxrl_llm.runtime.metrics import METRICS, documented
 _NATS, _SHARE, _S, _TOKENS, _LOSS = 'nats per token', 'share', 'seconds', 'tokens', 'loss'
 
 NOISE = {_NATS: 1e-6, 'nats': 1e-6, _LOSS: 1e-6, 'advantage': 1e-6, 'χ²': 1e-6}
-"""Absolute value up to which a number in a unit is rounding error in float32, keyed by unit."""
+"""Absolute value up to which a value is rounding error in float32, keyed by unit."""
 
 
 class Label(NamedTuple):
@@ -21,11 +22,13 @@ class Label(NamedTuple):
 
   name: str
   unit: str = ''
-  """Unit, or quantity of a number without a unit; empty if the name says it."""
+  """Unit, or the quantity that a number without a unit measures; empty if the name states it."""
 
   @property
   def noise(self) -> float:
-    """Absolute value up to which the metric is rounding error; 0 where any value counts."""
+    """Absolute value up to which the metric is rounding error; 0 if even the smallest value is
+    meaningful.
+    """
     return NOISE.get(self.unit, 0.0)
 
 
@@ -149,11 +152,15 @@ LABELS: dict[str, Label] = {
   'val-aux/<taskset>/truncated': Label('<taskset>: cut responses', _SHARE),
   'val-aux/<taskset>/unscorable': Label('<taskset>: unscorable', 'responses'),
 }
-"""Labels, keyed like `METRICS`. A <placeholder> stands for what it matches in the key."""
+"""Labels, keyed like `METRICS`. In a label, a <placeholder> is replaced by the part of the metric's
+key that it matches.
+"""
 
 
 def label(key: str) -> Label:
-  """Returns the label of a metric; of one without an entry, one that is derived from its key."""
+  """Returns the label of a metric. If `LABELS` has no entry for it, the label is derived from the
+  key.
+  """
   name, parts = documented(key)
   if name not in LABELS:
     words = key.replace('_', ' ').split('/')

@@ -2,9 +2,8 @@
 
 A mean, for example, is kept as a sum and a count until it is written. The parts from all processes,
 micro-batches and optimizer steps are first merged, and only then is the sum divided by the count.
-The written number therefore does not depend on how a step was split. `METRICS` documents each key.
-`metric_names` has their names, and writes the page
-docs/reference/metrics.md.
+The written number therefore does not depend on how a step was split. `METRICS` documents each key,
+and `runtime.metric_names` gives it a readable name.
 """
 
 from __future__ import annotations
@@ -538,8 +537,10 @@ _PATTERNS = [(_pattern(key), key) for key in METRICS if '<' in key]
 
 
 def documented(key: str) -> tuple[str | None, dict[str, str]]:
-  """Returns the key or pattern of `METRICS` that documents a key, None if there is none, and what
-  the pattern's placeholders match, keyed by placeholder.
+  """Returns the entry of `METRICS` that documents a key, and the values of its placeholders.
+
+  The entry is a key or pattern, or None if no entry matches. The values are those parts of the key
+  that the pattern's placeholders match, keyed by placeholder.
   """
   if key in METRICS:
     return key, {}

@@ -1,8 +1,8 @@
-"""Model cards: the README.md that a hub shows beside the files of a model.
+"""Model cards: the README.md that the Hugging Face hub shows with the files of a model.
 
-A card is built only from the run directory (config.json, metrics.jsonl) and the arguments. What
-they contain is escaped, and directories of this machine are reduced to their names, because cards
-are published. Figures are written beside the card, in `FIGURES`.
+A card is built only from the run directory (config.json, metrics.jsonl) and the arguments. Because
+cards are published, texts from these sources are escaped, and paths on this machine are reduced to
+their last names. Figures are written next to the card, to the file `FIGURES`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HUB_ID = re.compile(r'[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?')
 _SECRET = re.compile(rf'{NAME}["\']?\s*[=:]')
 _SECRET_FLAG = re.compile(rf'--?[\w.-]*{NAME}')
 _PATH = re.compile(r'(?<![\w.~/])/(?!/)[^\s"\',]+')
-"""An absolute path in a text; an address, such as https://host/name, contains none."""
+"""Matches an absolute path in a text, but not the path in an address such as https://host/name."""
 
 _LOADING = {
   'policy': """```python
@@ -66,24 +66,24 @@ from peft import AutoPeftModelForCausalLM
 model = AutoPeftModelForCausalLM.from_pretrained(NAME)
 ```""",
 }
-"""How to load an export, keyed by part of the run."""
+"""Code that loads an exported model, keyed by part of the run (see `Origin.part`)."""
 _WHAT = {'policy': 'Policy', 'critic': 'Critic', 'adapter': 'Adapters of the policy'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-  """How an export came about."""
+  """Origin of an exported model."""
 
   part: str = 'policy'
-  """Part of the run: 'policy', 'critic' or 'adapter'."""
+  """Exported part of the run: 'policy', 'critic' or 'adapter'."""
   base: str | None = None
   """Base model: a hub id or a directory; None for random weights."""
   command: Sequence[str] = ()
-  """Words of the command that wrote it; empty if unknown."""
+  """Words of the command line that wrote the export; empty if unknown."""
 
 
 def write_run_card(directory: pathlib.Path, workdir: pathlib.Path, origin: Origin) -> None:
-  """Writes the card and the figures of an export of the run in `workdir` to `directory`."""
+  """Writes the model card and figures for an export of the run in `workdir` to `directory`."""
   config, rows = _config(workdir), []
   log = workdir / writers.METRICS_FILE
   if log.is_file():
@@ -110,8 +110,10 @@ def write_run_card(directory: pathlib.Path, workdir: pathlib.Path, origin: Origi
 def write_converted_card(
   directory: pathlib.Path, source: pathlib.Path, *, name: str, dtype: str, origin: Origin
 ) -> None:
-  """Writes the card of a converted model: that of its run, if an export of a run was converted;
-  or else the source's own, if it has one, with a note; or else a short one.
+  """Writes the model card of a converted model.
+
+  If the source is an export of a run, this is the card of the run. If the source has a card, this
+  is the same card with a note added. Otherwise, it is a short card.
 
   Args:
     source: directory of the source.
@@ -141,10 +143,10 @@ def write_converted_card(
 
 
 def typed_command(argv: Sequence[str]) -> list[str]:
-  """Returns the words of a command for a card.
+  """Returns the words of a command line in a form that may be published.
 
-  An absolute path becomes its last name, the home directory `~`, and the value of what is called a
-  token, a key, a password or a secret `…`.
+  An absolute path is reduced to its last name, and a path in the home directory begins with `~`.
+  The value of a flag that is called a token, key, password or secret becomes `…`.
   """
   program, *words = argv
   path = pathlib.Path(program)
@@ -166,7 +168,7 @@ def typed_command(argv: Sequence[str]) -> list[str]:
 
 
 def _without_home(word: str) -> str:
-  """Returns a word of a command without absolute paths."""
+  """Returns a word of a command line without absolute paths."""
   name, equals, value = word.partition('=') if word.startswith('-') else ('', '', word)
   if not value.startswith('/') or ',' in value:
     return _without_paths(word)
@@ -189,12 +191,12 @@ def _config(workdir: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-  """Returns a part of the configuration, empty if it is none."""
+  """Returns `value` if it is a mapping, otherwise an empty mapping."""
   return value if isinstance(value, dict) else {}
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-  """Returns the parts of a list in the configuration."""
+  """Returns the mappings in a list; none if `value` is not a list."""
   return [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
 
 
@@ -205,7 +207,7 @@ def _write(directory: pathlib.Path, data: ModelCardData, sections: Sequence[str]
 
 
 def _text(value: object, limit: int = 300) -> str:
-  """Returns a value as one line of Markdown without markup."""
+  """Returns a value as one line, with Markdown's special characters escaped."""
   line = one_line(value, limit).replace('&', '&amp;').replace('<', '&lt;')
   return re.sub(r'([\\`*_\[\]|#!])', r'\\\1', line)
 
@@ -215,14 +217,18 @@ def _code(value: object, limit: int = 300) -> str:
 
 
 def _hub_id(name: str | None) -> str | None:
-  """Returns the name if it is a hub id and not a directory of this machine."""
+  """Returns `name` if it is a hub id and no directory of this machine has this name; otherwise
+  None.
+  """
   if name is None or not _HUB_ID.fullmatch(name) or pathlib.Path(name).exists():
     return None
   return name
 
 
 def _place(name: str | None) -> str:
-  """Returns a hub id as a link, or the name of a directory without its path."""
+  """Describes a model's location in Markdown: a hub id as a link, a directory by its last name
+  only.
+  """
   if name is None:
     return 'random weights'
   if hub := _hub_id(name):
@@ -273,7 +279,7 @@ def _front_matter(
 
 
 def _sources(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-  """Returns the name, kind and source of each part of the data."""
+  """Returns the (name, kind, source) of each taskset, preference set and example set."""
   sources = []
   for kind in ('tasksets', 'preferences', 'examples'):
     for part in _mappings(config.get(kind)):
@@ -349,7 +355,9 @@ def _data(config: Mapping[str, Any]) -> str:
 
 
 def _panels(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[Panel]:
-  """Returns the curves to draw: held-out accuracies first, then those of training."""
+  """Returns the curves to draw: first the accuracies on held-out tasks, then the training
+  metrics.
+  """
   keys = dict.fromkeys(key for row in rows for key in row)
   accuracies = [key for key in keys if re.fullmatch(r'val-core/.+/acc/greedy', key)][:2]
   panels = []
@@ -365,7 +373,7 @@ def _panels(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> list[Pa
 
 
 def _evaluation(rows: list[dict[str, Any]], stages: list[dict[str, Any]]) -> str:
-  """Returns the table of the first evaluation and of the last one of each stage."""
+  """Returns a table of evaluations: the first one of the run, and the last one of each stage."""
   pattern = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
   measured = [row for row in rows if any(pattern.fullmatch(key) for key in row)]
   if not measured:

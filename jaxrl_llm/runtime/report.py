@@ -47,7 +47,7 @@ EVENT_BYTES = 16_000_000
 """Maximum size of the end of events.jsonl that is read, in bytes."""
 Row = dict[str, Any]
 Point = tuple[int, float | int | None, int]
-"""A place on the x-axis, a value, and the index of a stage."""
+"""(position on the x-axis, value, index of the stage)."""
 
 
 def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None) -> pathlib.Path:
@@ -144,13 +144,16 @@ def payload(workdir: pathlib.Path) -> Row:
 
 
 def labels(keys: Iterable[str]) -> dict[str, Row]:
-  """Returns the name, unit and rounding error of each metric, keyed by key."""
+  """Returns the name, unit and rounding error of each metric, keyed by the metric's key."""
   labels = {key: metric_names.label(key) for key in keys}
   return {key: {**label._asdict(), 'noise': label.noise} for key, label in labels.items()}
 
 
 def _history(workdir: pathlib.Path) -> tuple[list[Row], list[str]]:
-  """Returns where the run comes from and its changes of configuration, and warnings."""
+  """Returns the history of the run's configuration and, if it cannot be read, a warning.
+
+  The rows of the history contain the parent from which the run branched, if any, and each change.
+  """
   try:
     entries = history.read(workdir)
   except UserError as error:
@@ -202,7 +205,8 @@ def stages_of(rows: list[Row]) -> list[Row]:
     steps = [step_of(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
     offset = end if min(steps) < end else 0
     start = end if stages else min(steps)
-    # The row of a step is written once it is completed; only an evaluation has a row of step 0.
+    # Step 0 has a row only if it was evaluated. The row of a training step is written after the
+    # step.
     before = end if stages else max(0, start - 1)
     end = max(steps) + offset
     stages.append({'name': name, 'start': start, 'offset': offset, 'steps': end - before})
@@ -215,7 +219,7 @@ def stage_index(row: Row, stages: list[Row]) -> int:
 
 
 def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
-  """Returns the curve of each metric, keyed by key."""
+  """Returns the curve of each metric, keyed by the metric's key."""
   places = {stage['name']: (i, stage['offset']) for i, stage in enumerate(stages)}
   points: dict[str, list[Point]] = {}
   for row in rows:

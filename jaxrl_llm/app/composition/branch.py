@@ -1,11 +1,11 @@
 """Branches: new runs that start from a commit of another run, their parent.
 
-A branch takes over the commit, the logs up to it, the store and the data, as hard links where the
-file system has them, and otherwise as copies. It therefore outlives its parent, which may be
-running, stopped or finished, and of which nothing changes.
+A branch takes over the parent's commit, its logs up to the commit, its replay store and its data.
+It uses hard links where the file system has them, and copies otherwise. It therefore does not need
+its parent any longer, and the parent, which may be running, is not changed.
 
-Invariant: a branch gets its directory, with one rename, when it is complete. A start that is killed
-before leaves only `<workdir>.branching`, which the next one replaces.
+Invariant: a branch is built in `<workdir>.branching`, which is renamed to `<workdir>` when the
+branch is complete. If the process is killed before, the next start replaces `<workdir>.branching`.
 """
 
 from __future__ import annotations
@@ -49,30 +49,32 @@ from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, ROLLOUTS_DIR
 from jaxrl_llm.tasks.taskset import Taskset
 
 RESETS = ('optimizer', 'data', 'store')
-"""Parts of its parent that a branch may leave behind, as in --reset_optimizer."""
+"""Parts of the parent that a branch may begin afresh, as with --reset_optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Branch:
-  """A commit from which a new run starts, and the parts that the new run leaves behind."""
+  """Request for a branch: the commit to start from, and the parts to begin afresh."""
 
   run: pathlib.Path
   """Directory of the parent."""
   step: int | None = None
-  """Step of the commit; None: the newest."""
+  """Step of the commit. If None, the newest commit."""
   reset: tuple[str, ...] = ()
   """Parts to begin afresh, from `RESETS`: the optimizer's moments, the position in the data, the
-  store.
+  replay store.
   """
 
   @property
   def scored_as(self) -> pathlib.Path | None:
-    """The run whose choices of scorer options the branch keeps, with its scores; None: neither."""
+    """Run whose chosen scorer options the branch keeps, because it keeps rewards that were computed
+    with them. None if the branch has a new store.
+    """
     return None if 'store' in self.reset else self.run
 
   @classmethod
   def parse(cls, text: str, reset: Sequence[str] = ()) -> Branch:
-    """Reads 'RUN' or 'RUN:STEP'; raises UserError for other texts."""
+    """Parses 'RUN' or 'RUN:STEP'. Raises UserError for other texts."""
     if unknown := set(reset) - set(RESETS):
       raise UserError(f'reset: {sorted(unknown)}, wanted any of {", ".join(RESETS)}')
     run, colon, step = text.rpartition(':')
@@ -89,10 +91,10 @@ class Branch:
     )
 
   def made(self, path: pathlib.Path) -> bool:
-    """Whether the run in the directory `path` is this branch, so that it is only resumed.
+    """Whether the directory `path` already contains this branch, so that it only has to be resumed.
 
     Raises:
-      UserError: there is another run, or something else.
+      UserError: the directory contains another run or other files.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
       return False
@@ -124,9 +126,9 @@ class Fork:
   branch: Branch
   step: int
   config: Mapping[str, Any]
-  """The parent's configuration at the commit, as JSON."""
+  """Configuration of the parent at the commit, as JSON."""
   changes: tuple[Change, ...]
-  """Differences of the branch's configuration."""
+  """Differences between the parent's and the branch's configuration."""
 
   @property
   def parent(self) -> Parent:
@@ -134,7 +136,8 @@ class Fork:
 
 
 def find_origin(branch: Branch, config: Config) -> Fork:
-  """Finds the commit of a branch and checks that the configuration fits it; writes nothing.
+  """Finds the commit of a branch and checks that the branch's configuration fits it. Writes
+  nothing.
 
   Raises:
     UserError: there is no such run or commit, or the configuration does not fit it.
@@ -159,9 +162,9 @@ def find_origin(branch: Branch, config: Config) -> Fork:
 
 
 def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str], Taskset]) -> Fork:
-  """Makes a branch in a directory that is open for it (`Workdir(…, branching=True)`).
+  """Makes a branch in a run directory that was opened with `Workdir(…, branching=True)`.
 
-  If that fails, nothing is left of it.
+  If this fails, everything that was written is removed.
 
   Args:
     config: the branch's configuration, with all options settled.
@@ -187,7 +190,7 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
 
 
 def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, Reset | None]]) -> UserError:
-  """Returns an error that says why the configuration does not fit, and what would help."""
+  """Returns an error that states why the configuration does not fit the commit, and the remedy."""
   listed = '; '.join(str(problem) for problem, _ in problems[:5])
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
   flags = reset_flags(problems)
@@ -203,7 +206,9 @@ def _misfit(branch: Branch, step: int, problems: list[tuple[Refused, Reset | Non
 
 def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
   """Links or copies the parent's store, logs, tokenizer and arrays into the directory of a branch.
-  Returns the branch's first commit, which has no marker before `complete`.
+
+  Returns:
+    The files of the branch's first commit, which `complete` commits.
 
   Raises:
     UserError: the parent's commit, store or logs are damaged or missing, or the disk is full.
@@ -218,7 +223,8 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     for old in path.iterdir():
       if old.name != 'lock':
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    # The store comes first: while the commit exists afterwards, the store had all that it needs.
+    # Copy the store before the commit. The parent keeps everything in the store that an existing
+    # commit needs, so if the commit still exists afterwards, the copied store was complete.
     if 'store' in reset:
       copying.begin(path / 'replay', step=origin.step, max_uses=config.max_uses)
     else:
@@ -249,7 +255,7 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
 
 
 def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> None:
-  """Commits what was taken over, and gives the branch its directory."""
+  """Commits the files that were taken over, and gives the branch its final directory name."""
   path, reset, host = workdir.path, origin.branch.reset, dict(taken.host)
   with _reported(origin, path):
     if 'data' in reset:
@@ -304,7 +310,7 @@ def _checkpoints(path: pathlib.Path) -> Checkpoints:
 
 @contextlib.contextmanager
 def _reported(origin: Fork, path: pathlib.Path):
-  """Turns errors of the file system into one line."""
+  """Converts an OSError in the block to a UserError of one line."""
   try:
     yield
   except OSError as error:
@@ -316,8 +322,8 @@ def _reported(origin: Fork, path: pathlib.Path):
 
 
 def _logs(run: pathlib.Path, path: pathlib.Path, host: Mapping[str, Any]) -> None:
-  """Copies the parent's metrics up to the commit, and links its transcripts; the start of the
-  branch removes those of later steps.
+  """Copies the parent's metrics up to the commit, and links all its transcripts. The branch removes
+  the transcripts of later steps when it starts.
   """
   offset = host['metrics_offset']
   with (run / METRICS_FILE).open('rb') as source, (path / METRICS_FILE).open('wb') as target:
@@ -341,7 +347,7 @@ def _link_tree(
   """Links or copies the files below `source`, if it exists.
 
   Args:
-    of: names without suffix of the files to take. If None, all files are taken.
+    of: names, without suffix, of the files to link. If None, all files are linked.
   """
   for file in sorted(source.rglob('*')):
     named = of is None or any(file.name.startswith(f'{name}.') for name in of)
@@ -350,8 +356,9 @@ def _link_tree(
 
 
 def _may_change_rows(made: Sequence[Change]) -> bool:
-  """Whether the static rows of a stage may differ from the parent's, so that they are made anew.
-  Those of tasksets also follow from evaluations, with whose tasks `dedup` compares theirs.
+  """Whether a stage's static rows may differ from the parent's, so that they must be written anew.
+  The rows also depend on the evaluations, because the processor `dedup` drops tasks that occur
+  there.
   """
   parts = ('tasksets', 'evaluation', 'preferences', 'examples', 'rollout.max_', 'stages.')
   return any(
@@ -368,8 +375,8 @@ def _row_files(config: Config, stage_name: str) -> tuple[str, ...]:
 
 
 def _forget_ended(batches: Any) -> None:
-  """Marks groups in flight as not ended, so that they are rolled out again: a new store lacks
-  them. Parked groups stay parked and begin anew when their turn comes.
+  """Marks groups in flight as not ended, so that they are rolled out again, since a new store does
+  not contain them. Parked groups stay parked and begin anew when their turn comes.
   """
   state = batches.get('rollouts', batches)
   for group in state.get('explorer', {}).get('groups', ()):
@@ -383,7 +390,7 @@ def _algorithm(config: Mapping[str, Any], stage_name: str) -> str:
 
 
 def _attempt(path: pathlib.Path) -> int:
-  """Returns the number of the last start of the run in `path`."""
+  """Returns the number of the last attempt (start) of the run in `path`."""
   text = (path / ATTEMPT).read_text()[:20].strip()
   if not text.isdecimal():
     raise UserError(f'{path / ATTEMPT}: holds {text!r}, wanted the number of the last start')

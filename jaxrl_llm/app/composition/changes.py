@@ -1,9 +1,8 @@
-"""Parts of a configuration that may change when a run is resumed or branched, and why the others
-may not.
+"""Rules for changes to the configuration of a run that is resumed or branched.
 
-What may change on a resume does not alter the meaning of anything that the run has stored: weights,
-optimizer state, position in the data, rollouts and their rewards. A branch may also change what
-only concerns steps to come, and whatever follows from what it leaves behind.
+A resumed run may change whatever does not alter the meaning of anything stored: weights, optimizer
+state, position in the data, rollouts and their rewards. A branch may also change settings that
+affect only later steps, and settings of the parts that it begins afresh.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.tasks.processors import COMPARING, in_order
 
 Reset = Literal['data', 'store']
-"""Part of its parent that a branch must leave behind to make a change, as in --reset_data."""
+"""Part that a branch must begin afresh in order to make a change, as with --reset_data."""
 
 MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
-  # The deadline of a request is left out, because the limits of sandboxed programs depend on it.
+  # `request_deadline_s` may not change, because the limits of sandboxed programs depend on it.
   *(
     f'rewards.scorers.*.options.{field.name}'
     for field in dataclasses.fields(DiscoveringOptions)
@@ -39,9 +38,9 @@ MAY_CHANGE = (
   ),
   *(f'rollout.auxiliary.*.{field.name}' for field in dataclasses.fields(DiscoveringOptions)),
 )
-"""Keys whose values a resumed run may change, with all keys below them; `*` stands for one name.
-Optimizers, numbers of steps, the engine's servers and tasksets that are only evaluated have rules
-of their own.
+"""Keys that a resumed run may change, including all keys below them. `*` matches one name. Not
+listed here, because other rules apply to them: optimizers, numbers of steps, the engine's servers,
+and tasksets that are used only for evaluation.
 """
 _STAGES = "the stage's batches and its committed state follow from it"
 _WHY = {
@@ -66,16 +65,16 @@ _OF_BRANCHES = (
   *(f'stages.*.source.{name}' for name in ('temperature', 'limits', 'max_dropped_groups')),
   *(f'stages.*.source.{name}' for name in ('processors', 'selection', 'publish_every', 'past')),
 )
-"""Keys that a branch may change in addition, wherever its commit is."""
+"""Further keys that a branch may change, whichever commit it starts from."""
 
 
 class Refused(NamedTuple):
-  """A change with which a run cannot be resumed."""
+  """A change of the configuration that prevents a run from being resumed."""
 
   change: Change
   why: str
   newest: int | None = None
-  """Newest step from which a branch could make the change; None: any commit."""
+  """Newest step from which a branch could make the change. If None, any step."""
 
   def __str__(self) -> str:
     key, before, after = self.change
@@ -83,13 +82,15 @@ class Refused(NamedTuple):
 
 
 def changes(old: Mapping[str, Any], new: Config) -> tuple[Change, ...]:
-  """Returns the differences of a configuration from that of a run, which is given as JSON."""
+  """Returns the differences between a run's saved configuration (as JSON) and a new
+  configuration.
+  """
   return tuple(Change(*change) for change in difference(current(old), new))
 
 
 def current(saved: Mapping[str, Any]) -> Any:
-  """Returns a saved configuration in the form that `to_json` writes now. Fields that an earlier
-  version lacked have their defaults.
+  """Converts a saved configuration to the form that `to_json` writes now. Fields that did not exist
+  in an earlier version get their defaults.
   """
   try:
     return to_json(from_json(with_sources(saved), Config))
@@ -98,7 +99,7 @@ def current(saved: Mapping[str, Any]) -> Any:
 
 
 def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
-  """Returns the changes with which a run cannot be resumed from its commit at `step`.
+  """Returns those changes that prevent a run from being resumed from its commit at `step`.
 
   Args:
     old: configuration in force at the commit, as JSON.
@@ -114,8 +115,10 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
 
 
 def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refused, Reset | None]]:
-  """Returns the changes that a branch from a commit cannot make, each with what it must leave
-  behind to make it; None: it cannot make it at all.
+  """Returns the changes that a branch from a commit cannot make without a reset.
+
+  Each change comes with the part that the branch must begin afresh to make it, or None if the
+  branch cannot make it at all.
 
   Args:
     old: the parent's configuration in force at the commit, as JSON.
@@ -132,15 +135,20 @@ def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refuse
 
 
 def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
-  """Returns the flags with which a branch can make these changes, as `misfits` returns them; None:
-  it cannot make all of them.
+  """Returns the flags with which a branch can make the given changes. Returns None if it cannot
+  make all of them.
+
+  Args:
+    problems: the changes, as returned by `misfits`.
   """
   needed = {reset for _, reset in problems}
   return None if None in needed else [f'--reset_{reset}' for reset in sorted(needed)]
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
-  """Whether the dotted key is one of the others, or lies below it; `*` stands for one name."""
+  """Whether a dotted key equals one of the others or lies below it. `*` in the others matches one
+  name.
+  """
   names = key.split('.')
   return any(
     len(names) >= len(parts) and all(map(fnmatch.fnmatchcase, names, parts))
@@ -164,14 +172,14 @@ class _Rules:
       if self._spans.get(stage.name, (step, step))[0] < step
       for name in (*trained_tasksets(stage), *_static(stage))
     }
-    """Names of the data that stages have begun to train on."""
+    """Names of the tasksets, preferences and examples on which stages have begun to train."""
     self._free = (*MAY_CHANGE, *new.rollout.engine_may_change())
     self._trained = {name for stage in new.stages for name in trained_tasksets(stage)} | {
       source.source.removeprefix('taskset:') for source in new.preferences
     }
 
   def refusal(self, change: Change) -> Refused | None:
-    """Returns why a change is refused; None if it may be made."""
+    """Returns the reason why a resumed run may not make a change; None if it may."""
     part, _, rest = change.key.partition('.')
     name, _, field = rest.partition('.')
     if part == 'stages' and name in self._spans and field:
@@ -187,8 +195,9 @@ class _Rules:
     return Refused(change, _WHY.get(part, 'the run was made with it'))
 
   def misfit(self, change: Change) -> tuple[str, Reset | None]:
-    """Returns why a branch cannot make a change, and what it would have to leave behind; the reason
-    is empty if it can.
+    """Returns why a branch cannot make a change, and the part that it must begin afresh to make it.
+
+    The reason is empty if the branch can make the change. The part is None if no reset helps.
     """
     part, _, rest = change.key.partition('.')
     name, _, field = rest.partition('.')
@@ -210,11 +219,13 @@ class _Rules:
     return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
 
   def _compared(self, part: str, name: str, trained: Set[str]) -> str:
-    """Returns the reason why a change to evaluations or to another taskset may change the tasks
-    that are trained on: a processor compares them. It is empty if none does.
+    """Returns the reason why changing evaluations or a taskset may affect the tasks of another
+    taskset that is trained on: a processor of the latter drops tasks that occur in the former. The
+    reason is empty if no processor does so.
 
     Args:
-      part: first name of the change's key; `name` is its second.
+      part: first name of the change's key.
+      name: second name of the change's key.
       trained: names of the tasksets whose tasks may not change.
     """
     if part not in ('evaluation', 'tasksets'):
@@ -271,11 +282,12 @@ class _Rules:
     return Refused(change, _STAGES)
 
   def _of_optimizer(self, change: Change, field: str, inherited: list[Any]) -> bool:
-    """Whether the change is one of an optimizer that keeps the meaning of its state.
+    """Whether the change concerns only optimizer settings that keep the meaning of the optimizer's
+    state.
 
     Args:
-      field: path of the change inside the part of the configuration that has the optimizer.
-      inherited: the optimizer that None stands for, before and after.
+      field: path of the changed field within the configuration that has the optimizer.
+      inherited: the optimizers, before and after the change, that apply if `optimizer` is None.
     """
     if field != 'optimizer':
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS
@@ -287,7 +299,9 @@ class _Rules:
 
 
 def _processed_before(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the configurations, keyed by name, of the tasksets that are processed before one."""
+  """Returns the configurations of the tasksets that are processed before the given one, keyed by
+  name.
+  """
   tasksets = {taskset['name']: taskset for taskset in config['tasksets']}
   order = in_order(tasksets, {suite['taskset'] for suite in config['evaluation']})
   return {other: tasksets[other] for other in itertools.takewhile(name.__ne__, order)}

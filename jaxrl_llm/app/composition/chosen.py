@@ -1,7 +1,7 @@
-"""Chooses scorer options that a configuration leaves open, from the tasks.
+"""Chooses, from the tasks, the scorer options that a configuration leaves open.
 
-Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json,
-even if its data has changed.
+Invariant: a run keeps the options that were chosen at its start. A resumed run reads them from
+config.json, even if its data have changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def settle(
 
   Args:
     run: directory of the run to resume; None for a new run.
-    tell: called with one line for each scorer whose options were chosen.
+    tell: called with a line of text for each scorer whose options were chosen.
     load: returns the taskset with a given name (`taskset_loader`); called only if an option is
       open.
   """
@@ -50,7 +50,9 @@ def settle(
 
 
 def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
-  """Returns the scorer with its open options filled in as the run chose them."""
+  """Returns the scorer with its open options set to those that the resumed run chose at its
+  start.
+  """
   if scorer.implementation not in CHOOSERS:
     return scorer
   given = {name: value for name, value in scorer.options.items() if value is not None}
@@ -65,8 +67,8 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """Returns the options that a run chose, keyed by scorer name; empty if config.json is unreadable,
-  which `Workdir.adopt` reports.
+  """Returns the scorer options that a run chose, keyed by scorer name. The result is empty if
+  config.json cannot be read; `Workdir.adopt` reports this error.
   """
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())
@@ -80,7 +82,7 @@ def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
 def _truths(
   config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]
 ) -> Iterable[str | None]:
-  """Yields the truths of the tasks that the scorer judges."""
+  """Yields the reference answers (`Task.truth`) of the tasks that the scorer judges."""
   for name in sorted(scored_tasksets(config)):
     if not scorer.tasksets or name in scorer.tasksets:
       for task in load(name).tasks:

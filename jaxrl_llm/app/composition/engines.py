@@ -21,11 +21,11 @@ def engine_setting(
   registry: Registry | None = None,
   events: Events = SILENT,
 ) -> EngineSetting:
-  """Returns the facts about the run that its engine needs.
+  """Returns the description of the run that its engine is built from.
 
   Args:
-    registry: registry of the run; None: it has none, or nothing is started.
-    events: log for servers that join or leave.
+    registry: registry of the run. None if the run has none, or if no engine will be started.
+    events: log of the servers that join or leave.
   """
 
   def on_server(name: str, how: str) -> None:
@@ -58,6 +58,6 @@ def build_engine(
   registry: Registry | None = None,
   events: Events = SILENT,
 ) -> Engine:
-  """Builds process 0's engine without starting it; see `engine_setting`."""
+  """Builds process 0's engine without starting it. The arguments are those of `engine_setting`."""
   setting = engine_setting(config, workdir, prepared, registry=registry, events=events)
   return config.rollout.engine_spec().build(setting, device.run)

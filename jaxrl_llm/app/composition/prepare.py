@@ -1,5 +1,6 @@
-"""Prepares tasks, tokenizer and static rows in process 0 before any device work; files go to the
-run directory.
+"""Prepares tasks, tokenizer and static rows before any work on the devices.
+
+Only process 0 does this. The files go to the run directory.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ from jaxrl_llm.weights.hf import read_spec, resolve
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-  """Tasks, tokenizer and data of a run, which process 0 prepares before any device work."""
+  """Tasks, tokenizer and data of a run, which process 0 prepares before any work on the devices."""
 
   tasksets: Mapping[str, Taskset]
   tokenizer: Tokenizer
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens, or a sample of them, keyed by stage name, for stages that learn
-  only from static data.
+  """Sequence lengths in tokens of all rows or of a sample of them, keyed by stage name. Contains
+  the stages that learn only from static data.
   """
 
 
@@ -88,7 +89,7 @@ def checkpoint_directory(config: Config) -> pathlib.Path | None:
 
 
 def base_of(config: Config) -> str | None:
-  """Returns the base model on which exported adapters are loaded: a directory or hub id; None for
+  """Returns the base model that exported adapters belong to: a directory or hub id, or None for
   random weights.
   """
   source = config.policy.init_from
@@ -98,7 +99,9 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, hub id or run to a model directory; a run's is its export (`hf/`)."""
+  """Resolves a directory, hub id or run directory to a model directory. For a run, this is its
+  export (`hf/`).
+  """
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -110,12 +113,14 @@ def model_directory(source: str) -> pathlib.Path:
 def prepare(
   config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> Prepared:
-  """Loads the tasks, loads or builds the tokenizer, and writes the rows that no rollout supplies:
-  demonstrations, examples, preference pairs and groups of another run. Existing files are kept.
+  """Loads the tasks, loads or builds the tokenizer, and writes the static rows of all stages.
+
+  Static rows are demonstrations, examples, preference pairs and groups recorded by another run.
+  Files that exist already are kept.
 
   Args:
-    load: returns the taskset with a given name; pass it to share loaded tasks with other code.
-      None: a loader that loads each taskset once.
+    load: returns the taskset with a given name; pass it to share loaded tasks with other code. If
+      None, a loader that loads each taskset once is used.
   """
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}
@@ -129,7 +134,7 @@ def prepare(
   _check_held_out(config, preferences, examples, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
-      # Reports a missing model now, not when its stage begins.
+      # Report a missing model now and not only when its stage begins.
       model_directory(stage.critic.init_from)
   checkpoint = checkpoint_directory(config)
   tokenizer = load_tokenizer(config, tasksets, preferences, examples, workdir)
@@ -227,8 +232,8 @@ def load_tokenizer(
   examples: Mapping[str, ExampleSet],
   workdir: pathlib.Path,
 ) -> Tokenizer:
-  """Loads the checkpoint's tokenizer; without a checkpoint, that in the run directory, which is
-  made if missing.
+  """Loads the checkpoint's tokenizer. Without a checkpoint, loads the tokenizer in the run
+  directory, which is built first if it does not exist.
   """
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
@@ -237,7 +242,9 @@ def load_tokenizer(
 
 
 def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
-  """Raises UserError for tasks that no scorer judges, or that the scorer `correct_by` does not."""
+  """Raises UserError if a domain of the taskset has no scorer, or if the scorer that `correct_by`
+  names does not judge it.
+  """
   for domain in sorted({task.domain for task in taskset.tasks}):
     scorers = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
     if rewards.correct_by is not None and rewards.correct_by not in scorers:
@@ -250,7 +257,7 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
 def _processed(
   config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]
 ) -> dict[str, Taskset]:
-  """Runs each taskset's processors, evaluation tasksets first (`in_order`)."""
+  """Runs the processors of each taskset; those of evaluation tasksets first (see `in_order`)."""
   configured = {taskset.name: taskset.processors for taskset in config.tasksets}
   processed, kept = {}, []
   for name in in_order(configured, {suite.taskset for suite in config.evaluation}):
@@ -283,7 +290,9 @@ def _check_held_out(
   examples: Mapping[str, ExampleSet],
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]],
 ) -> None:
-  """Raises UserError if a prompt of training pairs or examples also occurs in a measurement."""
+  """Raises UserError if a prompt of training pairs or examples also occurs in an evaluation suite
+  or in the held-out data of the stage.
+  """
   for stage in config.stages:
     source = stage.source
     if not isinstance(source, Examples | Pairs):
@@ -330,7 +339,8 @@ def _tokenizer(
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
-    # Renamed when complete, so that a killed process leaves no partial tokenizer.
+    # The directory gets its name when it is complete, so that a killed process leaves no partial
+    # tokenizer.
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
@@ -350,7 +360,9 @@ def _take_over(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Copies the other run's groups whose tasks are in this stage's tasksets, if sequences fit."""
+  """Copies the groups of another run whose tasks are in the stage's tasksets and whose sequences
+  have at most `longest` tokens. Does nothing if the file with the groups exists.
+  """
   file = static_file(stage)
   if (workdir / file).exists():
     return
@@ -423,7 +435,9 @@ def _take_over(
 
 
 def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """Returns another run's `policy.init_from` (None: random weights) and its rewards as JSON."""
+  """Returns another run's `policy.init_from`, which is None for random weights, and its rewards as
+  JSON.
+  """
   try:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']
@@ -440,7 +454,9 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
 def _check_same_tokenizer(
   stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the recorded run's vocabulary differs: its ids would mean other text."""
+  """Raises UserError if the recorded run had another vocabulary, in which its token ids have other
+  meanings.
+  """
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
       f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
@@ -449,7 +465,9 @@ def _check_same_tokenizer(
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
-"""Fields that preferences made from a taskset may set; the rest comes from the taskset."""
+"""Fields that may be set for preferences made from a taskset. All other settings come from the
+taskset.
+"""
 
 
 def _preferences(

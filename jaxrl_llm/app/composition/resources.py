@@ -1,4 +1,6 @@
-"""Builds the parts of a run from a configuration: the only place that names implementations."""
+"""Builds the parts of a run from its configuration. Only the modules of this package name the
+classes that implement the parts.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class RolloutServices:
   workflow: Workflow
   auxiliary: tuple[AuxiliaryModel, ...]
   crew: Crew | None
-  """Proxy for the workflow if explorer processes run it; else None."""
+  """Proxy that passes the workflow's calls to explorer processes; None if the run has no
+  explorers.
+  """
   _started: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
   async def start(self) -> None:
@@ -102,14 +106,15 @@ def build_rollouts(
   """Builds the workflow and its auxiliary models and explorers, without starting them.
 
   Args:
-    registry: where the run is announced to explorers; None: nowhere.
+    registry: registry in which the run is announced to explorers; None if it is not announced.
   """
   rollout, tokenizer = setup.config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
   hub = MasterHub(
     engine, scorers, setup.config.rewards, auxiliary=auxiliary, events=setup.process.events
   )
-  # The master always builds it, so that an invalid workflow is reported before any explorer starts.
+  # The master builds the workflow even if explorers run it, so that an invalid workflow is reported
+  # before any explorer starts.
   workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
   crew = None
   if rollout.explorers is not None and engine is not None:
@@ -132,8 +137,8 @@ def build_rollouts(
 
 
 def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersConfig:
-  """Returns the configuration. If its server for explorers has no token file, the registry's key
-  becomes its token.
+  """Returns the configuration, with the registry's key as token of the server for explorers if the
+  configuration names no token file.
   """
   listen = config.listen
   if registry is None or listen is None or listen.token_file is not None:
@@ -145,18 +150,20 @@ def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersCo
 def _announced(
   registry: Registry, name: str, address: str
 ) -> contextlib.AbstractAsyncContextManager[None]:
-  """Announces the run at `address` to explorers during a block."""
+  """Returns a context manager during whose block the run is announced to explorers at `address`."""
   lease = Lease(kind=Kind.MASTER, name=service_name(name), address=public_address(address))
   return registered(registry, lease)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-  """Resources of process 0, in addition to the loop's `Parts`. `open_resources` opens them."""
+  """Resources that only process 0 has, such as the engine, the scorers and the logs.
+  `open_resources` opens them.
+  """
 
   events: Events
   engine: Engine | None
-  """Rollout engine; None if no stage or evaluation samples."""
+  """Rollout engine; None if no stage or evaluation generates completions."""
   scorers: ScorerPool
   rollouts: RolloutServices
   logs: Logs
@@ -182,7 +189,11 @@ class Resources:
 
 
 def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resources:
-  """Opens process 0's logs, store, engine and scorers, in the commit's state (None: no commit)."""
+  """Opens process 0's logs, store, engine and scorers, and restores the state of a commit.
+
+  Args:
+    committed: host state of the commit; None if there is no commit yet.
+  """
   config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
@@ -259,13 +270,13 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
 
 
 def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:
-  """Restores a store as of a commit, and drops the samples that no batch will train on.
+  """Restores the store to its state at a commit, and drops samples that no batch will train on.
 
-  Those are the samples in flight if the commit's stage was shortened to end there, or if the run is
-  a branch that does not continue at its parent's position in the data.
+  Samples in flight are dropped if the stage of the commit was shortened to end there, or if the run
+  is a branch that does not continue at its parent's position in the data.
 
   Args:
-    committed: host state of the commit; None: there is none.
+    committed: host state of the commit; None if there is no commit.
     ends: last step of each stage, keyed by name.
   """
   step = committed['step'] if committed else 0
@@ -331,7 +342,7 @@ def _batches(
 
 
 def _restarted(workdir: pathlib.Path) -> int:
-  """Returns the step at which the run, as a branch, last began its data afresh; 0: never."""
+  """Returns the step at which the run last branched with --reset_data; 0 if it never did."""
   return max(
     (
       entry.parent.step
@@ -351,7 +362,7 @@ def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:
 def recorded_groups(
   workdir: pathlib.Path, stage: StageConfig, prepared: Prepared
 ) -> RecordedGroups:
-  """Opens the groups that a stage took over from another run."""
+  """Opens the groups that another run recorded and that were copied for this stage."""
   tasks = {
     task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks
   }
@@ -384,8 +395,8 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
 
 
 def stage_entrance(setup: Setup) -> EnterStage:
-  """Returns a function that enters a stage: it builds the stage's trainer and, at the stage's
-  beginning, initialises the state.
+  """Returns a function that enters a stage. It builds the stage's trainer and, if the stage has no
+  completed step, initialises the stage's state.
   """
   process, critic = setup.process, critic_model(setup.model)
   loader = RowLoader(setup.workdir, process.mesh)
@@ -403,7 +414,7 @@ def stage_entrance(setup: Setup) -> EnterStage:
 
 
 def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Parts:
-  """Builds the loop's parts; only process 0 has `resources`."""
+  """Builds the parts of the main loop. `resources` is None in all processes except process 0."""
   config = setup.config
   publisher = build_publisher(setup, resources.engine if resources else None)
   return Parts(

@@ -12,31 +12,33 @@ from jaxrl_llm.config.values import TAG
 from jaxrl_llm.core.files import parse_json
 
 _SOURCES = {'demonstrations': Demonstrations, 'preferences': Pairs, 'recorded': Recorded}
-"""Former stage fields that selected the data, with the `source` classes that replace them; stages
-without any of these fields trained on rollouts.
+"""Fields of a stage that selected its data in earlier versions, with the `source` classes that
+replaced them. Stages without any of these fields trained on rollouts.
 """
 
 
 def read_saved(file: pathlib.Path) -> Any:
-  """Returns the content of a run's config.json in the form that `values.to_json` writes now; does
-  not check values.
+  """Returns the content of a run's config.json in the form that `values.to_json` writes now. Values
+  are not checked.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: it holds no JSON.
+    ValueError: the file does not contain JSON.
   """
   return with_sources(parse_json(file.read_text()))
 
 
 def with_sources(saved: Any) -> Any:
-  """Returns a saved configuration whose stages have a `source`, as they have now."""
+  """Returns a saved configuration in which each stage has a `source`, as in the current version."""
   if isinstance(saved, dict) and isinstance(saved.get('stages'), list):
     return {**saved, 'stages': [_with_source(stage) for stage in saved['stages']]}
   return saved
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a `source`; fields that have no effect on its kind are left out."""
+  """Returns a saved stage with a `source`. Fields that do not apply to this kind of source are left
+  out.
+  """
   if not isinstance(stage, dict) or 'source' in stage:
     return stage
   chosen = next((name for name in _SOURCES if stage.get(name) is not None), None)

@@ -1,4 +1,6 @@
-"""Builds the scorers that a configuration names. Imports no JAX, so scoring by hand starts fast."""
+"""Builds the scorers that a configuration names. Does not import JAX, so that `jaxrl score` starts
+fast.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,13 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 def build_scorer(
   scorer: ScorerConfig, where: str = 'rewards.scorers', registry: Registry | None = None
 ) -> AnyScorer:
-  """Builds a scorer from the catalogue or a user's own, a function from the options to a scorer.
+  """Builds a scorer: one from the catalogue, or a user-defined one, which is a function from
+  options to a scorer.
 
   Args:
     where: field or flag that names the scorer, for error messages.
-    registry: registry whose key the scorer sends to the services that it discovers there.
+    registry: registry in which the scorer discovers services. The scorer sends them the registry's
+      key.
   """
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
@@ -66,13 +70,13 @@ def build_scorer(
 
 
 def build_scorers(config: RewardsConfig, registry: Registry | None = None) -> dict[str, AnyScorer]:
-  """Builds all configured scorers; returns them keyed by name. `registry`: see `build_scorer`."""
+  """Builds all configured scorers, keyed by name. `registry` is that of `build_scorer`."""
   return {scorer.name: build_scorer(scorer, registry=registry) for scorer in config.scorers}
 
 
 CHOOSERS = {'answer': choose_options}
-"""Functions that choose a scorer's open options, keyed by implementation. They map (given options,
-all truths) to (chosen options, reason).
+"""Functions that choose the options that a scorer leaves open, keyed by the scorer's
+implementation. Each maps (given options, all reference answers) to (chosen options, reason).
 """
 CHOSEN = ('mode', 'extraction', 'units')
 """Names of the options that can be chosen."""
@@ -93,11 +97,11 @@ class ChosenScorer(NamedTuple):
 
 
 def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:
-  """Returns the scorer with its open options chosen from the truths.
+  """Returns the scorer with its open options chosen according to the reference answers.
 
   Args:
-    truths: returns the truths of all tasks that the scorer judges; called only if an option is
-      open.
+    truths: returns the reference answers of all tasks that the scorer judges; called only if an
+      option is open.
   """
   chooser = CHOOSERS.get(scorer.implementation)
   chosen = chooser(scorer.options, truths) if chooser else None

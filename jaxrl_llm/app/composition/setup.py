@@ -1,4 +1,4 @@
-"""What every process of a run builds from the configuration before it loads the run's state."""
+"""Configured parts that every process of a run builds before it loads the run's state."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """A configured run: its configuration, model, stages and process; the same in every process."""
+  """A configured run. Every process has the same configuration, model and stages."""
 
   config: Config
   workdir: pathlib.Path
-  """Directory that the run's files are read from and written to."""
+  """Run directory."""
   stages: tuple[Stage, ...]
   model: Model
-  """The policy, or the reward model trained in its place."""
+  """Model to train: the policy, or a reward model."""
   checkpoints: Checkpoints
   process: Process
   registry: Registry | None = None
-  """Process 0's registry, if the run has one."""
+  """Registry of the run. None in processes other than process 0, and in runs without a registry."""
   explorer_command: ExplorerCommand
-  """Function that returns the command of an explorer process; passed in, since that program belongs
-  to a higher layer.
+  """Function that returns the command line of an explorer process. It is passed in because the
+  program belongs to a higher layer.
   """

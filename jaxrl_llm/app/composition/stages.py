@@ -1,4 +1,6 @@
-"""Builds the stages that every process runs, with derived numbers, from their configurations."""
+"""Builds the stages of a run from their configurations, in every process, and computes their
+derived numbers.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ from jaxrl_llm.parallel.rules import parts
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
-  """Builds an algorithm: one from the catalogue, or a user's (options dataclass, function of
-  options and setting) pair.
+  """Builds an algorithm: one from the catalogue, or a user-defined one, which is a pair of an
+  options dataclass and a function of (options, setting).
   """
   options, make = named_pair(config.name, 'algorithm', ALGORITHMS)
   return make(
@@ -45,8 +47,11 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
 
 
 def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
-  """Builds processors, from the catalogue or a user's (options dataclass, function of it) pair;
-  returns (name, processor) pairs.
+  """Builds processors from the catalogue, or user-defined ones. The latter are pairs of an options
+  dataclass and a function of the options.
+
+  Returns:
+    (name, processor) pairs.
   """
   built = []
   for config in configs:
@@ -63,10 +68,10 @@ def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Pro
 def build_stages(
   config: Config, mesh: Mesh, vocab_size: int, lengths: Mapping[str, Sequence[int]]
 ) -> tuple[Stage, ...]:
-  """Builds the stages. Computes their first and last step and the shapes of their batches.
+  """Builds the stages, with their first and last steps and the shapes of their batches.
 
   Args:
-    lengths: sequence lengths in tokens, keyed by stage name, for stages where they are known in
+    lengths: sequence lengths in tokens, keyed by stage name, for stages in which they are known in
       advance.
   """
   stages, start = [], 0
@@ -115,8 +120,8 @@ def _stage(
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  # Rollouts and expert rows are split separately, so a minibatch may hold one unit more of each
-  # than its share.
+  # Rollouts and expert rows are divided among the minibatches separately. If they do not divide
+  # evenly, a minibatch may get one unit more of each.
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   kinds = [source.sequences - expert_rows, expert_rows]
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
@@ -158,7 +163,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError if the stage cannot learn, or would not learn as its settings suggest."""
+  """Raises UserError if the stage cannot learn, or not in the way that its settings suggest."""
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
@@ -217,7 +222,9 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
 
 
 def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> None:
-  """Raises UserError for rollouts that the engine, the scorers or the minibatches do not allow."""
+  """Raises UserError if the settings of the rollouts conflict with the engine, the scorers or the
+  number of minibatches.
+  """
   where = f'stages.{stage.name}'
   least = {
     'groups_per_batch': source.groups_per_batch
@@ -241,8 +248,8 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
 
 
 def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
-  """Checks the processors by building them, in every process and before loading, so that all
-  processes report errors.
+  """Checks the processors by building them. Every process does this before anything is loaded, so
+  that all processes report errors.
   """
   build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
@@ -261,7 +268,9 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError if the reference could not differ from the policy, or move as configured."""
+  """Raises UserError if the reference would always equal the policy, or cannot be updated as
+  configured.
+  """
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
     return
@@ -288,7 +297,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    # Not an error: without the reference, OPMD is a policy gradient, which still learns.
+    # Only a warning: without the reference, OPMD is a policy gradient, which still learns.
     logging.warning('%s', text)
 
 

@@ -1,4 +1,6 @@
-"""Initial, per-stage and restored state of a run: parameters, optimizers, reference."""
+"""State of a run (parameters, optimizers, reference) at its start, at the start of a stage, and
+after a restart.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from jaxrl_llm.weights.hf import load_params, read_spec
 
 
 def critic_model(model: Model) -> Model:
-  """Builds PPO's critic: the policy's architecture with one output per token, trained in full."""
+  """Builds the critic of PPO: the policy's architecture with one output per token and without
+  adapters.
+  """
   return build_model(
     with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh
   )
@@ -50,9 +54,10 @@ def critic_model(model: Model) -> Model:
 def begin_stage(
   stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model
 ) -> LoopState:
-  """Starts a stage from the previous policy; also copies it as the reference if one is needed.
+  """Returns the state with which a stage begins: the previous policy, copied as the reference if
+  the algorithm needs one.
 
-  The optimizer starts fresh, or keeps its moments with `keep_optimizer`.
+  The optimizer is new. With `keep_optimizer`, it keeps its moments.
   """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
@@ -67,7 +72,7 @@ def begin_stage(
     base=state.learned.base,
   )
   if before is not None and stage.keep_optimizer:
-    # The moments carry over; the schedule starts afresh with this stage.
+    # Keep the moments, but restart the learning-rate schedule for this stage.
     kept = with_schedule(before, learned.policy.opt_state)
     learned = learned._replace(policy=learned.policy.replace(opt_state=kept))
   return dataclasses.replace(state, learned=learned)
@@ -76,7 +81,9 @@ def begin_stage(
 def _begin_critic(
   stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model
 ) -> TrainState:
-  """Starts a critic from the configured model, else the last critic, else the policy's body."""
+  """Returns the critic with which a stage begins. Its parameters are those of the configured model,
+  or else of the previous stage's critic, or else those of the policy with a new head.
+  """
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic.config.offload
   if source is None and before.critic is not None:
@@ -109,10 +116,10 @@ def _begin_critic(
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
-  """Returns the initial values of the parameters to train and of the frozen base, which is None
-  without adapters (`models.lora.split`).
+  """Returns the initial trainable parameters and the frozen base parameters, which are None without
+  adapters (`models.lora.split`).
 
-  If the checkpoint has another kind of head than the model, a fresh head replaces it.
+  If the checkpoint has another kind of head than the model, a new head replaces it.
   """
   directory = checkpoint_directory(config)
   if directory is None:
@@ -131,7 +138,11 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
 
 
 def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
-  """Returns the state committed at `step` (0: initial) and the digest of a frozen base, or None."""
+  """Returns the state of the run after `step` steps, and the digest of the frozen base parameters.
+
+  The state is restored from the commit at `step`, or newly initialised if `step` is 0. The digest
+  is None if no parameters are frozen.
+  """
   config, model, mesh = setup.config, setup.model, setup.process.mesh
   params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
@@ -149,7 +160,7 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Returns a digest of all names and bits of the base parameters. Every process must call it."""
+  """Returns a digest of the names and values of the base parameters. Every process must call it."""
   hasher = xxhash.xxh3_128()
   for name, array in Gatherer(mesh).leaves(base):
     hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
@@ -157,7 +168,9 @@ def base_digest(base: Params, mesh: Mesh) -> str:
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Raises UserError if the base weights differ from those of the committed adapters."""
+  """Raises UserError if the base weights are not those on which the committed adapters were
+  trained.
+  """
   if digest != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
@@ -170,7 +183,7 @@ def check_base(digest: str | None, committed: Mapping[str, Any], config: Config)
 def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> LoopState:
-  """Restores the state committed at `step`, in or at the end of `stage`, without a frozen base."""
+  """Restores the state committed at `step`, which is a step of `stage`, without the frozen base."""
   arrays = checkpoints.restore(step, committed_like(stage, model, mesh))
   host = checkpoints.host(step)
   if host.get('reset_optimizer', False):
@@ -188,14 +201,14 @@ def restore_state(
 
 
 def _with_fresh_moments(state: TrainState, by: Optimization) -> TrainState:
-  """Returns the state as a branch without its parent's optimizer begins with it."""
+  """Returns the state with new optimizer moments, for a branch with --reset_optimizer."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
   renew = jax.jit(lambda s: renewed(s, by.optimizer), donate_argnums=0, out_shardings=shardings)
   return renew(state)
 
 
 def committed_like(stage: Stage, model: Model, mesh: Mesh) -> dict[str, Any]:
-  """Returns shapes and shardings of the arrays in a commit of a stage, keyed by role."""
+  """Returns the shapes and shardings of the arrays in a commit of a stage, keyed by role."""
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(

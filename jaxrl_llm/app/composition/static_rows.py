@@ -1,4 +1,4 @@
-"""Files of static rows in a run directory: demonstrations, preference pairs and examples.
+"""Writes static rows to files in a run directory: demonstrations, preference pairs and examples.
 
 A file that exists is kept, so that a resumed run trains on the same rows.
 """
@@ -38,17 +38,21 @@ def demonstrations_file(stage: str) -> str:
 
 
 def preferences_file(name: str) -> str:
-  """Returns the path of preference samples (alternately chosen, rejected) in the run directory."""
+  """Returns the path of preference samples, relative to the run directory. Chosen and rejected
+  samples alternate.
+  """
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def examples_file(name: str) -> str:
-  """Returns the path of the samples of examples, relative to the run directory."""
+  """Returns the path of the samples made from examples, relative to the run directory."""
   return f'{DATA}/{name}.examples.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """Returns the path, in the run directory, of the static rows of a stage that does not sample."""
+  """Returns the path of the static rows of a stage without rollouts, relative to the run
+  directory.
+  """
   match stage.source:
     case Pairs(train=name):
       return preferences_file(name)
@@ -58,8 +62,8 @@ def static_file(stage: StageConfig) -> str:
 
 
 def held_out_file(stage: StageConfig) -> str | None:
-  """Returns the path, in the run directory, of the rows on which a stage's evaluations measure the
-  loss; None if there are none.
+  """Returns the path of the held-out rows of a stage, relative to the run directory; None if there
+  are none. The stage's evaluations measure the loss on these rows.
   """
   match stage.source:
     case Pairs(held_out=str() as name):
@@ -78,7 +82,7 @@ def write_demonstrations(
   workdir: pathlib.Path,
   longest: int,
 ) -> None:
-  """Writes the demonstrations of at most `longest` tokens as samples; raises UserError if there are
+  """Writes demonstrations of at most `longest` tokens as samples. Raises UserError if there are
   fewer than `batch`.
   """
   file, names = demonstrations_file(stage), config.tasksets
@@ -129,8 +133,8 @@ def write_pairs(
 def write_examples(
   examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
 ) -> None:
-  """Writes the examples as samples of at most `longest` tokens. Longer ones are treated as
-  `examples.config.too_long` says.
+  """Writes the examples as samples of at most `longest` tokens. `examples.config.too_long` decides
+  what happens to longer ones.
   """
   path = workdir / examples_file(examples.config.name)
   if path.exists():
@@ -147,7 +151,9 @@ def write_examples(
 
 
 def check_fills(stage: StageConfig, workdir: pathlib.Path) -> None:
-  """Raises UserError if a stage's examples do not fill a batch; logs how long an epoch is."""
+  """Raises UserError if there are fewer examples than a batch of the stage needs. Logs the length
+  of an epoch.
+  """
   count = count_rows(workdir, static_file(stage))
   batch = stage.source.sequences
   if count < batch:

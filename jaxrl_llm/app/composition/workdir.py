@@ -1,7 +1,7 @@
-"""The run directory: at most one live run, and its configuration.
+"""The run directory, which has at most one live run, and the run's configuration.
 
-Once a step is committed, the configuration may change only as `changes` says, and history.jsonl
-records each change with the first step made under it.
+Once a step is committed, the configuration may change only as `changes` permits. history.jsonl
+records each change with the first step for which it was in force.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from jaxrl_llm.runtime.writers import METRICS_FILE
 CONFIG = 'config.json'
 """Name of the file with the configuration of the run's next step."""
 ATTEMPT = 'attempt'
-"""Name of the file that holds the number of the last start."""
+"""Name of the file with the number of the last attempt (start of the run)."""
 _MAX_DIGITS = 20
-"""Number of bytes from which on the attempt file's content is not accepted as a number."""
+"""Size in bytes of an attempt file from which on its content is rejected as a number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
-"""Folders of the files that a start makes from the configuration: the tokenizer, and static rows of
-offline stages.
+"""Folders with the files that are made from the configuration when a run starts: the tokenizer, and
+the static rows of stages.
 """
 
 
@@ -54,14 +54,14 @@ class WorkdirInUse(UserError):
 
 
 class Workdir:
-  """Creates and locks the run directory; the lock lasts until `close` or until the process ends,
-  however it ends.
+  """A locked run directory, which is created if necessary. The lock lasts until `close` or until
+  the process ends in any way.
   """
 
   def __init__(self, path: pathlib.Path, *, branching: bool = False):
     """
     Args:
-      branching: whether to fill `<path>.branching` first, which `place` renames.
+      branching: whether to use `<path>.branching` until `place` renames it to `path`.
     """
     self._target = path.absolute()
     self.path = path = (
@@ -94,14 +94,14 @@ class Workdir:
 
   @property
   def branching(self) -> bool:
-    """Whether the directory is being filled for a branch."""
+    """Whether a branch is being built in the directory `<path>.branching`."""
     return self.path != self._target
 
   def place(self) -> None:
-    """Gives a directory that was filled for a branch its name.
+    """Renames the directory `<path>.branching` of a complete branch to `path`.
 
     Raises:
-      UserError: a directory with files has this name already.
+      UserError: `path` exists and contains files.
     """
     try:
       self.path.rename(self._target)
@@ -114,7 +114,7 @@ class Workdir:
     self.path = self._target
 
   def discard(self) -> None:
-    """Removes a directory that was being filled for a branch."""
+    """Removes the directory of an incomplete branch."""
     if self.branching:
       shutil.rmtree(self.path, ignore_errors=True)
 
@@ -123,11 +123,16 @@ class Workdir:
     self._lock.close()
 
   def adopt(self, config: Config) -> tuple[Change, ...]:
-    """Writes config.json before the first commit; later, returns the changes to the run's
-    configuration, which `record` writes. Raises UserError for changes that may not be made.
+    """Writes config.json if the run has no commit yet; otherwise only compares the configurations.
 
     Before the first commit, a changed configuration replaces the old one, so that a mistake in the
     first command does not make the directory useless.
+
+    Returns:
+      The changes to the configuration of a run with commits, which `record` writes.
+
+    Raises:
+      UserError: changes that may not be made.
     """
     adopted = check_configuration(self.path, config)
     if adopted is not None:
@@ -140,13 +145,13 @@ class Workdir:
     return ()
 
   def record(self, config: Config, *, commit: int, attempt: int) -> None:
-    """Records that the next step, and those after it, are made under this configuration.
+    """Records that the next step and later ones use this configuration.
 
-    It is called after everything else has accepted the configuration. If the process is killed
-    before, the run still has its old configuration, and the same command changes it again.
+    Call it after everything else has accepted the configuration. If the process is killed before,
+    the run still has its old configuration, and the same command changes it again.
 
     Args:
-      commit: step of the commit from which the run goes on; 0: none.
+      commit: step of the commit from which the run continues; 0 if there is none.
       attempt: number of this start of the run.
     """
     known = history.read(self.path)
@@ -163,15 +168,15 @@ class Workdir:
       write_configuration(self.path, config)
 
   def check(self, commit: Mapping[str, Any]) -> None:
-    """Checks that everything a commit names still exists; writes nothing.
+    """Checks that everything that a commit refers to still exists. Writes nothing.
 
     Args:
-      commit: the host state that the keeper committed with the arrays. Commits that earlier
-        versions of jaxrl_llm wrote name no store, attempt or files; for these, the index, plans and
-        segments are checked, but not which store they belong to.
+      commit: host state of the commit. Commits of earlier versions of jaxrl_llm do not name a
+        store, an attempt or files. For these, the index, plans and segments are checked, but not
+        whether the store is the one that the commit belongs to.
 
     Raises:
-      UserError: something is missing; the message names everything that is.
+      UserError: something is missing. The message lists everything that is missing.
     """
     gone = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
     there = made_files(self.path)
@@ -189,13 +194,14 @@ class Workdir:
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
-    """Returns the number of this start, once it is durably on disk.
+    """Counts a new start of the run and returns its number, which is on disk before the function
+    returns.
 
     Args:
-      least: minimum number that the last start can have had, as known from the commit.
+      least: minimum number of the last start, as known from the commit.
 
     Raises:
-      UserError: the file holds no number, or one below `least`.
+      UserError: the file does not contain a number, or contains one below `least`.
     """
     file = self.path / ATTEMPT
     attempt = 0
@@ -214,9 +220,11 @@ class Workdir:
 
 
 def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...] | None:
-  """Returns the changes with which `config` resumes the run in the directory `path`; None if it
-  does not resume one: there is none, or its configuration differs and it has no commit yet. Writes
+  """Returns the changes with which `config` resumes the run in the directory `path`. Writes
   nothing.
+
+  Returns None if nothing is resumed: the directory has no run, or a run without commits that has
+  another configuration.
 
   Raises:
     UserError: the run has commits and cannot be resumed with this configuration, or its
@@ -240,22 +248,22 @@ def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...
 
 
 def configuration_at(path: pathlib.Path, commit: int) -> Mapping[str, Any]:
-  """Returns the configuration of the step after a commit of the run in the directory `path`, as
-  JSON.
+  """Returns, as JSON, the configuration of the step after a commit of the run in the directory
+  `path`.
   """
   entries = history.until(history.read(path), commit)
   return entries[-1].config if entries else saved_configuration(path)
 
 
 class Unchangeable(UserError):
-  """The run in a directory cannot be resumed with a changed configuration."""
+  """The configuration has changed in a way that prevents the run from being resumed."""
 
 
 def _refusal(
   path: pathlib.Path, config: Config, problems: list[Refused], commits: list[int]
 ) -> Unchangeable:
-  """Returns an error that names the changes, why they are refused, and how to make them: in a
-  branch of the newest commit that fits them, or else in another run.
+  """Returns an error that lists the changes, why they are refused, and how to make them. The remedy
+  is a branch of the newest commit that permits the changes, or else another run.
   """
   listed = '; '.join(map(str, problems[:5]))
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
@@ -291,7 +299,7 @@ def _refusal(
 
 
 def saved_configuration(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the run's config.json; raises UserError if it holds no configuration."""
+  """Returns the content of the run's config.json. Raises UserError if it is not a configuration."""
   file = path / CONFIG
   try:
     old = read_saved(file)
@@ -313,7 +321,7 @@ def _entry(config: Mapping[str, Any], **fields: Any) -> history.Entry:
 
 
 def is_live(path: pathlib.Path) -> bool:
-  """Whether a live process runs in the run directory `path`. Writes nothing."""
+  """Whether a live process uses the run directory `path`. Writes nothing."""
   try:
     with (path / 'lock').open() as lock:
       fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""Builds the workflow that a configuration names. Explorer processes import this module, so it does
-not import JAX.
+"""Builds the workflow that a configuration names. Does not import JAX, because explorer processes
+import this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {'single_turn': SingleTurn}
 def build_workflow(
   config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_tokens: int
 ) -> Workflow:
-  """Builds a workflow from the catalogue or a user's own.
+  """Builds a workflow: one from the catalogue, or a user-defined one.
 
   Args:
     hub: access to the policy, the scorers and auxiliary models.

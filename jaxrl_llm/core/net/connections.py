@@ -24,7 +24,7 @@ def check_address(address: str, where: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether a host name or address is one of loopback, so that only this machine can reach it."""
+  """Whether a host name or address is a loopback address, which only this machine can reach."""
   if host == 'localhost':
     return True
   try:

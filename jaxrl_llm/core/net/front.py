@@ -63,8 +63,8 @@ ROUTES = (
   ('POST', '/update_weight_version'),
   ('POST', RPC_PATH),
 )
-"""(method, path) pairs that a trainer needs. The path of a request is compared as sent, byte by
-byte.
+"""(method, path) pairs of the requests that a trainer sends. The front compares the path of a
+request as sent, byte by byte.
 """
 RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
@@ -290,7 +290,7 @@ class Front:
     assert self._session is not None
     response: web.StreamResponse | None = None
     try:
-      # wait upstream: the client, whose hang-up cancels this
+      # wait upstream: ends when the client hangs up, which cancels this request
       async with self._session.request(
         request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
       ) as upstream:
@@ -366,13 +366,14 @@ class _Listener(socket.socket):
     super().__init__(*args)
     self._permitted = strangers
     self._strangers: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
-    """Unauthenticated connections with their deadlines, keyed by descriptor, oldest first. Some may
-    be closed; their descriptors are -1 by now, and may have been given to other files.
+    """Unauthenticated connections with their deadlines, keyed by descriptor, oldest first. Closed
+    connections stay until their entry is removed. Their `fileno()` is -1, and another file may have
+    their descriptor meanwhile.
     """
 
   def accept(self) -> tuple[socket.socket, Any]:
     """Accepts a connection. Called by the event loop."""
-    # wait request: none; the socket does not block, and the event loop asks when it is readable
+    # wait request: none, as the socket is non-blocking and the event loop has found it readable
     connection, address = super().accept()
     number = connection.fileno()
     self._forget(number)  # An earlier connection with this descriptor is closed.
@@ -396,7 +397,7 @@ class _Listener(socket.socket):
   def _drop(self, number: int) -> None:
     connection, _ = self._strangers[number]
     self._forget(number)
-    # The event loop closes the connection when it reads the end of it.
+    # After the shutdown, the event loop reads end-of-file and closes the connection.
     with contextlib.suppress(OSError):
       connection.shutdown(socket.SHUT_RDWR)
 

@@ -64,8 +64,8 @@ _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}')
 _FILE = re.compile(r'([a-z]+)\.([0-9a-f]{32})\.lease')
 _KEY = re.compile(r'[\x21-\x7e]{16,4096}')
 _MOST_AT_ONCE = 0.25
-"""Maximum share of `lease_s` that the time between two scans adds to a lease's age. Without this
-maximum, a reader that was suspended for a while would consider every service dead.
+"""Maximum age that a lease can gain between two scans, as a fraction of `lease_s`. Without this
+limit, a reader that was suspended for a while would consider every service dead.
 """
 
 
@@ -132,7 +132,9 @@ class Lease:
   address: str = ''
   """`unix:/path`, `http://host:port` or `https://host:port`; '' for explorers."""
   fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Digests of what the service serves. The keys state what was digested."""
+  """Digests of what the service serves, keyed by what was digested, such as 'model' and
+  'tokenizer'.
+  """
   host: str = dataclasses.field(default_factory=platform.node)
   pid: int = dataclasses.field(default_factory=os.getpid)
   started: float = dataclasses.field(default_factory=time.time)
@@ -654,7 +656,7 @@ class Watch:
       )
 
   def _accepted(self, folder: int, file: str) -> tuple[Lease | None, str]:
-    """Returns (lease, '') if the reader accepts the file, else None and the reason.
+    """Returns (lease, '') if the reader accepts the file, otherwise (None, reason).
 
     The reason is empty if the file no longer exists.
     """

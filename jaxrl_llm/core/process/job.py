@@ -247,7 +247,7 @@ def _open_mpi(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None
   count, index, local_index, local_count = _group(
     environment, 'Open MPI', (size, rank, local, beside)
   )
-  # Versions before 5 give the address of mpirun's host in this variable.
+  # Open MPI before version 5 gives the address of mpirun's host in this variable.
   launcher = 'ompi' if 'OMPI_MCA_orte_hnp_uri' in environment else None
   return _Place(
     source='Open MPI',

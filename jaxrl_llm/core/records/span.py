@@ -1,6 +1,6 @@
 """Span records: parts of a completion that is generated over several iterations.
 
-`encode_span` and `decode_span` convert a record to and from msgpack, as those of `sample` do.
+`encode_span` and `decode_span` convert a record to and from msgpack.
 """
 
 from __future__ import annotations

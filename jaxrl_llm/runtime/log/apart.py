@@ -1,7 +1,8 @@
-"""Log writers in processes of their own.
+"""Log writers that run in processes of their own.
 
-Invariant: nothing that a writer does can end or block the run. The run never waits for a writer,
-except at its end, for a bounded time. An error is one line and a number of lost rows.
+Invariant: a log writer cannot end or block the run. The run waits for a writer only at the end of
+the run, and for a bounded time. Each error of a writer is reported in one line, and the rows that
+it loses are counted.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from jaxrl_llm.runtime.log.follow import State
 
 _MODULE = 'jaxrl_llm.runtime.log.follow'
 _LOOK_S = 0.05
-"""Seconds between two looks at whether the process has ended."""
+"""Seconds between checks whether the process has ended."""
 
 
 class ProcessWriter:
-  """A log writer in a process of its own, which follows metrics.jsonl by itself."""
+  """A log writer in a process of its own. The process reads the rows from metrics.jsonl."""
 
   def __init__(self, config: LogWriterConfig, *, name: str, workdir: pathlib.Path, rows: int):
     """Starts the process.
 
     Args:
-      config: the writer.
+      config: configuration of the writer.
       name: name of the run.
       workdir: run directory.
-      rows: number of rows in metrics.jsonl.
+      rows: number of rows that metrics.jsonl already has.
     """
     self.name = config.label
     self._rows = rows
@@ -50,7 +51,8 @@ class ProcessWriter:
     self._log = workdir / 'logs' / f'log-{self.name}.log'
     self._child = Child(f'log writer {self.name}', log=self._log, grace_s=1.0)
     ours, theirs = socket.socketpair()
-    # The module search path, so that it can import modules next to the configuration.
+    # Pass on the module search path, so that the process can import modules next to the
+    # configuration.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     self._child.start(
       [sys.executable, '-m', _MODULE],
@@ -69,7 +71,7 @@ class ProcessWriter:
     self._socket, self._noted = ours, ''
 
   def write(self, row: LogRow) -> None:
-    """Notes that metrics.jsonl has the row; the process reads it from there."""
+    """Records that metrics.jsonl has the row. The writer's process reads the row from the file."""
     self._rows = row.index + 1
 
   def take_lost(self) -> int:
@@ -78,7 +80,7 @@ class ProcessWriter:
     return self._lost - before
 
   def take_notes(self) -> list[str]:
-    """Returns a line for a first failure, and none for those that follow."""
+    """Returns a message when the writer has failed for the first time; otherwise an empty list."""
     problem = self._look().error
     if not problem and not self._child.is_running():
       last = ''.join(f' ({one_line(line, 200)})' for line in self._child.lines()[-1:])
@@ -89,7 +91,11 @@ class ProcessWriter:
     return [f'log writer {self.name}: {problem}; the run goes on, see {self._log}']
 
   async def close(self, deadline_s: float) -> list[str]:
-    """Lets the process finish, ends it at the deadline, and returns a line if rows are missing."""
+    """Waits until the process has written all rows, and ends the process at the deadline.
+
+    Returns:
+      A message if rows are missing or lost, or if the process did not finish in time.
+    """
     in_time = True
     try:
       self._socket.shutdown(socket.SHUT_WR)
@@ -115,7 +121,9 @@ class ProcessWriter:
     return [f'log writer {self.name}: {"; ".join(parts)}; see {self._log}'] if parts else []
 
   def _look(self) -> State:
-    """Returns the newest state that can be read."""
+    """Returns the writer's state from its file, or the last known state if the file cannot be
+    read.
+    """
     with contextlib.suppress(UserError, OSError):
       self._state = State.read(self._directory)
     return self._state

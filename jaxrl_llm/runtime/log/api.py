@@ -1,8 +1,8 @@
 """The interface of log writers, which copy the rows of metrics.jsonl to other places.
 
 A custom writer is a class, or another function of (run, **options), that returns a `LogWriter`; a
-run names it in `logging.writers`. It gets each row once, in order. It may raise or hang: the run
-goes on without it, and counts the rows that it did not take.
+run names it in `logging.writers`. The writer gets each row once, in order. If the writer raises an
+error or hangs, the run continues and counts the rows that the writer lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.writers import STAGE, STEP
 
 DIRECTORY = 'logging'
-"""Name of the folder in the run directory that holds a directory for each log writer."""
+"""Name of the folder in the run directory that contains one directory per log writer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,23 @@ class LogRow:
   """A row of metrics.jsonl."""
 
   index: int
-  """Number of rows before it in metrics.jsonl. A step has two rows if it is evaluated."""
+  """Number of rows before this one in metrics.jsonl. A step with an evaluation has two rows."""
   stage: str
   step: int
-  """Number of completed steps of the whole run."""
+  """Number of steps that the run has completed, over all stages."""
   metrics: Mapping[str, float | int]
-  """Finite metrics of the row, keyed by name."""
+  """Metrics of the row, keyed by name, without those that are not finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogRun:
-  """The run whose rows a writer gets."""
+  """The run whose rows a log writer receives."""
 
   name: str
   workdir: pathlib.Path
   """Run directory."""
   directory: pathlib.Path
-  """The writer's own directory, which exists and is kept when the run is resumed."""
+  """Directory for the writer's own files. It exists, and is kept when the run is resumed."""
   config: Mapping[str, Any]
   """Resolved configuration, as in config.json."""
 
@@ -50,11 +50,13 @@ class LogWriter(Protocol):
   """Writes the rows of a run's metrics to one place."""
 
   def write(self, row: LogRow) -> None:
-    """Writes a row. An error counts the row as lost; the next row is tried again."""
+    """Writes a row. If this raises an error, the row counts as lost, and the next row is written as
+    usual.
+    """
     ...
 
   def close(self) -> None:
-    """Finishes what was written. It is called once, after the last row of this start."""
+    """Finishes writing. Called once per start of the run, after the last row."""
     ...
 
 

@@ -1,4 +1,4 @@
-"""Configuration of the places that get a copy of a run's metrics."""
+"""Configuration of the log writers, which copy a run's metrics to other places."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from jaxrl_llm.runtime.log.api import LogRun
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-  """Weights & Biases. The project, the entity and the mode fall back to W&B's own settings."""
+  """Log writer for Weights & Biases. The defaults of project, entity and mode are W&B's own
+  settings.
+  """
 
   project: str | None = None
-  """Project of the run; None: WANDB_PROJECT, or else 'jaxrl_llm'."""
+  """Project of the run. If None, the environment variable WANDB_PROJECT, or else 'jaxrl_llm'."""
   entity: str | None = None
-  """User or team that owns the project; None: WANDB_ENTITY, or else the default of the account."""
+  """User or team that owns the project. If None, the environment variable WANDB_ENTITY, or else the
+  account's default.
+  """
   group: str | None = None
-  """Group of runs in the project; None: no group."""
+  """Group of runs in the project, to which this run belongs. If None, it belongs to no group."""
   tags: tuple[str, ...] = ()
   notes: str | None = None
   mode: Literal['online', 'offline'] | None = None
-  """'offline' writes files that `wandb sync` uploads; None: WANDB_MODE, or else 'online'."""
+  """'offline' writes files that `wandb sync` uploads later. If None, the environment variable
+  WANDB_MODE, or else 'online'.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,9 @@ class LogWriterConfig:
   """A custom log writer."""
 
   kind: str
-  """Function that builds the writer, as 'module:attribute'; it takes a `LogRun` and the options."""
+  """Function that builds the writer, as 'module:attribute'. It takes a `LogRun` and the options."""
   name: str | None = None
-  """Name of the writer in messages, metrics and files; None: the attribute of `kind`."""
+  """Name of the writer in messages, metrics and files. If None, the attribute in `kind`."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Keyword arguments of the function."""
 
@@ -62,16 +68,16 @@ class LogWriterConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-  """Places, besides metrics.jsonl, that get the metrics of the run."""
+  """Log writers, which copy the rows of metrics.jsonl to other places."""
 
   tensorboard: bool = True
-  """Write event files for TensorBoard to `tensorboard/` in the run directory."""
+  """Whether event files for TensorBoard are written to `tensorboard/` in the run directory."""
   wandb: WandbConfig | None = None
-  """Weights & Biases, with the defaults of `{}`; None: off."""
+  """Weights & Biases; `{}` turns it on with the default settings. If None, it is off."""
   writers: tuple[LogWriterConfig, ...] = ()
-  """Custom writers, each in a process of its own."""
+  """Custom log writers. Each runs in a process of its own."""
   close_s: float = 60.0
-  """Maximum wait in seconds for W&B and custom writers at the end of the run."""
+  """Maximum time in seconds that the end of the run waits for W&B and custom writers."""
 
   def __post_init__(self):
     names = [writer.label for writer in self.apart()]
@@ -93,8 +99,8 @@ class LoggingConfig:
     yield from self.writers
 
   def check(self) -> None:
-    """Raises UserError for a package that is missing, and for custom writers that cannot be built
-    from their options.
+    """Raises UserError if a required package is not installed, or if a custom writer cannot be
+    built from its options.
     """
     if self.wandb is not None:
       check_library('wandb', 'logging.wandb')

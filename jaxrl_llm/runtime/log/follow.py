@@ -1,12 +1,12 @@
-"""The process of a log writer: follows metrics.jsonl and hands each new row to the writer.
+"""Process of a log writer: follows metrics.jsonl and passes each new row to the writer.
 
-The process is started as `python -m jaxrl_llm.runtime.log.follow` with a socket as stdin. It reads
-one line, which describes the writer, and ends after the other side has closed its half of the
-socket. Its state is a file in the writer's directory.
+The run starts the process as `python -m jaxrl_llm.runtime.log.follow` with a socket as stdin. The
+process reads one line, which describes the writer, and ends after the run has closed its half of
+the socket. The process stores its state in the writer's directory.
 
-Invariant: no row is handed over twice, also not after a resume, when the run writes rows again. The
-number of rows that were handed over is stored before each of them. So a process that is killed at
-that moment loses one row, which metrics.jsonl still has.
+Invariant: no row is passed to the writer twice, even if the run is resumed and writes the row
+again. Before each row, the process stores the number of rows that it has passed on. If it is killed
+between the two, the writer misses this row, which is still in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxrl_llm.runtime.log.api import LogRun, LogWriter, log_row
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
 _POLL_S = 0.25
-"""Seconds between two looks at metrics.jsonl."""
+"""Seconds between checks of metrics.jsonl for new rows."""
 _MAX_LINE = 1 << 26
 """Maximum length of a row in bytes."""
 _OPEN_AGAIN_S = (1.0, 60.0)
-"""Seconds until a writer that could not be opened is tried again; each time doubled, up to the
-second number.
+"""Seconds before the first retry to open a writer, and maximum seconds before a later one. The wait
+doubles with each retry.
 """
 _FILE = 'progress.json'
 
@@ -43,15 +43,15 @@ class State:
   """Progress of a log writer."""
 
   rows: int = 0
-  """Rows of metrics.jsonl that were handed over, including lost ones."""
+  """Number of rows of metrics.jsonl that were passed to the writer, including lost rows."""
   lost: int = 0
-  """Rows that the writer refused."""
+  """Number of rows for which the writer raised an error."""
   error: str = ''
-  """The writer's last error in this start of the run; empty if there was none."""
+  """Last error of the writer since the start of the run; empty if there was none."""
 
   @classmethod
   def read(cls, directory: pathlib.Path) -> State:
-    """Reads the state of the writer that has this directory; a new one has handed over no rows.
+    """Reads the state of the writer whose directory this is. A new writer has received no rows.
 
     Raises:
       UserError: the file is damaged.
@@ -71,14 +71,14 @@ class State:
     return state
 
   def store(self, directory: pathlib.Path) -> None:
-    """Replaces the file that `read` reads, atomically."""
+    """Writes the state to the file from which `read` reads it. The file is replaced atomically."""
     temporary = directory / f'{_FILE}.tmp'
     temporary.write_text(json.dumps(dataclasses.asdict(self)))
     temporary.replace(directory / _FILE)
 
 
 class Follower:
-  """Hands the rows of one run to one writer."""
+  """Passes the rows of one run to one writer."""
 
   def __init__(self, job: Mapping[str, Any]):
     workdir = pathlib.Path(job['workdir'])
@@ -96,7 +96,12 @@ class Follower:
     self._state = State.read(self._run.directory)
 
   def turn(self, *, last: bool) -> None:
-    """Opens the writer, if it is closed and it is time to, and hands over all new rows."""
+    """Opens the writer if it is not open and its next retry is due, and passes all new rows to it.
+
+    Args:
+      last: whether this is the last call before the process ends. It opens the writer even if the
+        retry is not due.
+    """
     if self._writer is None and (last or time.monotonic() >= self._open_at):
       try:
         self._writer = own_part(self._kind, 'log writer')(self._run, **self._options)
@@ -110,7 +115,7 @@ class Follower:
           self._hand_over(self._writer, index, line)
 
   def close(self) -> None:
-    """Closes the writer, if it is open."""
+    """Closes the writer if it is open."""
     if self._writer is not None:
       try:
         self._writer.close()
@@ -141,9 +146,9 @@ class Follower:
 
 
 def main() -> int:
-  """Returns the exit code."""
+  """Runs the process until the run closes the socket; returns the exit code."""
   os.dup2(2, 1)  # What a writer prints goes to the log.
-  # wait order: its owner's next order
+  # wait order: ends when the run, which owns this process, sends the line or closes the socket
   follower = Follower(json.loads(sys.stdin.readline()))
   last = False
   while not last:

@@ -1,8 +1,8 @@
 """TensorBoard event files of a run, in `<workdir>/tensorboard/<stage>/`.
 
-Invariant: the files hold one event for each row of metrics.jsonl. At each start they are written
-again from it, so that rows of steps that were not committed disappear. Rows that remain keep their
-wall times.
+Invariant: the files contain one event for each row of metrics.jsonl. Each start of the run writes
+the files anew from metrics.jsonl, so that rows of steps that were not committed disappear. The
+other rows keep their wall times.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TENSORBOARD_DIR = 'tensorboard'
 
 
 class TensorBoard:
-  """Implements `LogWriter` in the trainer's process."""
+  """TensorBoard log writer, which implements `LogWriter` in the trainer's process."""
 
   def __init__(self, workdir: pathlib.Path, rows: Sequence[Mapping[str, Json]]):
     """
     Args:
-      rows: rows of metrics.jsonl before this start.
+      rows: rows that metrics.jsonl has at the start of the run.
     """
     self._directory = workdir / TENSORBOARD_DIR
     self._files: dict[str, EventFile] = {}

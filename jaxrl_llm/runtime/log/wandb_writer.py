@@ -1,8 +1,8 @@
-"""Writes rows to Weights & Biases. Only the process of this writer imports wandb.
+"""Writes rows to Weights & Biases. Only the process of this log writer imports wandb.
 
-Invariant: a run directory has one W&B run, whose id is in `logging/wandb/run_id`. A row's step in
-W&B is its index in metrics.jsonl, which grows through all starts, so that W&B, too, would refuse a
-row that it already has. The x-axis of all charts is the step of the training run.
+Invariant: a run directory has one W&B run, whose id is in `logging/wandb/run_id`. The step of a row
+in W&B is the row's index in metrics.jsonl. This index keeps growing when the run is resumed, so W&B
+rejects a row that it already has. The x-axis of all charts is the step of the training run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxrl_llm.runtime.log.api import LogRow, LogRun
 from jaxrl_llm.runtime.writers import STAGE, STEP
 
 _INIT_S = 60.0
-"""Maximum wait in seconds for W&B to start a run."""
+"""Maximum time in seconds for W&B to start a run."""
 
 
 class WandbWriter:
-  """The run's W&B run; the arguments are the fields of `WandbConfig`."""
+  """Log writer for Weights & Biases. The arguments are the fields of `WandbConfig`."""
 
   def __init__(
     self,

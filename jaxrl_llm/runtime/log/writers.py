@@ -1,4 +1,6 @@
-"""All log writers of a run: TensorBoard in the trainer's process, the others in their own."""
+"""All log writers of a run: TensorBoard runs in the trainer's process, each other writer in its
+own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
 
 class LocalWriter:
-  """A log writer in this process, for the writers of this package that only write files."""
+  """A log writer that runs in this process. Only for writers of this package that just write
+  files.
+  """
 
   def __init__(self, name: str, writer: LogWriter):
     self.name, self._writer = name, writer
@@ -27,7 +31,7 @@ class LocalWriter:
     self._error = self._noted = ''
 
   def write(self, row: LogRow) -> None:
-    """Writes a row; an error counts it as lost."""
+    """Writes a row. If this fails, the row counts as lost."""
     try:
       self._writer.write(row)
     except OSError as error:
@@ -40,14 +44,14 @@ class LocalWriter:
     return lost
 
   def take_notes(self) -> list[str]:
-    """Returns a line for a first failure, and none for those that follow."""
+    """Returns a message when the writer has failed for the first time; otherwise an empty list."""
     if self._noted or not self._error:
       return []
     self._noted = self._error
     return [f'log writer {self.name}: {self._error}; the run goes on']
 
   async def close(self, deadline_s: float) -> list[str]:
-    """Closes the writer, and returns a line if that fails."""
+    """Closes the writer. Returns a message if that fails."""
     try:
       self._writer.close()
     except OSError as error:
@@ -56,21 +60,25 @@ class LocalWriter:
 
 
 class LogWriters:
-  """The writers that get a copy of each row of metrics.jsonl."""
+  """All log writers of a run. Each gets a copy of each row of metrics.jsonl."""
 
   def __init__(
     self, writers: Sequence[LocalWriter | ProcessWriter] = (), *, rows: int = 0, close_s: float = 60
   ):
     """
     Args:
-      rows: number of rows in metrics.jsonl.
-      close_s: maximum wait in seconds for all writers at the end.
+      rows: number of rows that metrics.jsonl already has.
+      close_s: maximum time in seconds for which `close` waits for the writers.
     """
     self._writers, self._rows, self._close_s = writers, rows, close_s
     self._failed: set[str] = set()
 
   def write(self, row: Mapping[str, Json]) -> list[str]:
-    """Copies a row that metrics.jsonl has; returns lines about writers that have failed since."""
+    """Passes a row, which is already in metrics.jsonl, to all writers.
+
+    Returns:
+      A message for each writer that has failed for the first time.
+    """
     if not self._writers:
       return []
     copy, self._rows = log_row(self._rows, row), self._rows + 1
@@ -79,14 +87,16 @@ class LogWriters:
     return [line for writer in self._writers for line in writer.take_notes()]
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the rows that each writer has lost since the last call; none before its first."""
+    """Returns the number of rows that each writer has lost since the last call, as metrics. Writers
+    that have never lost a row are omitted.
+    """
     lost = {writer.name: writer.take_lost() for writer in self._writers}
     self._failed |= {name for name, count in lost.items() if count}
     return {f'run/logging/{name}/lost_rows': float(lost[name]) for name in sorted(self._failed)}
 
   async def close(self) -> None:
-    """Lets all writers finish, for a bounded time, and logs a line about each one that could not
-    write all rows.
+    """Waits for all writers to finish, for a bounded time. Logs a message for each writer that
+    could not write all rows.
     """
     closed = await asyncio.gather(*(writer.close(self._close_s) for writer in self._writers))
     for line in itertools.chain(*closed):
@@ -94,7 +104,7 @@ class LogWriters:
 
 
 def open_writers(config: LoggingConfig, workdir: pathlib.Path, *, name: str) -> LogWriters:
-  """Opens the writers of a run. metrics.jsonl must hold committed rows alone.
+  """Opens the log writers of a run. metrics.jsonl must contain only committed rows.
 
   Args:
     workdir: run directory.
