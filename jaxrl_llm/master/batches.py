@@ -25,12 +25,14 @@ SEALED = 'replay/segments'
 
 @runtime_checkable
 class Batches(Protocol):
-  """Source of a stage's batches. It exists in process 0 only."""
+  """Source from which a stage takes its batches. It exists in process 0 only."""
 
   explores: bool
   """Whether the batches consist of the policy's own rollouts, so that engines must serve it."""
   held_out: tuple[Row, ...]
-  """Static rows on which evaluations measure the policy, in addition to the evaluation suites."""
+  """Held-out rows, such as preference pairs, on which each evaluation measures the policy's loss.
+  Empty if there are none.
+  """
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
@@ -39,26 +41,29 @@ class Batches(Protocol):
 
     Args:
       step: number of batches that the run has completed.
-      served: number of batches of this stage on which the weights served by the engines were
-        trained.
+      served: number of this stage's batches that the engines' current weights have been trained on.
     """
     ...
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
-    """Returns the rows of the next batch, and counters from its collection, keyed by name."""
+    """Waits for the next batch. Returns its rows, and counters such as `dropped/groups` of what
+    happened while it was collected.
+    """
     ...
 
   def taken(self) -> dict[str, Experience]:
-    """Returns the scored samples from which the last batch's rows were built, keyed by uid."""
+    """Returns the rollouts in the last batch with their scores, keyed by uid. The result is empty
+    if the batch has no rollouts.
+    """
     ...
 
   def trained(self, plan: StepPlan) -> None:
-    """Marks the plan's batch as complete."""
+    """Records that the run has completed the batch with this plan."""
     ...
 
   def state(self) -> Any:
-    """Returns the state after the last completed batch, as JSON. Rows drawn since then do not
-    affect it.
+    """Returns the state after the last completed batch, as JSON. Rows drawn for the next batch do
+    not affect it.
     """
     ...
 
@@ -66,7 +71,7 @@ class Batches(Protocol):
 
 
 class StreamBatches:
-  """Batches of a static stream of demonstrations or preference pairs."""
+  """Batches of a fixed data set: demonstrations, examples or preference pairs."""
 
   explores = False
 
@@ -141,7 +146,7 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches that mix rollouts and expert rows (demonstrations) in fixed numbers.
+  """Batches with a fixed number of rollouts and a fixed number of expert rows (demonstrations).
 
   If groups of earlier batches join each new batch (`Past`), the first batches may have fewer
   rollouts, since there are few earlier groups at first.
@@ -175,8 +180,8 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the record under which the store lists an expert row. The record's uid starts with the
-  name of the stage, because several stages may train on the same row.
+  """Returns the record of an expert row for the store. The record's uid starts with the name of the
+  stage, because several stages may train on the same row.
   """
   uid = f'{stage}/{row.uid}'
   return Issue(
@@ -220,17 +225,18 @@ class Planner:
     """
     Args:
       every_steps: each step whose number is a multiple of this is committed.
-      every_minutes: a step is also committed if the last commit is more minutes ago than this.
-      stop: future whose result is the number of the signal that stops the run. Once it is set, the
-        next plan ends the run.
+      every_minutes: a step is also committed if more than this many minutes have passed since the
+        last commit.
+      stop: future that resolves to the number of the signal that stops the run. The first plan
+        after that ends the run.
     """
     self._seed, self._every_steps, self._every_s = seed, every_steps, every_minutes * 60
     self._stop = stop
     self._committed = time.monotonic()
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
-    """Waits for the next batch and returns its plan. After a signal, the plan has no rows and ends
-    the run.
+    """Waits for the next batch and returns its plan. If a signal arrives, returns a plan that has
+    no rows and ends the run.
     """
     batch = await unless(self._stop, batches.next())
     if batch is None:
@@ -276,8 +282,8 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Returns why a forward pass must compute the policy's logprobs before the update. The result is
-  empty if no such pass is needed.
+  """Returns the reason why a forward pass must compute the policy's logprobs before the update, or
+  an empty string if no such pass is needed.
   """
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1

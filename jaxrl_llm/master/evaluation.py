@@ -27,7 +27,9 @@ class SuiteConfig:
 
   name: str
   taskset: str
-  """Name of a configured taskset. No stage may train on its tasks, which is checked by digest."""
+  """Name of a configured taskset. No stage may train on its tasks; the run compares task digests to
+  ensure this.
+  """
   tasks: int | None = None
   """Number of tasks, taken from the start of the taskset. If None, all tasks are used."""
   samples: int = 0
@@ -39,7 +41,7 @@ class SuiteConfig:
   top_k: int = -1
   """Number of most probable tokens among which to sample; -1 for no such limit."""
   correct_at: float = 1.0
-  """Minimum score at which a completion counts as correct in all accuracies."""
+  """Minimum score of a completion that counts as correct."""
 
   def __post_init__(self):
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
@@ -56,7 +58,7 @@ class SuiteConfig:
 
   @property
   def sampling(self) -> Sampling:
-    """Sampling parameters of the sampled completions."""
+    """Parameters with which the completions other than the greedy one are sampled."""
     return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -79,7 +81,9 @@ Row = dict[str, Json]
 
 
 def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
-  """Returns 1 (correct) or 0 (wrong) for each scorable completion; skips the others."""
+  """Returns 1 (correct) or 0 (wrong) for each completion that has a score. Unscorable completions
+  are left out.
+  """
   return [float(row['score'] >= suite.correct_at) for row in rows if row['score'] is not None]
 
 
@@ -139,7 +143,8 @@ class Evaluator:
   ):
     """
     Args:
-      deadline_s: maximum wait, in seconds, until another task of the suite has ended.
+      deadline_s: maximum time in seconds during which no task of the suite finishes. The evaluation
+        then fails.
     """
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
     self._deadline_s = deadline_s

@@ -34,12 +34,14 @@ from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
 _WARN_EVERY = 20
-"""Minimum number of steps between two warnings about the same budget (see `MismatchConfig`)."""
+"""Minimum number of steps between two warnings about the same mismatch budget (see
+`MismatchConfig`).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
-  """Writers of all that process 0 outputs, except checkpoints, and the sources of its content."""
+  """Outputs of process 0 other than checkpoints, and the objects whose data they contain."""
 
   metrics: MetricsWriter
   rollouts: RolloutsWriter
@@ -53,7 +55,7 @@ class Logs:
   machine_metrics: Callable[[], dict[str, float]]
   """Returns metrics of the process itself, such as its heartbeat and its number of compilations."""
   writers: LogWriters = dataclasses.field(default_factory=LogWriters)
-  """Writers that get a copy of each row of the metrics."""
+  """Other writers, such as Weights & Biases, that get a copy of each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
@@ -70,23 +72,23 @@ class Logs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-  """Data of one start of a run."""
+  """Facts about this attempt (start of the run)."""
 
   attempt: int
-  """Number of this start, larger than those of earlier starts."""
+  """Number of this attempt, larger than the numbers of earlier ones."""
   stop: asyncio.Future
-  """Future whose result is the number of the signal that stops the run. Once it is set, a running
-  evaluation is abandoned.
+  """Future that resolves to the number of the signal that stops the run. A running evaluation is
+  then abandoned.
   """
   best: tuple[float, int] | None = None
-  """Accuracy and step of the best evaluation of earlier starts; None if there was none."""
+  """(accuracy, step) of the best evaluation in earlier attempts; None if there was none."""
   best_of: Json = None
-  """Configuration of the suite that `best` measures. Commits contain it, because accuracies of
+  """Configuration of the suite that `best` measures. Each commit contains it, because accuracies of
   different suites cannot be compared.
   """
   base: str | None = None
-  """Digest of the frozen base weights, which commits do not contain, if the policy consists of LoRA
-  adapters on these weights. None if it has no adapters.
+  """Digest of the frozen base weights of a policy that consists of LoRA adapters; None if the
+  policy has no adapters. Commits contain the adapters, but not the base weights.
   """
 
 
@@ -100,11 +102,13 @@ def write_step(
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Writes the metrics, rollouts and plan of a completed batch, and marks the batch as complete.
 
-  Returns the written metrics, and warnings on the mismatch as `step_metrics` does.
+  Returns the metrics as they were written, and one warning for each exceeded mismatch budget, keyed
+  by budget.
 
   Args:
     step: number of batches that the run has completed.
-    seconds: durations of the parts of the step, keyed by part; at least of `step` and `gen`.
+    seconds: durations of the step's parts, keyed by the name of the part. `step` and `gen` are
+      required.
   """
   batches = logs.batches[stage.name]
   taken = batches.taken()
@@ -117,7 +121,8 @@ def write_step(
     generated = sum(member.sample.response_len for member in taken.values())
     waited = seconds['gen'] - seconds.get('update_weights', 0.0)
     row['perf/trainer_idle_s'] = waited
-    # Older rollouts were generated before this wait began, at least in part.
+    # The throughput is known only if all rollouts were generated during this wait. Stale ones were
+    # generated before it, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
@@ -175,7 +180,9 @@ class RunKeeper:
     return state
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Commits the completed batches before a signal ends the process, unless a commit has them."""
+    """Commits the completed batches if no commit contains them yet. It is called when a signal is
+    about to end the process.
+    """
     if state.step not in self._checkpoints.steps() and state.step > 0:
       await self._commit(state, stage)
 
@@ -194,8 +201,8 @@ class RunKeeper:
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes the policy and runs the suites on it. If a signal interrupts this, the returned
-    state has the signal in `stop` and `evaluated` False.
+    """Publishes the policy and runs the suites on it. If a signal interrupts the evaluation, the
+    returned state has the signal in `stop` and `evaluated` False.
     """
     logs = self._logs
     if not self._generates:

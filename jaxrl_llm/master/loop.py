@@ -1,7 +1,8 @@
 """Main loop, the same in every process.
 
-Each step publishes the policy if due, closes a batch (collects it and fixes its plan), annotates
-it, updates the models, and calls the keeper, which writes metrics, evaluates and commits.
+Each step publishes the policy if due, closes a batch (collects it and fixes its plan), annotates it
+(computes advantages and the like), updates the models, and calls the keeper, which writes metrics,
+evaluates and commits.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ class LoopState:
   step: int
   """Number of batches that the run has completed."""
   moved: int = 0
-  """Number, counted from 1, of the last batch that changed the policy. 0 if none has in this start
-  of the run.
-  """
+  """Number, counted from 1, of this attempt's last batch that changed the policy; 0 if none has."""
   evaluated: bool = False
   """Whether the evaluation at `step` has been run, or none was due."""
   stop: int = 0
@@ -59,8 +58,8 @@ class Keeper(Protocol):
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""Returns the trainer of a stage, and the loop state. If the stage has not begun, the returned
-state is prepared for it.
+"""Function that enters a stage. Returns the trainer of the stage, and the loop state. If the stage
+has not begun, the returned state is prepared for it.
 """
 
 
@@ -153,8 +152,8 @@ async def take_step(
 
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
-  """Completes a batch without training on it. All its advantages are 0, and the trainer computes no
-  logprobs.
+  """Completes a batch that the run only stores and does not train on. Its advantages are 0 and it
+  has no trainer logprobs.
   """
   count = len(plan.rows)
   batch = Batch(plan, Annotation(np.zeros(count), np.zeros(count, bool), {}), [])
@@ -171,8 +170,8 @@ async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
 
 
 async def _stop_of(parts: Parts) -> int:
-  """Returns the number of the signal that ends the run, or 0 if there was none. The result is the
-  same in every process.
+  """Returns the number of the signal that ends the run, or 0 if there was none. Every process gets
+  the same result.
   """
   coordinator = parts.process.coordinator
   return await coordinator.broadcast(parts.planner.stop_signal() if coordinator.leads else None)

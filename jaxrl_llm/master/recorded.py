@@ -48,7 +48,7 @@ def write_recorded(
     out.flush()
     os.fsync(out.fileno())
   unfinished.replace(_groups_file(path))
-  # Samples are written last: if they exist, so do the groups.
+  # The samples are written last, so if their file exists, the groups' file does too.
   write_segment(path.parent, path.name, samples)
 
 
@@ -79,7 +79,7 @@ def _recorded(scored: Experience, file: str, index: int) -> dict[str, Any]:
 
 
 class RecordedGroups:
-  """Imported groups, with random access."""
+  """Imported groups, read by their number."""
 
   def __init__(
     self,
@@ -92,7 +92,7 @@ class RecordedGroups:
     """
     Args:
       workdir: the run directory.
-      file: the file that was given to `write_recorded`.
+      file: file that `write_recorded` wrote, relative to `workdir`.
       tasks: tasks of the stage, keyed by uid.
       text: returns a sample's completion.
     """
@@ -112,8 +112,8 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
-    """Returns the rollouts of these rows, keyed by uid. Raises UserError if no taskset of the stage
-    has a rollout's task any more.
+    """Returns the rollouts of these rows, keyed by uid. Raises UserError if the task of a rollout
+    is no longer in a taskset of the stage.
     """
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):

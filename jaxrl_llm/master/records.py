@@ -26,7 +26,8 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 def step_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
-  """Returns a step's metrics, except timings and metrics of the process, and mismatch warnings.
+  """Returns a step's metrics (without timings and metrics of the process) and its mismatch
+  warnings.
 
   The warnings are keyed by budget name. There is one for each budget that is exceeded by the
   rollouts of the newest policy; rollouts of older versions are not compared with the budgets.
@@ -79,7 +80,9 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
 
 
 def _partial_metrics(rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, Metric]:
-  """Returns over how many batches the samples were generated, and the share that is trained on."""
+  """Returns the number of batches over which the samples were generated, and the fraction of
+  sampled tokens that is trained on.
+  """
   return {
     **spread(
       'partial/spans', [len({s.version.step for s in sample.segments}) for sample in samples]
@@ -139,7 +142,7 @@ def logprob_pairs(
 ) -> list[Pair]:
   """Returns the trainer's and the sampler's logprobs of each rollout.
 
-  They cover the tokens that were sampled and are trained on. The trainer's logprobs are those
+  Only tokens that were sampled and are trained on are included. The trainer's logprobs are those
   before the update; rows whose logprobs were computed after an optimizer step of the batch are left
   out.
 

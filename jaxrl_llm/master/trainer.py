@@ -1,4 +1,5 @@
-"""Work of a stage on the devices: annotates the batch of a plan, then updates the models.
+"""Device work of a stage: annotates a plan's batch (advantages, logprobs, values), then updates the
+models.
 
 Every process does the same work, each on its own devices.
 """
@@ -138,7 +139,7 @@ def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
 
 
 class StageTrainer:
-  """Compiled programs of one stage, and the order in which they run."""
+  """Trains one stage: holds its compiled programs, and runs them in order."""
 
   def __init__(
     self, stage: Stage, process: Process, *, roles: Roles, loader: RowLoader, learned: Learned
@@ -192,7 +193,7 @@ class StageTrainer:
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Returns the logprob fields that need no separate forward pass.
+    """Returns the names of the logprob fields that need no separate forward pass before the update.
 
     If a batch has only one optimizer step, the logprobs that this step computes are also those
     before the update.
@@ -253,7 +254,9 @@ class StageTrainer:
         yield packed
 
   def _passed(self, plan: StepPlan) -> set[str]:
-    """Returns the fields of Chunks that forward passes fill before the update."""
+    """Returns the names of the fields of `Chunks` (a packed batch) that forward passes fill before
+    the update.
+    """
     reads = self._stage.algorithm.reads
     fields = {
       'proximal_logprobs': plan.proximal,
@@ -374,8 +377,9 @@ class StageTrainer:
   ) -> None:
     """Logs, after a skipped update, the first row with an input or output that is not finite.
 
-    Rows whose columns `annotate` reads are already left out of the loss if they are not finite.
-    What only the devices read is checked here, where an update has failed, and not in each step.
+    Rows with non-finite values in the columns that `annotate` reads are already left out of the
+    loss. Arrays that stay on the devices are not checked in each step, only here after an update
+    has failed.
     """
     inputs = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'returns')
     arrays = {name: getattr(packed.chunks, name) for name in ('advantages', *inputs)}
@@ -399,8 +403,8 @@ class StageTrainer:
   ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
     """Yields (name, function) for the update of each role.
 
-    The function lowers the update for arrays with the shapes and shardings of the given ones. The
-    given arrays may have been donated before, and the functions do not keep them in memory.
+    The function lowers the update for arrays with the same shapes and shardings as the given ones.
+    It does not keep the given arrays in memory, and they may have been donated before.
     """
 
     def like(tree: Any) -> Any:
@@ -454,8 +458,8 @@ class StageTrainer:
     }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """Returns the state after `done` completed batches. Its reference model is updated if the
-    algorithm's rule requires this at that point.
+    """Returns the learned state, in which the reference model is updated if the algorithm's rule
+    says so after `done` completed batches.
     """
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:

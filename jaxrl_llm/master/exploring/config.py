@@ -1,4 +1,4 @@
-"""Exploration settings of a stage."""
+"""Settings with which the explorer collects the rollouts of a stage."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from jaxrl_llm.rollout.api import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorerConfig:
-  """Exploration settings of a stage."""
+  """Settings with which the explorer collects the rollouts of a stage."""
 
   stage: str
   earlier: tuple[str, ...] = ()
-  """Previous stages of the run. A task's visits are counted onwards from those in these stages."""
+  """Names of the run's earlier stages. The visits of a task (the number of times that it has been
+  drawn) are counted on from those stages.
+  """
   restarted: int = 0
-  """Number of batches that the run had completed when this stage, in a branch, began its tasks
-  afresh; its visits before that count too. 0: it never did.
+  """In a branch whose stage has started its data again from the beginning: number of batches that
+  the run had completed by then. Visits of tasks before that point are counted too. 0 otherwise.
   """
   groups_per_batch: int
   """Number of new groups per batch, one per task."""
   group_size: int = 8
   """Number of samples per task."""
   bound: int = 0
-  """Maximum number of batches by which the weights that generate a group may lag behind those that
-  the group's batch updates; see `Gate`.
+  """Maximum staleness in batches: the number of batches between the weights that generate a group
+  and the weights that the group updates. See `Gate`.
   """
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
@@ -37,13 +39,13 @@ class ExplorerConfig:
   processors: tuple[tuple[str, Processor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
-  """Rule that selects which samples of a group are trained on."""
+  """Rule that selects the samples of a group to train on."""
   partial: PartialConfig | None = None
-  """Budget by which a group is generated over several batches; None: a group is generated for one
-  batch. Requires `bound` 0 and the workflow `SingleTurn`.
+  """Settings of partial rollouts, which generate a group over several batches. If None, each group
+  is generated for one batch. Requires `bound` 0 and the workflow `SingleTurn`.
   """
   past: Past | None = None
-  """Rule by which groups of earlier batches join each batch; None if none do."""
+  """Rule that adds groups of earlier batches to each batch. If None, none are added."""
   max_dropped_groups: int = 100
   """Maximum number of groups that may be dropped while one batch is collected, whatever the reason.
   The run fails when one more is dropped.

@@ -1,16 +1,17 @@
-"""Explorer: draws tasks, lets the group of each task be rolled out and scored, and closes batches.
+"""Explorer: draws tasks, has a group of samples generated and scored for each, and forms batches.
 
 The gate decides when a group may start. Only the explorer draws a stage's tasks, admits its groups
-and changes its samples in the store. It therefore keeps the state that these actions share: the
-number of completed batches, and everything that a commit needs for a resumed run.
+to batches and changes its samples in the store. It therefore also keeps the state that these
+actions share and that a resumed run needs.
 
-Invariant: every issued sample is finally either admitted, or dropped with a reason. The content of
-a batch depends on which groups started and how they were scored, but not on which ended first.
+Invariant: every sample is recorded in the store when its group starts (it is issued), and ends
+either admitted to a batch or dropped with a reason. The content of a batch depends on which groups
+started and how they were scored, but not on which of them finished first.
 
-If the gate's bound is above 0, groups are in progress at a commit, and the committed state lists
-them. A resumed explorer reads the groups that had ended by then from the store and runs the others
-again. With partial rollouts, the state lists the parked groups, which continue from their stored
-spans (`partial`).
+If the gate's bound is above 0, groups may be in progress when the run commits, and the committed
+state lists them. A resumed explorer reads the finished ones from the store and runs the others
+again. With partial rollouts, the state also lists the parked groups, which continue from their
+stored spans (see `partial`).
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ class NothingToLearn(RunError):
 
 
 class Drawn(NamedTuple):
-  """A closed (complete) batch."""
+  """A complete batch."""
 
   chosen: list[Experience]
-  """Samples of new groups, then samples of groups from earlier batches, each in order of issue. A
-  sample in several preference pairs occurs once per pair.
+  """Samples of the new groups, followed by those of groups from earlier batches. A sample in
+  several preference pairs occurs once per pair.
   """
   places: dict[str, Ref]
-  """Places of the samples in the store's sealed segments, keyed by uid."""
+  """Location of each sample in the store's sealed segments, keyed by uid."""
   counts: dict[str, int]
-  """Counters of what happened while the batch was collected, such as dropped samples."""
+  """Counters of what happened while the batch was collected, such as the number of dropped
+  groups.
+  """
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,14 +69,16 @@ class _Group:
   task: Task
   visit: int
   chosen: list[Experience] | None = None
-  """Samples that enter a batch; None until the group has ended."""
+  """Samples selected for training; None until the group has finished."""
   rolled_out: float = 0.0
-  """Monotonic time at which the group's last sample ended; 0 if that was in an earlier start of the
-  run.
+  """Monotonic time at which the group's last sample was generated; 0 if an earlier attempt (start
+  of the run) generated it.
   """
   scored: float = 0.0
   is_parked: bool = False
-  """Whether the group's budget is spent and it waits to be continued, usually for a later batch."""
+  """Whether the group has used up its token budget and waits to be continued, usually for a later
+  batch.
+  """
 
   @property
   def is_running(self) -> bool:
@@ -81,7 +86,7 @@ class _Group:
 
 
 class Explorer:
-  """Starts as many groups as the gate admits, and returns batches of the groups that have ended."""
+  """Starts groups as the gate admits them, and forms batches of the groups that have finished."""
 
   def __init__(
     self,
@@ -98,20 +103,24 @@ class Explorer:
     )
     self._events = events
     self._writer = store.at(0)
-    """Writer that stamps changes to the store with the number of batches that the run completed."""
+    """Writer of the store. It labels each change with the number of batches that the run has
+    completed.
+    """
     self._started = 0
     self._groups: dict[int, _Group] = {}
-    """Started groups that are not part of a batch yet, keyed by group number, in order of start."""
+    """Started groups that are not part of a batch yet, keyed by their number in order of start."""
     self._round: collections.deque[int] = collections.deque()
-    """Numbers of the parked groups that are continued next, in this order."""
+    """Queue of the parked groups to continue next, by group number."""
     self._visits: dict[str, int] = {}
-    """Number of visits in earlier stages, keyed by prompt. This stage counts visits onwards from
-    there, because random keys depend on the visit and a repeated one would repeat random draws.
+    """Number of times that earlier stages have drawn each prompt. This stage continues the count,
+    which is part of the random keys: a repeated count would repeat the random numbers.
     """
-    self._handed_out: set[str] = set()
-    """Names of the groups in the batch that was returned last, until that batch is completed."""
+    self._returned: set[str] = set()
+    """Ids of the groups in the last returned batch. Empty once that batch is complete."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """(task uid, correct samples, scorable samples) of ended groups, keyed by group number."""
+    """(task uid, number of correct samples, number of scorable samples) of finished groups that
+    have not been reported to the task sampler, keyed by group number.
+    """
     self._scoring_s = 0.0
     self._clock = IdleClock()
     self._progress = asyncio.Event()
@@ -122,16 +131,16 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of times that a time limit ended a try to run a group."""
+    """Number of group runs that a time limit has ended."""
     return self._runner.clock_decisions
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Explores while the block runs. At its end, drops the unfinished samples with the reason
-    'given up'.
+    """Runs the exploration in the background while the block is active. At its end, drops the
+    unfinished samples with the reason 'given up'.
 
-    After a signal, the run commits before the block ends. A resumed run undoes changes made after
-    the commit, so it still has these samples.
+    If a signal stops the run, the run commits before the block ends. A resumed run undoes all
+    changes after that commit, so it still has these samples.
     """
     self._clock = IdleClock()
     for uid, count in (await asyncio.to_thread(self._earlier_visits)).items():
@@ -143,23 +152,23 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      in_hand = {
+      unfinished_groups = {
         self._name(group.task, group.visit) for group in self._groups.values()
-      } | self._handed_out
-      # Of earlier starts, only partial samples are still unfinished.
+      } | self._returned
+      # Among samples of earlier attempts, only partial ones can be unfinished.
       live = [
         entry
         for entry in self._store.live()
         if entry.attempt == self._store.attempt or entry.state == State.PARTIAL
       ]
-      unfinished = [entry for entry in live if entry.group_id in in_hand]
+      unfinished = [entry for entry in live if entry.group_id in unfinished_groups]
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def _earlier_visits(self) -> dict[str, int]:
-    """Returns how often earlier stages, and this one before it began its data afresh, have drawn
-    each task, keyed by task uid.
+    """Returns the number of times that each task was drawn, in earlier stages and in this stage
+    before it started its data again, keyed by task uid.
     """
     config, visits = self._config, {}
     if config.earlier:
@@ -174,10 +183,9 @@ class Explorer:
 
     Args:
       step: number of batches that the run has completed.
-      served: number of batches of this stage on which the weights served by the engines were
-        trained.
+      served: number of this stage's batches that the engines' current weights have been trained on.
     """
-    self._writer, self._handed_out = self._store.at(step), set()
+    self._writer, self._returned = self._store.at(step), set()
     self._give_up_surplus()
     self._round.clear()
     self._form_round()
@@ -187,7 +195,7 @@ class Explorer:
   async def next(self) -> Drawn:
     """Returns the next batch: new groups, then groups of earlier batches if `past` is configured.
 
-    The samples are sealed in the store. Raises the exceptions of `collect`.
+    Moves the samples to sealed segments of the store. Raises the exceptions of `collect`.
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:
@@ -203,13 +211,13 @@ class Explorer:
     return Drawn(chosen, places, counts)
 
   async def collect(self) -> tuple[list[Experience], dict[str, int]]:
-    """Waits for the new groups of the next batch. Returns their chosen samples, in order of issue,
-    and counters of what happened meanwhile.
+    """Waits for the new groups of the next batch. Returns the samples selected from them, and
+    counters of what happened meanwhile.
 
     Raises:
-      WaitExpired: the groups did not end within `collect_deadline_s`.
+      WaitExpired: the groups did not finish within `collect_deadline_s`.
       NothingToLearn: more than `max_dropped_groups` groups were dropped.
-      Exception: an error of the engine or a scorer ended the exploration; it is raised here.
+      Exception: the engine or a scorer failed; its error is raised here.
     """
     ready = asyncio.ensure_future(
       bounded(
@@ -224,21 +232,22 @@ class Explorer:
       )
     )
     try:
-      # wait collect: the bound of `ready`
+      # wait collect: `collect_deadline_s`, which bounds `ready`
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
       await (ready if ready.done() else self._running)  # wait collect: none, it is done
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
     first = self._first()
-    # With partial rollouts, a parked group may have started before the last group of the batch, and
-    # an ended one after it. No group is in progress now, so all known outcomes are reported.
-    self._tell(first[-1] if self._config.partial is None else self._started)
+    # With partial rollouts, groups do not finish in order of start: a parked group may be older
+    # than the batch's last group, and a finished one newer. No group is in progress now, so all
+    # outcomes are reported.
+    self._report_outcomes(first[-1] if self._config.partial is None else self._started)
     groups = [self._groups.pop(number) for number in first]
     batch = [member for group in groups for member in group.chosen]
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
     )
-    self._handed_out = {self._name(group.task, group.visit) for group in groups}
+    self._returned = {self._name(group.task, group.visit) for group in groups}
     if self._gate.is_full:
       self._give_up_parked()
     if self._config.partial is not None:
@@ -251,36 +260,37 @@ class Explorer:
     """Records that the batch is complete.
 
     Args:
-      uids: samples that the batch trained on.
-      experts: static rows that the batch trained on.
+      uids: uids of the rollouts that the batch trained on.
+      experts: records of the expert rows that the batch trained on.
     """
     self._writer.trained(uids)
     self._writer.join(experts)
     self._writer.trained([row.uid for row in experts])
-    # Changes to the store from here on belong to the next batch, and a commit of this batch does
-    # not contain them. The explorer's state for that commit must therefore be captured here.
-    self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
+    # Later changes to the store belong to the next batch, and a commit of this batch does not
+    # contain them. The explorer's state for that commit is therefore captured here.
+    self._writer, self._returned = self._store.at(self._writer.step + 1), set()
     self._completed = self._now()
 
-  def _tell(self, last: int) -> None:
-    """Reports to the task sampler, in order, the outcomes of the groups with numbers up to `last`.
+  def _report_outcomes(self, last: int) -> None:
+    """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
+    number.
 
-    All of these groups but parked ones have ended. If the gate's bound is 0, timing decides
-    nothing: all tasks of the batch were drawn before, none since. If it is larger, groups of later
-    batches may have been dropped, and timing decides whether their replacements are drawn before or
-    after this report.
+    All of these groups have finished, except for parked ones. If the gate's bound is 0, the sampler
+    has drawn all tasks of this batch and none of the next, so its choices do not depend on timing.
+    If the bound is larger, they may: the replacement of a dropped group of a later batch may be
+    drawn before or after this report.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
   def _give_up_parked(self) -> None:
-    """Drops the groups that no later batch of the stage continues."""
+    """Drops the parked groups, because the stage has no later batch to continue them."""
     if parked := [number for number, group in self._groups.items() if group.is_parked]:
       self._counts['dropped/given_up'] += self._abandon(parked)
 
   def _give_up_surplus(self) -> None:
-    """Drops the groups that started last, if the stage was shortened so that its batches need fewer
-    than have started. This is done before any group runs, so that timing does not matter.
+    """Drops the newest groups if the stage was shortened and its batches need fewer than have
+    started. This happens before any group runs, so the choice does not depend on timing.
     """
     if surplus := self._gate.surplus:
       started = [number for number, group in self._groups.items() if not group.is_parked]
@@ -290,8 +300,8 @@ class Explorer:
       self._abandon(started[-surplus:])
 
   def _abandon(self, numbers: Sequence[int]) -> int:
-    """Drops groups that no batch trains on, and returns the number of their samples. Those not run
-    yet have no samples.
+    """Drops groups that no batch will train on. Returns the number of their samples in the store,
+    which has none of the groups that have not run yet.
     """
     live = {entry.uid for entry in self._store.live()} if numbers else set()
     dropped = 0
@@ -305,17 +315,18 @@ class Explorer:
     return dropped
 
   def _first(self) -> list[int]:
-    """Returns the numbers of the groups in the next batch, as far as they have started.
+    """Returns the numbers of the groups that form the next batch. There are fewer than
+    `groups_per_batch` if not enough groups have started.
 
-    A batch consists of the groups that started first, leaving out those that a later batch
+    A batch takes groups in the order in which they started, and skips those that a later batch
     continues.
     """
-    here = (number for number, group in self._groups.items() if not group.is_parked)
-    return list(itertools.islice(here, self._config.groups_per_batch))
+    unparked = (number for number, group in self._groups.items() if not group.is_parked)
+    return list(itertools.islice(unparked, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # To take the groups that ended first would bias a batch towards short answers, and would let
-    # timing decide. With partial rollouts, which groups are parked depends on their tokens alone.
+    # Taking the groups that finish first would bias batches towards short answers and make them
+    # depend on timing. With partial rollouts, whether a group is parked depends only on its tokens.
     def ended(number):
       return self._groups[number].chosen is not None
 
@@ -333,15 +344,15 @@ class Explorer:
           {number: group for number, group in self._groups.items() if group.is_running},
         )
         while True:
-          places = await self._gate.admit()
-          parked, count = self._next_groups(places)
+          admitted = await self._gate.admit()
+          parked, count = self._next_groups(admitted)
           self._gate.unpark(len(parked))
           self._continue(groups, parked)
           new = {self._started + i: self._draw() for i in range(count)}
           self._started += count
           self._groups |= new
           self._start(groups, new)
-          if unused := places - len(parked) - count:
+          if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
             await self._progress.wait()  # wait collect: of the loop, which cancels this
@@ -352,25 +363,28 @@ class Explorer:
     task, visit = self._sampler.next()
     return _Group(task=task, visit=self._visits.get(_prompt(task.uid), 0) + visit)
 
-  def _next_groups(self, places: int) -> tuple[list[int], int]:
-    """Returns the numbers of the parked groups to continue, and how many new groups to start.
+  def _next_groups(self, admitted: int) -> tuple[list[int], int]:
+    """Returns the numbers of the parked groups to continue, and the number of new groups to start.
 
     Parked groups of earlier batches are continued first, oldest first. If no more groups may start,
-    and all groups of this batch have ended or spent their budget, those with spent budgets get
-    another. Timing decides none of this, since a round of parked groups is formed only at the start
+    and all groups of this batch have finished or used up their budget, the parked ones get another
+    budget. The choice does not depend on timing, because parked groups are queued only at the start
     of a batch and when no group is running.
+
+    Args:
+      admitted: number of groups that the gate has admitted.
     """
     if self._config.partial is None:
-      return [], places
+      return [], admitted
     room = self._config.partial.max_groups(self._config.groups_per_batch) - len(self._groups)
     if room <= 0 and not self._round and not any(g.is_running for g in self._groups.values()):
       self._form_round()
-    parked = [self._round.popleft() for _ in range(min(places, len(self._round)))]
-    return parked, max(0, min(places - len(parked), room))
+    parked = [self._round.popleft() for _ in range(min(admitted, len(self._round)))]
+    return parked, max(0, min(admitted - len(parked), room))
 
   def _unknown_parked(self) -> list[_Group]:
-    """Returns the parked groups that the store lacks, as it does in a branch with a new store. They
-    begin anew.
+    """Returns the parked groups that are not in the store, as in a branch with a new store. They
+    start again from their prompts.
     """
     parked = [group for group in self._groups.values() if group.is_parked]
     known = {entry.group_id for entry in self._store.live()} if parked else set()
@@ -410,8 +424,8 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Returns for how many seconds, in the batches since the previous call, scoring continued after
-    the last rollout had ended.
+    """Returns the seconds from the end of a batch's last rollout to the end of its scoring, summed
+    over the batches since the previous call.
     """
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
@@ -421,14 +435,14 @@ class Explorer:
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
-    """Returns the state after the last completed batch, as JSON. Tasks drawn since then do not
-    affect it.
+    """Returns the state after the last completed batch, as JSON. Tasks drawn for the next batch do
+    not affect it.
     """
     return self._completed
 
   def _now(self) -> Any:
-    """Returns the current state, as JSON. If the gate's bound is 0, it lists no groups between two
-    batches but parked ones, since none is in progress then.
+    """Returns the current state, as JSON. If the gate's bound is 0, no group is in progress between
+    two batches, so the state then lists only parked groups.
     """
     groups = [
       {
@@ -450,8 +464,8 @@ class Explorer:
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
-    """Restores the state from a commit. The store must have been recovered to the same commit. Call
-    this before `running`.
+    """Restores the state from a commit. Call this before `running`, with a store that has been
+    recovered to the same commit.
     """
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
@@ -465,17 +479,17 @@ class Explorer:
         task=task,
         visit=visit,
         chosen=chosen,
-        # Commits of earlier versions do not say, and had no such groups.
+        # Commits of older program versions lack this key, because there were no parked groups.
         is_parked=group.get('parked', False),
       )
     self._completed = state
 
   def stored(self, task: Task, visit: int) -> list[Experience]:
-    """Reads the chosen samples of a group from the store."""
+    """Returns the selected samples of a finished group, read from the store."""
     return self._recall([row.uid for row in self._issued(task, visit)])
 
   def _recall(self, uids: Sequence[str]) -> list[Experience]:
-    """Reads those of the samples from the store that were chosen for training."""
+    """Reads samples from the store, and returns those that were selected for training."""
     text, rewards = self._runner.workflow.text, self._runner.scorers.config
     return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
 
@@ -496,14 +510,18 @@ class Explorer:
     self._admit(number, judged.members)
 
   async def _spans(self, task: Task, visit: int) -> list[list[Span]]:
-    """Returns the spans of earlier batches for each sample of a group."""
+    """Returns the spans that earlier batches generated for each sample of a group. Empty without
+    partial rollouts.
+    """
     if self._config.partial is None:
       return []
     uids = [row.uid for row in self._issued(task, visit)]
     return [*(await asyncio.to_thread(self._store.spans, uids)).values()]
 
   def _park(self, number: int, task: Task, visit: int, spans: Mapping[int, Span]) -> None:
-    """Stores what a group has generated for this batch. A later batch continues it."""
+    """Stores the spans that a group has generated for this batch, and parks the group until a later
+    batch continues it.
+    """
     issued = self._issued(task, visit)
     self._writer.extend({issued[index].uid: span for index, span in spans.items()})
     self._groups[number].is_parked = True
@@ -533,11 +551,11 @@ class Explorer:
     verified = process(self._config.processors, scorable, self._writer.step)
     chosen = choose(self._config.selection, verified.members) if verified.members else []
     admitted = dict.fromkeys(c.sample.uid for c in chosen)
-    left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
+    not_selected = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
     dropped = {
       'scorer_failed' if scorer_failed else 'unscorable': unscorable,
       **verified.dropped,
-      'not_selected': left,
+      'not_selected': not_selected,
     }
     asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
@@ -578,7 +596,7 @@ class Explorer:
 
     Args:
       members: all samples of the group.
-      verified: those that the processors left.
+      verified: members that remain after the processors.
     """
     failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
     if len({m.reward.value for m in members}) == 1 and failed:

@@ -1,4 +1,4 @@
-"""Admits groups only as long as their weights can stay within a bound on their lag."""
+"""Gate: lets a group start only if the staleness of its samples can stay within a bound."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 class Gate:
-  """Limits how many groups may start to `(served + bound + 1) * groups_per_batch`, as in AReaL.
+  """Limits the number of started groups to `(served + bound + 1) * groups_per_batch`, as in AReaL.
 
-  `served` is the number of batches of the stage on which the weights that the engines have
-  acknowledged were trained. Dropped groups do not count, so a replacement may start for each, and
-  neither do parked groups, which wait for a later batch to continue them. No more groups start than
-  all batches of the stage need.
+  `served` is the number of the stage's batches that the engines' weights have been trained on.
+  Dropped groups do not count, so each can be replaced. Parked groups, which wait for a later batch
+  to continue them, do not count either. The gate admits no more groups than all batches of the
+  stage need.
   """
 
   def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
     """
     Args:
-      bound: maximum number of batches by which the weights that generate a group may lag behind
-        those that the group's batch updates.
+      bound: maximum staleness in batches: the number of batches between the weights that generate a
+        group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
       batches: number of batches in the stage. If None, the number is unlimited.
     """
@@ -44,20 +44,22 @@ class Gate:
 
   @property
   def is_full(self) -> bool:
-    """Whether all groups that the stage's batches need have started, parked ones not counted."""
+    """Whether the stage has started all groups that its batches need, not counting parked
+    groups.
+    """
     return self._batches is not None and self._counted >= self._batches * self._groups_per_batch
 
   @property
   def surplus(self) -> int:
-    """Number of groups that have started and that the stage's batches do not need; above 0 only if
-    the stage has been shortened since.
+    """Number of started groups in excess of those that the stage's batches need. It is above 0 only
+    if the stage has been shortened.
     """
     if self._batches is None:
       return 0
     return max(0, self._counted - self._batches * self._groups_per_batch)
 
   def advance(self, served: int) -> None:
-    """Records that the engines acknowledged weights that were trained on `served` batches of this
+    """Records that the engines serve weights that have been trained on `served` batches of this
     stage.
     """
     self._served = served
@@ -86,19 +88,19 @@ class Gate:
     self._changed.set()
 
   def park(self) -> None:
-    """Records that a started group waits for a later batch, so that another may start in its place
-    in this batch.
+    """Records that a started group was parked until a later batch, so that another may start for
+    this batch.
     """
     self._parked += 1
     self._changed.set()
 
   def give_back(self, groups: int) -> None:
-    """Records that, of the groups that `admit` returned last, this many do not start yet."""
+    """Takes back the last admission for `groups` groups, which do not start yet."""
     self._started -= groups
 
   def unpark(self, groups: int) -> None:
-    """Records that, of the groups that `admit` returned last, this many are parked groups that
-    continue.
+    """Records that `groups` of the groups admitted last are parked groups that continue, rather
+    than new groups.
     """
     self._started -= groups
     self._parked -= groups

@@ -26,8 +26,8 @@ async def judge(
 async def judge_group(
   members: Sequence[Experience], scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Experience]:
-  """Scores the attempts at a task with the scorers that judge whole groups. Returns the attempts in
-  order of issue, with all their scores and their final rewards.
+  """Scores the attempts at a task with the scorers that judge whole groups. Returns the attempts,
+  ordered by sample index, with all their scores and their final rewards.
 
   If a scorer failed and is configured to drop the group, the reward of every member is None.
   """

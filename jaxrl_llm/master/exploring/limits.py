@@ -25,8 +25,8 @@ class TaskLimits:
   dropped without another try. If None, no group is dropped for this reason.
 
   The mean is over the successful tries of the last `4 * groups_per_batch` groups. The limit applies
-  once `groups_per_batch` groups have succeeded. It biases the policy against long answers, because
-  slow groups are often those with long answers.
+  once `groups_per_batch` groups have succeeded. The limit biases the policy against long answers,
+  because slow groups are often those with long answers.
   """
 
   def __post_init__(self):
@@ -41,8 +41,8 @@ class TaskLimits:
       )
 
   def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError if the tries of one group may take longer than the wait for a batch. Does
-    not check the default limits.
+    """Raises UserError if all permitted tries of a group may together take longer than the wait for
+    a batch. The default limits always pass.
 
     Args:
       collect_deadline_s: maximum wait for a batch, in seconds.

@@ -1,8 +1,8 @@
 """Partial rollouts: answers that are generated over several iterations, as in Kimi k1.5.
 
 In each iteration (batch), a sample may generate a budget of tokens. When a sample of a group has
-spent it, the group is cut: its spans are stored, and a later iteration continues it. The group is
-scored and trained on once, when all of its samples have ended.
+used up the budget, the group is parked: its new tokens are stored as spans, and a later iteration
+continues it. The group is scored and trained on once, when all of its samples have finished.
 
 Invariant: the budget is counted in tokens, so no clock decides where a sample is cut.
 
@@ -27,23 +27,24 @@ from jaxrl_llm.rollout.workflow import SingleTurn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialConfig:
-  """Token budget by which long answers are spread over several batches."""
+  """Settings of partial rollouts, which spread long answers over several batches."""
 
   budget: int
-  """Number of tokens that a sample generates before its group waits for the next batch. If no more
-  groups may start and too few have ended for a batch, the waiting groups get this number again.
+  """Number of tokens that a sample may generate before its group waits for the next batch. If too
+  few groups have finished for a batch and no more may start, the waiting groups get this budget
+  again.
   """
   max_spans: int = 8
-  """Maximum number of times that a sample is begun or continued. The last time, it is generated to
-  its end without a budget.
+  """Maximum number of spans of a sample: the first one and its continuations. The last span has no
+  budget and runs to the end of the sample.
   """
   groups: int | None = None
-  """Maximum number of groups that are generated, wait, or have ended for the current batch; None:
-  twice the groups of a batch.
+  """Maximum number of groups that are being generated, wait to be continued, or have finished for
+  the current batch. If None, twice the number of groups per batch.
   """
   loss: Literal['current_only'] = 'current_only'
-  """Which tokens enter the loss. 'current_only': those sampled by the weights that the batch
-  updates, which are a sample's last span; earlier spans are only context.
+  """Tokens that enter the loss. 'current_only': only those sampled by the weights that the batch
+  updates, which are a sample's last span. Earlier spans serve as context.
   """
 
   def __post_init__(self):
@@ -77,14 +78,15 @@ async def continue_group(
   sampling: Sampling,
   spans: Sequence[Sequence[Span]],
 ) -> list[tuple[Sample, str]]:
-  """Generates what an iteration may generate of a group. Returns its samples with their texts.
+  """Generates the next spans of a group. If all samples are then finished, returns them with their
+  decoded texts.
 
   Args:
     spans: spans of earlier iterations, for each sample in order of index.
 
   Raises:
-    GroupCut: a sample has not ended.
-    UserError: a sample is longer than the length limit, which was lowered since.
+    GroupCut: a sample is unfinished and has used up its budget.
+    UserError: a sample already has more tokens than the length limit, which was lowered meanwhile.
   """
   before = {index: joined(of_sample) for index, of_sample in enumerate(spans) if of_sample}
   for index, span in before.items():
@@ -137,8 +139,8 @@ async def continue_group(
 
 
 def current_only(samples: Sequence[Sample]) -> list[Sample]:
-  """Returns a group's samples with a loss mask that leaves out the tokens of all weights but the
-  newest with which the group was sampled.
+  """Returns a group's samples with only the tokens of the newest weights in their loss masks. These
+  are the newest weights that generated any sample of the group.
   """
   newest = max(segment.version.step for sample in samples for segment in sample.segments)
   return [
@@ -155,8 +157,8 @@ def _sampled_at(sample: Sample, step: int) -> np.ndarray:
 
 
 def _span(completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling) -> Span:
-  """Returns what a sample generated in this iteration. The engine takes the iteration's budget for
-  the length limit, so the reason why the sample ended, if it has, is found here.
+  """Returns the span that a completion adds to a sample. The engine takes the iteration's budget
+  for the length limit, so this function determines whether and why the sample itself has finished.
   """
   finish: Finish | None = completion.finish
   tokens = completion.tokens if before is None else np.r_[before.tokens, completion.tokens]

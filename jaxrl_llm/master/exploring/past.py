@@ -10,7 +10,7 @@ from jaxrl_llm.replay.index import ReplayStore
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Past:
-  """Rule by which groups of a stage's earlier batches join a batch of new groups."""
+  """Rule that adds groups of a stage's earlier batches to a batch of new groups."""
 
   stage: str
   groups: int
@@ -20,8 +20,8 @@ class Past:
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws groups of the stage that were trained on in at least one and in fewer than `max_uses`
-    batches. `config` determines the order and further conditions.
+    """Draws groups of the stage that have been trained on at least once and fewer than `max_uses`
+    times. `config` determines the order and further conditions.
     """
 
     def reusable(group):

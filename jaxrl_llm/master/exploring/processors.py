@@ -3,8 +3,8 @@
 A stage's processors run in order on the scorable members of a group, before selection and
 admission. Each processor is a pure function of the members and the number of completed batches: it
 changes rewards, masks members or removes them. Removed samples are dropped with the processor's
-name as the reason. The store records every change to a sample under the same name; these records
-are the sample's lineage. If a group has no members left, another group replaces it.
+name as the reason. The store also records every change to a sample under the processor's name;
+these records are the sample's lineage. If a group has no members left, another group replaces it.
 
 A processor can read what is known when a group ends: tokens, the sampler's logprobs and scores. The
 trainer computes its quantities, such as advantages, only after the batch is complete, when it is
@@ -55,16 +55,16 @@ LATER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
-  """One processor of a stage."""
+  """Configuration of one processor of a stage."""
 
   name: str
   """Name in counters, drop reasons and lineage. It must be unique in the stage."""
   kind: str | None = None
-  """Key of `PROCESSORS`, or 'module:attribute' for a processor of your own. If None, `name` is the
+  """Key of `PROCESSORS`, or 'module:attribute' for a custom processor. If None, `name` is the
   kind.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of the processor's options."""
+  """Values for the fields of the processor's options class."""
 
   @property
   def implementation(self) -> str:
@@ -72,8 +72,8 @@ class ProcessorConfig:
 
 
 Processor = Callable[[Sequence[Experience], int], Sequence[Experience]]
-"""Maps the members of a group, in order of issue, and the number of batches that the run has
-completed to the remaining members, in the same order.
+"""Function of (members of a group ordered by sample index, number of batches that the run has
+completed). It returns the remaining members in the same order.
 """
 
 
@@ -92,21 +92,23 @@ def process(
   processors: Sequence[tuple[str, Processor]], members: Sequence[Experience], step: int
 ) -> Processed:
   """Runs processors in order. Stops when no member is left."""
-  left, done = list(members), Processed([], {}, [], {})
+  remaining, processed = list(members), Processed([], {}, [], {})
   for name, processor in processors:
-    if not left:
+    if not remaining:
       break
-    after = {member.sample.uid: member for member in processor(left, step)}
-    gone = [member.sample.uid for member in left if member.sample.uid not in after]
-    if gone:
-      done.dropped[name] = gone
-    for before in left:
+    after = {member.sample.uid: member for member in processor(remaining, step)}
+    removed = [member.sample.uid for member in remaining if member.sample.uid not in after]
+    if removed:
+      processed.dropped[name] = removed
+    for before in remaining:
       now = after.get(before.sample.uid)
       if now is not None and (change := _change(before, now)):
-        done.lineage.append((now.sample.uid, name, change))
-    done.counts.update({f'{name}/in': len(left), f'{name}/out': len(left) - len(gone)})
-    left = [after[member.sample.uid] for member in left if member.sample.uid in after]
-  return done._replace(members=left)
+        processed.lineage.append((now.sample.uid, name, change))
+    processed.counts.update(
+      {f'{name}/in': len(remaining), f'{name}/out': len(remaining) - len(removed)}
+    )
+    remaining = [after[member.sample.uid] for member in remaining if member.sample.uid in after]
+  return processed._replace(members=remaining)
 
 
 def _change(before: Experience, now: Experience) -> dict[str, Json]:
@@ -120,7 +122,7 @@ def _change(before: Experience, now: Experience) -> dict[str, Json]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nothing:
-  """Options of a processor that takes none."""
+  """Options class of a processor that has no options."""
 
 
 def aligned(options: Nothing) -> Processor:
@@ -146,15 +148,14 @@ def aligned(options: Nothing) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshOptions:
   max_age: int = 0
-  """Maximum number of batches completed, when the group ends, since the oldest weights that
-  generated any of its tokens in the loss.
+  """Maximum age of a group in batches. The age is the number of batches completed when the group
+  finishes, minus the number behind the oldest weights that generated any of the group's trained
+  tokens.
   """
 
 
 def fresh(options: FreshOptions) -> Processor:
-  """Drops a group if weights that are too old when it ends generated any of its tokens in the
-  loss.
-  """
+  """Drops a group if weights older than `max_age` generated any of its trained tokens."""
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     versions = [
@@ -177,8 +178,8 @@ class VarianceOptions:
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ enough (Trinity-RFT's reward_std_filter). The rewards
-  are those after the processors that ran before.
+  """Drops a group whose rewards do not differ enough (Trinity-RFT's reward_std_filter). Changes to
+  the rewards by earlier processors count.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
@@ -202,8 +203,8 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Masks answers that the length limit ended. They still count in the group's baseline, but are
-  not trained on.
+  """Masks truncated answers, which ended at the length limit. They still count in the group's
+  baseline, but are not trained on.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
@@ -220,11 +221,13 @@ class RepetitionOptions:
   penalty: float = 1.0
   """Amount by which the reward is reduced, at least 0."""
   mask: bool = False
-  """Whether the answers are masked: they count in the group's baseline, but are not trained on."""
+  """Whether to mask the answers: they then count in the group's baseline, but are not trained
+  on.
+  """
 
 
 def repetition(options: RepetitionOptions) -> Processor:
-  """Penalises or masks answers that `rollout.repetition_detection` ended."""
+  """Penalises or masks answers that ended because of `rollout.repetition_detection`."""
   if not 0 <= options.penalty < math.inf:
     raise UserError(
       f'processor repetition: penalty {options.penalty}, wanted a finite number of at least 0'
@@ -262,7 +265,7 @@ def shape(options: ShapeOptions) -> Processor:
   This is meant for reward shaping, and for adding quality scores as in Trinity-RFT
   (arXiv:2505.17826).
   """
-  known_then(options.key, 'shape.key')
+  check_known_in_time(options.key, 'shape.key')
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     return [with_reward(member, _shaped(options, member)) for member in members]
@@ -299,10 +302,10 @@ def _shaped(options: ShapeOptions, member: Experience) -> float:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiversityOptions:
   weight: float = 0.5
-  """Weight before any batch is completed."""
+  """Weight at the start of the run."""
   final_weight: float | None = None
-  """Weight after `decay_steps` completed batches; before, the weight changes linearly from `weight`
-  to this. If None, the weight is constant.
+  """Weight after `decay_steps` completed batches, reached linearly from `weight`. If None, the
+  weight is constant.
   """
   decay_steps: int = 1
 
@@ -353,12 +356,12 @@ def with_reward(member: Experience, value: float) -> Experience:
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
 
 
-def known_then(key: str, where: str) -> None:
+def check_known_in_time(key: str, where: str) -> None:
   """Raises UserError if `key` names a quantity that is known only after the batch is complete.
 
   Args:
     key: a quantity, or a quantity and its part separated by '/'.
-    where: the option that names it, for the error message.
+    where: name of the option that contains the key, for the error message.
   """
   if key.split('/')[0] in LATER:
     raise UserError(
@@ -397,7 +400,7 @@ def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
       )
     kind = config.implementation
     if kind in LATER:
-      known_then(kind, 'kind')
+      check_known_in_time(kind, 'kind')
     if ':' not in kind and kind not in PROCESSORS:
       raise UserError(
         f'{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; a custom one is '

@@ -1,4 +1,4 @@
-"""Rebuilds rollouts that were chosen for training from the store, with their scores and rewards."""
+"""Reads rollouts that were selected for training back from the store, with scores and rewards."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Returns those of the samples that were chosen for training, in the order in which they were
-  chosen.
+  """Returns those samples that were selected for training, in the order of their selection.
 
   Args:
     store: store of the samples.
-    uids: uids of the samples, which may belong to several groups.
+    uids: uids of samples of one or more groups. Samples that were not selected are skipped.
     tasks: returns the task with the given uid, or None if it no longer exists.
     text: returns a sample's completion.
-    rewards: how scores are combined into a reward.
+    rewards: configuration that combines scores into a reward.
 
   Raises:
     UserError: a task no longer exists.

@@ -30,7 +30,7 @@ class Judged(NamedTuple):
   """A group whose samples are all generated and scored."""
 
   members: list[Experience]
-  """Samples in order of issue."""
+  """Scored samples, ordered by sample index."""
   rolled_out: float
   """Monotonic time, in seconds, at which the group's last sample ended."""
   scored: float
@@ -38,7 +38,7 @@ class Judged(NamedTuple):
 
 
 class GroupExpired(Exception):
-  """A group exceeded its time limits. The argument is the reason under which it is dropped."""
+  """A group exceeded its time limits. The argument is the drop reason, 'timeout' or 'straggler'."""
 
 
 class GroupRunner:
@@ -47,7 +47,7 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of times that a time limit ended a try to run a group.
+    clock_decisions: number of tries to run a group that a time limit has ended.
   """
 
   def __init__(
@@ -64,12 +64,12 @@ class GroupRunner:
     self._durations: collections.deque[float] = collections.deque(
       maxlen=4 * config.groups_per_batch
     )
-    """Durations, in seconds, of the last successful tries."""
+    """Durations of the most recent successful tries, in seconds."""
 
   async def run(
     self, name: str, task: Task, visit: int, spans: Sequence[Sequence[Span]] = ()
   ) -> Judged:
-    """Generates and scores the group `name`, and tries again if that times out.
+    """Generates and scores the group `name`. Tries again if a try times out.
 
     Args:
       spans: with partial rollouts, the spans of earlier iterations for each sample.
@@ -95,8 +95,8 @@ class GroupRunner:
         return judged
 
   def _limit(self) -> tuple[str, float | None]:
-    """Returns (reason, seconds) for a try that starts now: after this many seconds it is ended for
-    this reason. Seconds are None if there is no limit.
+    """Returns (reason, seconds): a try that starts now is ended after this many seconds, for this
+    reason. Seconds are None if there is no limit.
     """
     limits = self._config.limits
     if (
@@ -110,8 +110,8 @@ class GroupRunner:
   async def _generate(
     self, task: Task, visit: int, spans: Sequence[Sequence[Span]]
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Returns the group's samples with their texts. With partial rollouts, waits until all of them
-    have ended, since an unfinished group is not scored.
+    """Returns an iterator over the group's samples with their texts. With partial rollouts, first
+    waits until all samples are finished, since an unfinished group is not scored.
     """
     how = {'stage': self._config.stage, 'sampling': self._config.sampling}
     if self._config.partial is None:

@@ -110,14 +110,14 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
 
 
 EXPERIENCE = 'experience'
-"""Operator name under which the store records how a sample is trained on. Under the other operator
-names, which are those of processors, it records the changes that they made to the sample.
+"""Name of the store's records that say how a selected sample is trained on. Records with other
+names say how the processor of that name changed a sample.
 """
 
 
 def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
-  """Returns one row for the store, (uid, EXPERIENCE, value), per chosen sample of a group. From the
-  values, `read_experiences` rebuilds the chosen samples.
+  """Returns one store record (uid, EXPERIENCE, value) for each selected sample of a group.
+  `read_experiences` rebuilds the selection from these records.
   """
   uses: dict[str, list[tuple[int, Experience]]] = {}
   for place, choice in enumerate(chosen):
@@ -137,11 +137,11 @@ def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]
 def read_experiences(
   rows: Mapping[str, Json], members: Mapping[str, Experience]
 ) -> list[Experience]:
-  """Rebuilds the chosen samples of one or more groups, in their original order.
+  """Rebuilds the samples selected from one or more groups, in their original order.
 
   Args:
-    rows: the values that `experience_rows` returned, keyed by uid.
-    members: samples with their current scores, keyed by uid.
+    rows: values of the records that `experience_rows` returned, keyed by uid.
+    members: scored samples, keyed by uid.
   """
   groups: dict[str, dict[int, Experience]] = {}
   for uid, row in rows.items():
