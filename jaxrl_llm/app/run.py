@@ -1,4 +1,6 @@
-"""A complete run: set-up, resume, loop, export, report. Every process runs the same code."""
+"""A complete run: set-up, resume, loop, export and report. Every process of a job runs this
+code.
+"""
 
 from __future__ import annotations
 
@@ -58,24 +60,25 @@ from jaxrl_llm.weights.hf import export
 from jaxrl_llm.weights.peft import export_adapter
 
 Stop = Callable[[int], object]
-"""Function that ends a run with a commit; its argument is the number of a signal."""
+"""Function that stops a run after a commit. Its argument is the number of a signal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-  """Facts that process 0 determines during set-up and broadcasts before any device work."""
+  """Facts that process 0 determines during set-up and broadcasts before any work on the devices."""
 
   attempt: int
   step: int
-  """Step of the commit to resume from; 0: there is none."""
+  """Step of the commit to resume from; 0 if there is none."""
   spec: ModelSpec
   lengths: Mapping[str, Sequence[int]]
   """Sequence lengths in tokens, keyed by stage name, for stages that learn from static data."""
 
 
 class Exports(NamedTuple):
-  """Parameters that a finished run exports, on the host of process 0; None on other processes and
-  for absent roles.
+  """Parameters that a finished run exports, in the host memory of process 0.
+
+  A field is None in other processes, and if the run does not train this role.
   """
 
   policy: Params | None
@@ -85,19 +88,19 @@ class Exports(NamedTuple):
 
 
 class _Launch(NamedTuple):
-  """Objects of this process that exist before the run is set up."""
+  """Objects of this process that are created before the run is set up."""
 
   device: DeviceThread
   coordinator: Coordinator
   workdir: Workdir | None
-  """The run directory; None except on process 0."""
+  """The run directory in process 0; None in other processes."""
   checkpoints: Checkpoints
   stop: asyncio.Future[int]
-  """Resolves to the number of the signal that ends the run with a commit."""
+  """Future whose result is the number of the signal that stops the run."""
   begin: Callable[[], None]
-  """Called once the loop begins, so that a stop has something to commit."""
+  """Function to call when the loop begins. From then on, a signal stops the run with a commit."""
   branch: Branch | None
-  """Where the run starts, if that is a commit of another run."""
+  """Commit of another run from which this run starts; None if it starts from the beginning."""
 
 
 async def run(
@@ -107,14 +110,15 @@ async def run(
   branch: Branch | None = None,
   on_start: Callable[[Stop], None] | None = None,
 ) -> int:
-  """Runs `config` in the run directory `path`. Returns the exit code: 0 only for a finished run.
+  """Runs `config` in the run directory `path` and returns the exit code, which is 0 only for a
+  finished run.
 
   Args:
-    branch: commit of another run from which to start this one; None: start from the beginning. If
-      `path` holds that branch already, it is resumed.
-    on_start: called with a function that ends the run with a commit; that function takes a signal's
-      number and must be called in the run's event loop. None: the run handles SIGINT and SIGTERM,
-      which only the main thread can.
+    branch: commit of another run from which this one starts; None to start from the beginning. If
+      `path` already contains this branch, it is resumed.
+    on_start: called with a function that stops the run after a commit. This function takes a
+      signal's number, and must be called in the run's event loop. If None, the run handles SIGINT
+      and SIGTERM itself, which is possible only in the main thread.
   """
   device = DeviceThread(deadline_s=config.coordination.device_s)
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -161,8 +165,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 
   async def set_up() -> Any:
     nonlocal prepared, config, registry, changed, origin
-    # Check before anything is written: later code would recreate a missing file, or take it for one
-    # that never existed.
+    # Check the run directory before anything is written to it. Later code would recreate a missing
+    # file or treat it as not yet written.
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
     config.logging.check()
@@ -242,8 +246,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 
 
 def _first_suite(config: Config) -> Json:
-  """Returns the suite that decides which commit is the best, with its taskset; None if there is
-  none.
+  """Returns the first suite with its taskset, as JSON; None if there is none. The accuracy on this
+  suite decides which commit is the best.
   """
   if not config.evaluation:
     return None
@@ -253,9 +257,10 @@ def _first_suite(config: Config) -> Json:
 
 
 def _announce(entry: history.Entry, step: int, events: Events) -> None:
-  """Logs the newest entry of the run's history, if it holds from step `step` + 1 on: the changes to
-  the configuration, and the commit that the run branched from. The event is repeated where a run
-  was killed before its next commit.
+  """Logs the newest entry of the run's history as an event, if its first step is `step` + 1.
+
+  The event contains the changes of the configuration, and the commit that the run branched from. If
+  a run is killed before its next commit, the event is logged again.
   """
   if entry.step != step + 1 or not (entry.changes or entry.parent):
     return
@@ -265,7 +270,12 @@ def _announce(entry: history.Entry, step: int, events: Events) -> None:
 
 
 def _not_exact(machine: dict[str, Any]) -> str:
-  """Returns a note on why a resumed run may differ in some bits; empty on an unchanged machine."""
+  """Returns a note on why a resumed run may not be reproduced bit for bit; empty if the machine is
+  the same.
+
+  Args:
+    machine: fingerprint of the machine on which the commit was made.
+  """
   differences = changes(machine)
   return (
     f'; not bit for bit: the machine differs from the one that committed it: {differences}'
@@ -282,8 +292,13 @@ def _facts(value: Any) -> _Facts:
 
 @contextlib.asynccontextmanager
 async def _opened(resources: Resources | None, coordinator: Coordinator, *, start: bool):
-  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to
-  do. All processes enter the block together, so that a signal finds all of them in it, or none.
+  """Runs process 0's engine, scorers and logs during the block.
+
+  All processes enter the block together, so that a signal arrives either before or during the block
+  in all of them.
+
+  Args:
+    start: whether to start the engine and the scorers. They are not needed if no step is left.
   """
   if resources is None:
     await coordinator.broadcast(None)

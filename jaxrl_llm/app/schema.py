@@ -1,7 +1,7 @@
-"""The root configuration. Most parts are defined beside their code, and only assembled here.
+"""The root configuration of a run. Most of its parts are defined next to the code that reads them.
 
-Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed
-(`--dry_run`), never entered by hand.
+The unit of a batch size (tasks, sequences or tokens) follows from its name. Derived numbers are not
+configured: they are computed, and `--dry_run` prints them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 
 def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Raises UserError if a field is below its lower bound in `bounds`; None always passes."""
+  """Raises UserError if a field is below its lower bound in `bounds`. None is always permitted."""
   for name, least in bounds.items():
     value = getattr(config, name)
     if value is not None and value < least:
@@ -65,26 +65,28 @@ class PolicyConfig:
   """The model to train: its initial weights, precision, memory options and adapters."""
 
   init_from: str | None = None
-  """Hugging Face directory, hub id, or a run directory (its `hf/`); None: random weights, as
-  `family` and `model` say.
+  """Initial weights: a Hugging Face directory, a hub id, or a run directory, whose export (`hf/`)
+  is used. If None, the weights are random, and `family` and `model` determine the architecture.
   """
   family: str = 'qwen2'
-  """With random weights: model family."""
+  """Model family. Only for random weights."""
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """With random weights: ModelSpec fields (hidden_size, num_hidden_layers, ...) that differ from
-  the tiny default.
+  """ModelSpec fields (hidden_size, num_hidden_layers, ...) that differ from the tiny default model.
+  Only for random weights.
   """
   tokenizer: TokenizerConfig = TokenizerConfig()
-  """With random weights: tokenizer to build; a checkpoint brings its own."""
+  """Tokenizer to build. Only for random weights, since a checkpoint contains its own tokenizer."""
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations and matrix products."""
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
   scan_layers: bool = False
-  """Scan one compiled layer over all layers: compiles faster, runs 10 to 15 % slower on a CPU."""
+  """Whether one compiled layer is scanned over all layers. This compiles faster, but runs 10 to 15
+  % slower on a CPU.
+  """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """Which activations of each layer are kept for the backward pass (see ModelOptions.remat). On a
-  CPU it saves memory only with scan_layers.
+  """Activations of each layer that are kept for the backward pass (see `ModelOptions.remat`). On a
+  CPU, values other than 'none' save memory only with `scan_layers`.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block
@@ -92,7 +94,9 @@ class PolicyConfig:
   length.
   """
   lora: LoraConfig | None = None
-  """Adapters to train on frozen weights, in all stages; None: train the whole model."""
+  """LoRA adapters to train, in all stages, while the other weights are frozen. If None, the whole
+  model is trained.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,11 +116,11 @@ class CriticConfig:
   """PPO's critic: a separate network with the policy's architecture and one output."""
 
   init_from: str | None = None
-  """Reward model or critic to start from (directory, hub id, or a run directory); None: the
-  previous stage's critic, or else the policy with a fresh output.
+  """Initial weights of the critic: a reward model or critic, given as directory, hub id or run
+  directory. If None, the previous stage's critic, or else the policy with a new head.
   """
   optimizer: OptimizerConfig | None = None
-  """Optimizer of the critic; None: the policy's."""
+  """Optimizer of the critic. If None, the policy's optimizer settings are used."""
 
 
 @moved({'demonstrations': 'templates, with weights, count and seed beside it'})
@@ -125,7 +129,7 @@ class ExpertsConfig(DemonstrationsConfig):
   """Expert demonstrations that join each batch of rollouts."""
 
   tasksets: tuple[str, ...]
-  """Names of configured tasksets that the demonstrations come from."""
+  """Names of the configured tasksets whose tasks are demonstrated."""
   ratio: float = 0.25
   """Minimum share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
 
@@ -135,22 +139,22 @@ class ExpertsConfig(DemonstrationsConfig):
       raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
 
   def rows(self, usual: int) -> int:
-    """Number of expert sequences that join `usual` rollouts."""
+    """Returns the number of expert sequences that are added to `usual` rollouts."""
     return math.ceil(usual * self.ratio / (1 - self.ratio) - 1e-9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PastConfig:
-  """Replayed groups that join each batch of new ones."""
+  """Replay: groups of earlier batches that are trained on again, together with new groups."""
 
   groups: int
-  """Maximum number of replayed groups per batch, on top of `groups_per_batch`; the first batches
-  have fewer to draw from.
+  """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
+  The first batches contain fewer, because there are few earlier groups.
   """
   max_uses: int
-  """Maximum number of batches that may train on a group, including its first."""
+  """Maximum number of batches that train on the same group, including the first one."""
   draw: DrawConfig = DrawConfig()
-  """Rule that selects the groups."""
+  """Rule that selects the groups to replay."""
 
   def __post_init__(self):
     _at_least('past.', self, groups=1, max_uses=2)
@@ -158,13 +162,13 @@ class PastConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
-  """Preferences of a run: from a file or dataset, or made from tasks with templates
+  """Preferences of a run: read from a file or dataset, or made from a taskset with templates
   (`source='taskset:<name>'`).
   """
 
   wrong: tuple[str, ...] = ()
-  """With a taskset: templates of rejected answers, of which each task uses one; `chosen` is the
-  template of the preferred answer.
+  """Templates of rejected answers, of which each task uses one. Only for a taskset as source, for
+  which `chosen` is the template of the preferred answer.
   """
 
 
@@ -181,14 +185,14 @@ class Rollouts:
   group_size: int = 8
   """Number of samples in a group."""
   temperature: float = 1.0
-  """Sampling temperature. Training rollouts use no top_p or top_k, since the trainer compares whole
-  distributions.
+  """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer's
+  logprobs are those of the unfiltered distribution.
   """
   limits: TaskLimits = TaskLimits()
-  """Time limits of a group."""
+  """Time limits for generating and scoring a group."""
   max_dropped_groups: int = 100
-  """Maximum number of groups without a scorable or selected sample while one batch is collected;
-  one more ends the run.
+  """Maximum number of groups that may be dropped while one batch is collected, because they have no
+  scorable sample or no selected one. The run ends if more are dropped.
   """
   processors: tuple[ProcessorConfig, ...] = ()
   """Processors applied in order to a finished group before selection; see
@@ -197,16 +201,20 @@ class Rollouts:
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects the samples of a finished group to train on."""
   experts: ExpertsConfig | None = None
-  """For algorithm mix: expert demonstrations that join the rollouts; None: no expert rows."""
+  """Expert demonstrations that join the rollouts of each batch. Only for algorithm mix. If None,
+  there are none.
+  """
   past: PastConfig | None = None
-  """Groups of earlier batches to retrain on, at most `past.draw.max_age` old; None: no replay."""
+  """Replay of groups from earlier batches. If None, batches consist of new groups only."""
   bound: int = 0
-  """Maximum lag, in updates, of a rollout's weights behind the trained ones; 0: on-policy."""
+  """Maximum lag: number of updates by which the weights that generated a rollout may be behind the
+  weights that are trained on it. 0 means on-policy training.
+  """
   publish_every: int = 1
   """Number of updates from one publication of the weights to the engine to the next."""
   rollout_only: bool = False
-  """Generate, score, process and store rollouts without training; later stages start with a fresh
-  optimizer and critic.
+  """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
+  start with a new optimizer and critic.
   """
 
   @property
@@ -235,7 +243,9 @@ class Rollouts:
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
-    """Raises UserError for invalid or contradictory values; `where` precedes the field's name."""
+    """Raises UserError for invalid or contradictory values. In messages, `where` precedes the name
+    of the field.
+    """
     _check_tasksets(where, self.tasksets)
     _at_least(
       where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
@@ -277,12 +287,12 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations(DemonstrationsConfig):
-  """Source of a stage's batches: answers to tasks, to be imitated."""
+  """Source of a stage's batches: demonstrations, which are answers to imitate, made from tasks."""
 
   tasksets: tuple[str, ...]
   """Names of the configured tasksets whose tasks are demonstrated."""
   sequences_per_batch: int = 64
-  """Demonstrated answers in each batch, one sequence each."""
+  """Number of demonstrations per batch. Each is one sequence."""
   unit: ClassVar[int] = 1
   """Number of sequences that must stay together."""
 
@@ -292,14 +302,16 @@ class Demonstrations(DemonstrationsConfig):
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
-    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     _check_tasksets(where, self.tasksets)
     _at_least(where, self, sequences_per_batch=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examples:
-  """Source of a stage's batches: rows to imitate, which are conversations, completions or texts."""
+  """Source of a stage's batches: examples to imitate, which are conversations, completions or
+  texts.
+  """
 
   train: str
   """Name of the configured examples to train on."""
@@ -320,7 +332,7 @@ class Examples:
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
-    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     _at_least(where, self, sequences_per_batch=1)
 
 
@@ -347,7 +359,7 @@ class Pairs:
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
-    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     _at_least(where, self, sequences_per_batch=1)
 
 
@@ -356,7 +368,7 @@ class Recorded:
   """Source of a stage's batches: another run's stored groups of rollouts, for offline training."""
 
   run: str
-  """Directory of the other run, which is read only once, when this run begins."""
+  """Directory of the other run. It is read only when this run starts for the first time."""
   stage: str | None = None
   """Stage of the other run whose rollouts are used; None: all stages."""
   tasksets: tuple[str, ...]
@@ -374,7 +386,7 @@ class Recorded:
     return self.groups_per_batch * self.group_size
 
   def check(self, where: str) -> None:
-    """Raises UserError for invalid values; `where` precedes the field's name in messages."""
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     _check_tasksets(where, self.tasksets)
     _at_least(where, self, groups_per_batch=1, group_size=1)
 
@@ -420,13 +432,13 @@ class StageConfig:
   steps: int
   """Number of steps, each of which trains on one batch."""
   minibatches: int = 1
-  """Number of parts into which a batch is split; each gets one optimizer step."""
+  """Number of parts into which each batch is split. Each part gets one optimizer step."""
   epochs: int = 1
   """Number of passes over each batch."""
   optimizer: OptimizerConfig | None = None
-  """Optimizer of the policy; None: `learner.optimizer`."""
+  """Optimizer of the policy. If None, `learner.optimizer` is used."""
   keep_optimizer: bool = False
-  """Keep the optimizer state of the previous stage instead of starting fresh."""
+  """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
   critic: CriticConfig = CriticConfig()
   """Settings of the critic, for algorithms that have one."""
   evaluate_every: int | None = None
@@ -470,22 +482,26 @@ class RolloutConfig:
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Maximum wait in seconds for a batch of rollouts, or for an evaluation's next task to finish."""
+  """Maximum time in seconds to wait for a batch of rollouts, or for the next finished task of an
+  evaluation.
+  """
   mismatch: MismatchConfig = MismatchConfig()
-  """Differences between trainer and sampler logprobs above which a step logs a warning."""
+  """Limits on the differences between the trainer's and the sampler's logprobs. A step that exceeds
+  one logs a warning.
+  """
   workflow: WorkflowConfig = WorkflowConfig()
   """Workflow that turns a task into samples."""
   explorers: ExplorersConfig | None = None
-  """Processes that run the workflow; None: the trainer's process runs it."""
+  """Explorer processes that run the workflow. If None, the trainer's process runs it."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
   partial: PartialConfig | None = None
-  """Token budget by which long training rollouts are spread over several batches; None: each is
-  generated for one batch.
+  """Partial rollouts: a token budget by which the generation of long rollouts is spread over
+  several batches. If None, each rollout is generated as a whole for one batch.
   """
   repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a training rollout early because it repeats itself; None: no such rule.
-  Evaluations use no such rule.
+  """Rule that ends a training rollout early when it repeats itself. If None, repetition is ignored.
+  Evaluations always ignore it.
   """
 
   @property
@@ -494,7 +510,7 @@ class RolloutConfig:
     return self.max_prompt_length + self.max_response_length
 
   def sampling(self, temperature: float) -> Sampling:
-    """Sampling parameters of training rollouts at a temperature."""
+    """Returns the sampling parameters of training rollouts for a temperature."""
     return Sampling(temperature=temperature, repetition_detection=self.repetition_detection)
 
   def __post_init__(self):
@@ -515,16 +531,18 @@ class RolloutConfig:
 
   @property
   def vllm_servers(self) -> VllmConfig | None:
-    """Settings of vLLM servers if these are the engine, otherwise None."""
+    """Settings of the vLLM servers if they are the engine; otherwise None."""
     return self.vllm if self.engine == 'vllm' else None
 
   @property
   def engine_options_key(self) -> str:
-    """Key of the engine's options in the configuration."""
+    """Dotted key of the engine's options in the configuration."""
     return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
 
   def engine_spec(self) -> EngineSpec:
-    """Returns the spec of the chosen engine, built from its options; imports a user's engine."""
+    """Returns the spec of the configured engine, built from its options. Imports the module of a
+    user-defined engine.
+    """
     options, make = named_pair(self.engine, 'engine', ENGINES)
     if self.engine in ENGINES:
       return make(getattr(self, self.engine))
@@ -534,7 +552,7 @@ class RolloutConfig:
     return spec
 
   def engine_may_change(self) -> tuple[str, ...]:
-    """Keys of engines' options that a resumed run may change."""
+    """Dotted keys of engine options that a resumed run may change."""
     specs = {f'rollout.{name}': make(getattr(self, name)) for name, (_, make) in ENGINES.items()}
     specs[self.engine_options_key] = self.engine_spec()
     return tuple(f'{key}.{name}' for key, spec in specs.items() for name in spec.may_change)
@@ -583,8 +601,8 @@ class Config:
   logging: LoggingConfig = LoggingConfig()
   coordination: CoordinationConfig = CoordinationConfig()
   registry: RegistryConfig | None = None
-  """Where servers, scorer hosts and explorers of the job find each other, as `{}` in the run
-  directory; None: they are named by address.
+  """Registry through which the trainer, servers, scorer hosts and explorers of the job find each
+  other. `{}` puts it in the run directory. If None, addresses are configured instead.
   """
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None: no cache."""
@@ -597,7 +615,7 @@ class Config:
 
   @property
   def generates(self) -> bool:
-    """Whether any stage or evaluation samples, so that an engine is needed."""
+    """Whether any stage or evaluation generates completions, so that an engine is needed."""
     return bool(self.evaluation) or any(stage.explores for stage in self.stages)
 
   def __post_init__(self):
@@ -636,7 +654,7 @@ class Config:
       self.check_sampling()
 
   def _check_no_registry(self) -> None:
-    """Raises UserError for a field that needs a registry."""
+    """Raises UserError if a field requires a registry, but none is configured."""
     listen = self.rollout.explorers and self.rollout.explorers.listen
     needs = {
       'rollout.vllm.discover: set': self.rollout.vllm.discover is not None,
@@ -656,7 +674,9 @@ class Config:
         )
 
   def _check_partial(self) -> None:
-    """Raises UserError if partial rollouts are combined with what they do not support."""
+    """Raises UserError if partial rollouts are combined with an option that does not support
+    them.
+    """
     rollout, reason = self.rollout, ''
     if rollout.engine != 'embedded':
       reason = f'rollout.engine {rollout.engine!r}; wanted embedded'
@@ -686,7 +706,9 @@ class Config:
       raise UserError(f'rollout.partial: cannot be combined with {reason}')
 
   def check_sampling(self) -> None:
-    """Raises UserError if a stage or evaluation needs sampling that its engine does not support."""
+    """Raises UserError if a stage or evaluation uses sampling parameters that its engine does not
+    support.
+    """
     asked = [
       (f'stages.{stage.name}', self.rollout.sampling(stage.source.temperature))
       for stage in self.stages

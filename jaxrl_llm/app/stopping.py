@@ -1,5 +1,5 @@
-"""Signals that end a run: the first asks for a commit; the second, or the end of the grace period,
-ends the process at once.
+"""Handles the signals that stop a run. The first signal requests a commit. A second one, or the end
+of the grace period, ends the process at once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import PeerFailed
 
 _ECHO_S = 1.0
-"""Seconds in which a repeated SIGTERM counts as the first one: a scheduler that signals the whole
-process tree reaches a process directly and again through its supervisor.
+"""Seconds during which another SIGTERM is taken for a copy of the first one. A scheduler that
+signals the whole process tree reaches a process twice: directly and through its supervisor.
 """
 _FIRST_S = 1.0
-"""Seconds for which process 0 lets the other processes leave first, since it ends them."""
+"""Seconds that process 0 waits for the other processes to exit, since its own exit would abort
+them.
+"""
 _SHARE = 0.9
-"""Share of the grace period after which a process exits, before its system kills it."""
+"""Share of the grace period after which a process exits, so that it is not killed."""
 
 
 class Interrupted(RunError):
-  """A run that was asked to stop lost another process before it could commit."""
+  """A run that was asked to stop could not commit, because it lost another process."""
 
   def __init__(self, signum: int, message: str):
     super().__init__(message)
@@ -38,7 +40,7 @@ class Interrupted(RunError):
 
 
 class Stopping:
-  """Handles the signals of this process; `begin` tells it when there is something to commit."""
+  """Handles the signals that stop this process."""
 
   def __init__(
     self,
@@ -51,30 +53,35 @@ class Stopping:
   ):
     """
     Args:
-      request: called in process 0 with the number of the first signal.
-      grace_s: seconds between SIGTERM and SIGKILL; None: no limit.
-      newest: returns the step of the newest commit, 0 for none; called from another thread.
-      echo_s: seconds in which a repeated SIGTERM counts as the first one.
+      request: called, in process 0 only, with the number of the first signal.
+      grace_s: seconds between SIGTERM and SIGKILL; None if there is no limit.
+      newest: returns the step of the newest commit, or 0 if there is none. It is called in another
+        thread.
+      echo_s: seconds during which another SIGTERM is ignored after the first one.
     """
     self._coordinator, self._request = coordinator, request
     self._grace_s, self._newest, self._echo_s = grace_s, newest, echo_s
     self._begun = False
     self._echo_until = 0.0
-    """Time on the monotonic clock until which a SIGTERM is ignored."""
+    """Time on the monotonic clock until which another SIGTERM is ignored."""
     self.signum = 0
-    """Number of the signal that this process has received, else 0."""
+    """Number of the signal that this process has received; 0 if none."""
 
   def install(self) -> None:
-    """Handles SIGINT and SIGTERM; only the main thread can."""
+    """Installs the handlers of SIGINT and SIGTERM. Call it in the main thread."""
     for signum in (signal.SIGINT, signal.SIGTERM):
       asyncio.get_running_loop().add_signal_handler(signum, self._receive, signum)
 
   def begin(self) -> None:
-    """From now on, a signal lets the loop commit; before, it ends the process at once."""
+    """Records that the loop has begun. From now on, a signal makes the loop commit and stop;
+    before, it ends the process at once.
+    """
     self._begun = True
 
   def explain(self, error: PeerFailed) -> Exception:
-    """Returns the error to raise for a lost peer: in a process that is being stopped, the stop."""
+    """Returns the error to raise after another process was lost. If this process is being stopped,
+    this is an `Interrupted` error, otherwise `error` itself.
+    """
     if not self.signum:
       return error
     name = signal.Signals(self.signum).name
@@ -90,14 +97,15 @@ class Stopping:
       return
     if self.signum:
       _say('second signal: exiting without a commit')
-      # Not sys.exit: threads may be in the middle of device work.
+      # Do not use sys.exit, which would wait for threads that may be in the middle of device work.
       signal.signal(signum, signal.SIG_DFL)
       signal.raise_signal(signum)
     if not self._begun:
       _say(f'stopped by {name} during set-up; start the same command again')
       if jax.distributed.is_initialized() and self._coordinator.leads:
         time.sleep(_FIRST_S)
-      # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
+      # Do not use sys.exit, which would wait for threads that load or compile. These are safe to
+      # kill.
       script.leave_at_once(128 + signum)
     self.signum, self._echo_until = signum, time.monotonic() + self._echo_s
     _say(f'{name}: committing the finished steps, then exiting (again: exits at once)')

@@ -1,4 +1,4 @@
-"""Summary at the end of a run: accuracies, answers before and after, paths of the results."""
+"""Prints the summary at the end of a run: accuracies, answers before and after, and paths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   files = _evaluation_files(workdir, stages)
   same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
   if len(same) > 1:
-    # `before` is the same suite's latest evaluation ahead of the last stage.
+    # `before` is the latest evaluation of the same suite before the last stage.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
   exports = [

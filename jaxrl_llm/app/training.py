@@ -39,7 +39,7 @@ class TrainResult:
 
   workdir: pathlib.Path
   finished: bool
-  """False if an interrupt stopped the run; the same call of `train` then resumes it."""
+  """Whether the run finished. If an interrupt stopped it, the same call of `train` resumes it."""
   metrics: list[dict[str, Json]]
   """Rows of metrics.jsonl, including those of earlier starts of the run."""
 
@@ -77,19 +77,19 @@ def train(
   branch_from: str | None = None,
   reset: Sequence[str] = (),
 ) -> TrainResult:
-  """Trains in this process and returns when the run ends. A run directory with commits is resumed,
-  with the changes that `config` makes.
+  """Trains in this process and returns when the run ends.
 
-  The run has its own thread and event loop, so that it also works in a notebook. An interrupt
-  (Ctrl-C) ends it with a commit; one that comes before the run begins raises KeyboardInterrupt. In
-  a script, the import and the call belong under `if __name__ == '__main__':`, because scorer
-  processes import the script. Jobs of several processes are started with `jaxrl train` instead.
+  A run directory with commits is resumed, with `config` as its configuration from then on. The run
+  has its own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C)
+  stops it after a commit; before the first step, an interrupt raises KeyboardInterrupt. In a
+  script, write the import and the call under `if __name__ == '__main__':`, because scorer processes
+  import the script. Start jobs of several processes with `jaxrl train` instead.
 
   Args:
-    branch_from: 'RUN' or 'RUN:STEP', a commit of another run from which to start this one, by
-      default its newest; None: start from the beginning.
-    reset: what to begin afresh, of 'optimizer' (its moments), 'data' (the position in it) and
-      'store'.
+    branch_from: 'RUN' or 'RUN:STEP': commit of another run from which this one starts, by default
+      its newest. If None, the run starts from the beginning.
+    reset: parts of the other run that this one begins afresh: any of 'optimizer' (its moments),
+      'data' (the position in the data) and 'store'.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
@@ -121,7 +121,7 @@ def train(
 
 
 def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) -> int:
-  """Returns the run's exit code."""
+  """Runs the training in a thread of its own and returns the run's exit code."""
   ended: concurrent.futures.Future[int] = concurrent.futures.Future()
   interrupts: list[Callable[[], object]] = []
   interrupted = threading.Event()
@@ -141,7 +141,7 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
     except BaseException as error:
       ended.set_exception(error)
 
-  # Not joined: after an expired wait, a thread of the loop may be stuck for good.
+  # Make the thread a daemon, which is not joined: it may be stuck forever after a wait has expired.
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()

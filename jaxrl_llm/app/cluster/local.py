@@ -129,7 +129,7 @@ def _folder(job_id: str) -> pathlib.Path:
 
 
 def status(job_id: str, options: LocalOptions) -> str:
-  """Returns a line that says whether a job is running or has ended, and with which exit code."""
+  """Returns a line that states whether a job is running or has ended, and with which exit code."""
   folder = _folder(job_id)
   if (process := _process(folder)) is not None:
     return f'RUNNING process {process.pid}'

@@ -104,7 +104,7 @@ _OF_JOB = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
-  """How a process ended."""
+  """The end of a process."""
 
   label: str
   """The number of a process, or 's' followed by the number of a service."""
@@ -430,7 +430,7 @@ class JobSupervisor:
 
 
 def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[ProcessEnd]) -> None:
-  # wait process: none, its life is the job's; the supervisor's deadlines end it
+  # wait process: unbounded, since a process runs as long as the job; the supervisor ends it
   ends.put(ProcessEnd(label=label, code=process.wait()))
 
 

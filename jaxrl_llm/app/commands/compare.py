@@ -44,12 +44,12 @@ flags.DEFINE_string(
   'target', None, 'File to write; by default compare.html here, or of the sweep.', flag_values=FLAGS
 )
 _DEFAULTS = (r'val-core/.+/acc/greedy', r'val-core/.+/acc/[^/]+', r'val-core/.+/rewards/accuracies')
-"""Patterns of the objectives to try in turn."""
+"""Patterns of metric keys. Without --objective, the first pattern that matches a metric decides."""
 _REWARD = 'critic/score/mean'
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 
@@ -67,7 +67,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compare_trials(sweepdir: pathlib.Path, target: pathlib.Path | None) -> pathlib.Path:
-  # Imported here: only ledgers need the schema of configurations, and with it JAX.
+  # Imported here, because it imports JAX, which a comparison of run directories does not need.
   from jaxrl_llm.app.sweeps.ledger import Ledger
   from jaxrl_llm.app.sweeps.page import build_page
 

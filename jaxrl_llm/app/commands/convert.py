@@ -47,7 +47,7 @@ flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 

@@ -61,7 +61,7 @@ USAGE = 'usage: jaxrl curate --workdir=RUN|--config=FILE.py --taskset=NAME --out
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 

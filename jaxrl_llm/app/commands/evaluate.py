@@ -35,7 +35,7 @@ flags.DEFINE_string('out', None, 'File to write a JSON line per completion to.',
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 

@@ -28,7 +28,7 @@ flags.DEFINE_enum(
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return command.run(argv, FLAGS, __doc__, _read)
 
 

@@ -24,7 +24,7 @@ command.define_flags(FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return command.run(argv, FLAGS, __doc__, _read)
 
 

@@ -42,7 +42,7 @@ flags.DEFINE_enum(
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 
@@ -58,5 +58,5 @@ def _main(argv: Sequence[str]) -> int:
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}
-  # wait install: the package installer's own timeouts
+  # wait install: bounded by the package installer's own timeouts
   return subprocess.run(command, env=environment).returncode

@@ -39,12 +39,12 @@ LAUNCHERS = {
 }
 """Modules with a `LAUNCHER`, keyed by name."""
 _PROGRAM = (sys.executable, '-P', '-m', 'jaxrl_llm')
-"""Runs `jaxrl` where it is not on the PATH, from a wheel or a checkout."""
+"""Command that runs `jaxrl`, even if it is not on the PATH."""
 _ACTIONS = ('submit', 'status', 'logs', 'cancel')
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 
@@ -88,7 +88,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def find_launcher(name: str) -> Launcher:
-  """Returns the launcher of this name, or one of the user's own, given as 'module:attribute'."""
+  """Returns the launcher with the given name, or a user-defined one, given as
+  'module:attribute'.
+  """
   if ':' in name:
     launcher = own_part(name, 'launcher')
   elif name in LAUNCHERS:
@@ -115,7 +117,7 @@ def _act(launcher: Launcher, action: str, job_id: str, options: Any) -> int:
 
 
 def _flags(launcher: Launcher) -> flags.FlagValues:
-  """Flags of the command, of the layout and of the launcher's options."""
+  """Returns the flags of the command, of the layout and of the launcher's options."""
   values = flags.FlagValues()
   flags.DEFINE_string(
     'workdir', None, 'Run directory; by default runs/<name of the configuration>.',
@@ -156,7 +158,9 @@ def _define(
 
 
 def _read(cls: type, values: flags.FlagValues) -> Any:
-  """Returns the dataclass with the values of its flags; the other fields keep their defaults."""
+  """Returns a dataclass built from the values of its flags. Flags that are not set leave the
+  defaults.
+  """
   fields = {}
   for field in dataclasses.fields(cls):
     value, annotation = values[field.name].value, field_types(cls)[field.name]

@@ -38,11 +38,11 @@ _MEASURES = {
   'critic grad norm': 'critic/grad_norm',
 }
 _TOLD = 3
-"""Maximum number of differences that a step's line names."""
+"""Maximum number of differences that are printed for a step."""
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 

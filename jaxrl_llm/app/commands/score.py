@@ -68,7 +68,7 @@ _INTERVAL_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 
@@ -115,8 +115,12 @@ def _main(argv: Sequence[str]) -> int:
 
 
 async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | None, int]:
-  """Returns `work`'s result and 0; after Ctrl-C or SIGTERM, None and the signal number once `work`
-  has cleaned up.
+  """Runs `work` until it completes or a signal stops it.
+
+  Returns:
+    The result of `work` and 0. After Ctrl-C or SIGTERM, None and the number of the signal, once
+      `work`
+    has cleaned up.
   """
   loop = asyncio.get_running_loop()
   stop = loop.create_future()
@@ -159,7 +163,7 @@ def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-  """Parses JSON; returns other text as it is."""
+  """Parses a text as JSON. Returns the text itself if it is not JSON."""
   try:
     return parse_json(text)
   except ValueError:

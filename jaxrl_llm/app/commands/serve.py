@@ -43,7 +43,7 @@ dependencies of its role.
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   argv = list(argv)
   role, rest = 'vllm', []
   role_args, vllm_args = (

@@ -87,11 +87,11 @@ flags.DEFINE_integer(
 )
 
 TRAIN = (sys.executable, '-m', 'jaxrl_llm', 'train')
-"""Command that trains with this Python."""
+"""Command that runs `jaxrl train` with this Python interpreter."""
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
 
 
@@ -200,7 +200,9 @@ def _launch(plan: SweepPlan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int
 
 
 def _nothing() -> None:
-  """Shows nothing: output that is no terminal gets a line for each change alone."""
+  """Shows nothing. Without a terminal, a line is printed for each change, and there is no
+  display.
+  """
 
 
 def _state(ledger: Ledger):
@@ -208,7 +210,7 @@ def _state(ledger: Ledger):
 
 
 def _numbers(entries: Sequence[LedgerEntry]) -> Collection[int]:
-  """Returns the trials to run."""
+  """Returns the numbers of the trials to run."""
   known = [entry.number for entry in entries]
   if FLAGS.trial is None:
     return known

@@ -61,7 +61,7 @@ flags.DEFINE_enum('template', 'plain', ['plain', 'chatml'], 'Chat template.', fl
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   return script.exit_code(lambda: _main(argv))
 
 

@@ -111,7 +111,7 @@ AOT_ENVIRONMENT = '.venv-aot'
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code."""
+  """Runs the command and returns its exit code."""
   try:
     return _main(argv)
   except Exception as error:
@@ -152,7 +152,7 @@ def _main(argv: Sequence[str]) -> int:
   available_devices()
   if not FLAGS.topology:
     build_mesh(config.learner.mesh)  # Fails here, before anything is written.
-  # Programs for absent devices cannot be read back.
+  # The cache is not used for absent devices, because their compiled programs cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
   if FLAGS.check:
@@ -169,7 +169,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _branch() -> Branch | None:
-  """Returns the commit that the flags name to branch from, if any."""
+  """Returns the commit that --branch_from names; None without the flag."""
   reset = [name for name in RESETS if FLAGS[f'reset_{name}'].value]
   if FLAGS.branch_from is None:
     if reset:
@@ -185,7 +185,9 @@ def _branch() -> Branch | None:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """If this Python lacks the chip's compiler, re-executes the command with one that has it."""
+  """Re-executes the command with a Python that has the compiler of the target chip, unless this one
+  has it.
+  """
   chip = parse_topology(topology).chip
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
@@ -193,7 +195,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   if has_compiler(chip):
     return
   prefix = pathlib.Path(sys.prefix).resolve()
-  # Beside this process's own environment, or in the current directory.
+  # Look for the environment next to this process's own one, and in the current directory.
   environments = [folder / AOT_ENVIRONMENT for folder in (prefix.parent, pathlib.Path.cwd())]
   pythons = [env / 'bin' / 'python' for env in environments if env.resolve() != prefix]
   python = next((path for path in pythons if path.exists()), None)
@@ -215,7 +217,9 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
 
 
 def _join(config: Config) -> Membership | None:
-  """Joins the job of several processes that flags, variables or the system describe, if any."""
+  """Joins the job of several processes that flags, environment variables or the cluster system
+  describe. Returns None if there is no such job.
+  """
   facts = dict(
     coordinator=FLAGS.coordinator, processes=FLAGS.num_processes, process=FLAGS.process_id
   )

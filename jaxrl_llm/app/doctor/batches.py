@@ -46,8 +46,8 @@ Once the measured steps have taken that long, the minimum number of steps is eno
 _PREPARING = (2, 120, 12.0)
 """Budget of a stage that trains on static data and precedes another stage.
 
-It allows more steps than `_MEASURED`. Such steps are cheap, and with a better trained policy, the
-samples of the next stage are closer to those of the real run.
+It allows more steps than `_MEASURED`. Steps on static data are cheap, and the more the policy has
+learned, the closer are the next stage's samples to those of the real run.
 """
 _TASKS = 128
 """Maximum number of tasks of each suite that are evaluated."""

@@ -264,7 +264,7 @@ def _not_finite(params: Params) -> Mapping[str, int]:
 
 async def _tried(past: Reopened, data: Data, state: LoopState, findings: Findings) -> None:
   """Starts the run's scorers, workflow and engine, and runs a few batches of each stage."""
-  # What the doctor tries is no part of the run, so no log of other places gets it.
+  # Turn off all log writers, because the batches of the doctor are not part of the run.
   config = dataclasses.replace(past.config, logging=LoggingConfig(tensorboard=False))
   resources = open_resources(dataclasses.replace(past, config=config), past.prepared, None)
   try:

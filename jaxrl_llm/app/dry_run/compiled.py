@@ -1,5 +1,5 @@
-"""Readable reports on compiled programs (memory, whether it fits the chip, traffic, FLOPs, time)
-and memory by role.
+"""Reports on compiled programs (memory, whether it fits the chip, collectives, FLOPs, time) and on
+the memory of each role.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jaxrl_llm.parallel.topology import CHIPS
 UTILISATION = 0.4
 """Share of the chip's peak FLOP/s assumed for the expected time; a well-tuned step reaches it."""
 _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
-"""Compiler options, keyed by platform. Without the TPU option, programs would fuse gathers into
-products as chains of permutes, which cannot be counted.
+"""Compiler options, keyed by platform. Without the TPU option, XLA would merge gathers and matrix
+products into chains of permutes, so that the collectives could not be counted.
 """
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
-  """Returns the mesh axes, and a table of the megabytes that each role keeps in total, on each
-  device and, if any are offloaded, in host memory for each device.
+  """Returns the mesh axes and a table of the memory in megabytes that each role keeps: in total, on
+  each device and, if offloaded, in host memory for each device.
   """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
@@ -53,18 +53,18 @@ class Compilation:
   refusal: str = ''
   """Why the program does not fit the chip; empty if it does."""
   needed: int = 0
-  """Arguments, results and temporaries; 0 if the compiler refused the program."""
+  """Memory for arguments, results and temporaries; 0 if the compiler rejected the program."""
   arguments: int = 0
   temporaries: int = 0
   in_host_memory: int = 0
   limit: int | None = None
-  """Memory of the target chip; None: the program was compiled for this process's devices."""
+  """Memory of the target chip. None if the program was compiled for this process's devices."""
   collectives: str = ''
-  """Collectives of a micro-batch; empty without a target chip."""
+  """Collectives of a micro-batch as text; empty without a target chip."""
   flops: int = 0
-  """Model FLOPs of a full micro-batch over all devices; 0: unknown."""
+  """Model FLOPs of a full micro-batch over all devices; 0 if unknown."""
   expected_s: float | None = None
-  """Seconds of a full micro-batch at `UTILISATION` of the chip's peak; None: unknown."""
+  """Seconds for a full micro-batch at `UTILISATION` of the chip's peak; None if unknown."""
   compile_s: float = 0.0
 
   @property

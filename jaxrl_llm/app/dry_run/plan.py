@@ -1,6 +1,4 @@
-"""The plan of a run: everything that follows from its configuration and data before anything is
-compiled.
-"""
+"""The plan of a run: everything that follows from its configuration and data without compiling."""
 
 from __future__ import annotations
 
@@ -46,7 +44,9 @@ class RunPlan:
   """The configuration with every open option filled in."""
   workdir: pathlib.Path
   chip: str | None
-  """Kind of the absent target devices (`CHIPS`); None: the devices of this process."""
+  """Kind of the target devices if they are absent (see `CHIPS`); None for the devices of this
+  process.
+  """
   mesh: Mesh
   prepared: Prepared
   stages: tuple[Stage, ...]
@@ -56,7 +56,7 @@ class RunPlan:
 
   @property
   def held(self) -> list[Held]:
-    """Memory of each role between steps."""
+    """Memory that each role keeps between steps."""
     return held(self.stages, self.model, self.critic, self.mesh)
 
   @property
@@ -148,13 +148,15 @@ def plan(
   *,
   scored_as: pathlib.Path | None = None,
 ) -> RunPlan:
-  """Validates a configuration, its data, tokenizer, lengths, stages and mesh; compiles nothing and
-  writes nothing to the run directory.
+  """Validates a configuration and its data, tokenizer, lengths, stages and mesh.
+
+  Compiles nothing and writes nothing to the run directory.
 
   Args:
-    tell: called with one line for each scorer whose options were chosen.
-    topology: target devices ('v5e:4x4'), which may be absent; None: the devices of this process.
-    scored_as: run whose choices of scorer options hold; None: the run in `workdir`, if there is
+    tell: called with a line of text for each scorer whose options were chosen.
+    topology: target devices, such as 'v5e:4x4', which may be absent; None for the devices of this
+      process.
+    scored_as: run whose chosen scorer options apply. If None, the run in `workdir`, if there is
       one.
 
   Raises:
@@ -196,8 +198,8 @@ def _count(tree: Any) -> int:
 
 
 def _options(config: Config, chip: str | None) -> ModelOptions:
-  """Returns the training options, without fused GPU attention, which compiles only on a machine
-  with a GPU.
+  """Returns the model options of training, without fused GPU attention, which compiles only on a
+  machine with a GPU.
   """
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'

@@ -1,4 +1,4 @@
-"""Output of `--check`, `--dry_run` and `--list`: what can be known before the first step."""
+"""Prints what `--check`, `--dry_run` and `--list` show: what can be known before the first step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def print_plan(
   if error and not as_json:
     raise UserError(error)
   if as_json:
-    # One document, with the error in it.
+    # Print a single JSON document, which contains the error if there is one.
     print_json({**planned.to_json(), 'programs': programs, **({'error': error} if error else {})})
   if error:
     sys.stderr.write(f'error: {error}\n')
@@ -131,7 +131,9 @@ def print_plan(
 
 
 def _console(as_json: bool) -> Console:
-  """Returns the console for text: standard error if standard output holds a JSON document."""
+  """Returns the console for text. It writes to standard error if standard output is for a JSON
+  document.
+  """
   file = sys.stderr if as_json else None
   return Console(file=file, markup=False, highlight=False, soft_wrap=True)
 

@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
   role: str
   whole: int
-  """Bytes in total, counting copies once."""
+  """Bytes in total, where copies of the same data count once."""
   per_device: int
   """Bytes in each device's memory, including copies."""
   offloaded: int

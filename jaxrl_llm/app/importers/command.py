@@ -1,4 +1,4 @@
-"""The two commands that import another library's configuration: their flags, report and file."""
+"""Code that both import commands share: their flags, the report and the written file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags of both commands."""
+  """Registers the flags of both commands."""
   flags.DEFINE_string(
     'output', None, 'Configuration file to write; by default NAME.py here.', flag_values=values
   )
@@ -39,7 +39,9 @@ def run(
   document: str,
   read: Callable[[pathlib.Path, Mapping[str, str]], Imported],
 ) -> int:
-  """Runs a command: reads the file, prints the report, writes the configuration file."""
+  """Runs a command: reads the file, prints the report and writes the configuration file. Returns
+  the exit code.
+  """
   return script.exit_code(
     lambda: _run(argv, values, document, read), as_json=script.asks_json(argv)
   )

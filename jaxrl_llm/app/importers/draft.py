@@ -1,4 +1,4 @@
-"""Drafts of configurations: our values by the names of the tables, and the Config of a draft."""
+"""Drafts of configurations: values keyed by dotted names, and the `Config` that a draft becomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.models.spec import PROJECTIONS
 
 UNKNOWN_STEPS = 100
-"""Steps that are written if the number of training rows is not known."""
+"""Number of steps to write if the number of training rows is unknown."""
 _MODULES = {
   'q_proj': 'query',
   'k_proj': 'key',
@@ -32,16 +32,18 @@ _MODULES = {
   'up_proj': 'up',
   'down_proj': 'down',
 }
-"""Our projections by the name of PyTorch's module."""
+"""Our names of projections, keyed by PyTorch's module name."""
 
 
 def base_name(name: Json) -> str:
-  """Returns a name as a run, taskset or scorer may have it."""
+  """Converts a name to one that a run, taskset or scorer may have."""
   return re.sub(r'[^A-Za-z0-9_.-]+', '_', str(name)).strip('_.-')[:80] or 'imported'
 
 
 def taskset_names(sources: Sequence[str]) -> list[str]:
-  """Returns distinct names of tasksets for paths: the file's name, with its directory if needed."""
+  """Returns a distinct taskset name for each path: the file's name, preceded by the directory's if
+  several files have the same name.
+  """
   stems = [base_name(pathlib.PurePath(source).stem) for source in sources]
   files = collections.Counter(stems)
   counts: collections.Counter[str] = collections.Counter()
@@ -59,7 +61,7 @@ def taskset_names(sources: Sequence[str]) -> list[str]:
 
 
 def lora_targets(value: Json) -> list[str]:
-  """Converts the names of PyTorch's modules to our projections."""
+  """Converts PyTorch's module names to our names of projections."""
   names = value.replace(',', ' ').split() if isinstance(value, str) else value
   if names in (['all-linear'], 'all-linear'):
     return list(PROJECTIONS)
@@ -69,7 +71,9 @@ def lora_targets(value: Json) -> list[str]:
 
 
 def row_count(source: str) -> int | None:
-  """Returns the number of rows of a Parquet file that is here; None if it is not."""
+  """Returns the number of rows of a Parquet file; None if the file does not exist here or is no
+  Parquet file.
+  """
   try:
     check_regular(source)
     return pyarrow.parquet.read_metadata(source).num_rows
@@ -80,7 +84,9 @@ def row_count(source: str) -> int | None:
 def step_count(
   keys: Import, steps_key: str, epochs_key: str, *, batch: int, rows: int | None
 ) -> int:
-  """Returns a stage's number of steps: as given, or else from epochs and the number of rows."""
+  """Returns a stage's number of steps: the given number, or else the one that follows from the
+  epochs and the number of rows.
+  """
   steps = keys.read(steps_key, integer)
   if steps is not None and steps > 0:
     keys.spare(epochs_key, f'{steps_key} is set')
@@ -106,7 +112,9 @@ def _trains(keys: Import, name: str) -> bool:
 
 
 def assemble(draft: Mapping[str, Json]) -> Config:
-  """Makes a configuration of one stage from a draft. Raises UserError if it contradicts itself."""
+  """Builds a configuration with one stage from a draft. Raises UserError for contradictory
+  values.
+  """
   tree: dict[str, Any] = {'learner': {}}
   options: dict[str, Json] = {}
   roots = field_types(Config)

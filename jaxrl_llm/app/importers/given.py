@@ -1,7 +1,7 @@
-"""Keys and values of another library's configuration, as they were given, from words or YAML.
+"""Parses keys and values of another library's configuration, from a command line or YAML.
 
-Invariant: reading takes time and memory proportional to the size of the text. YAML has no aliases
-and no tags here, so nothing is expanded or constructed.
+Invariant: parsing takes time and memory proportional to the size of the text. YAML aliases and tags
+are rejected, so nothing is expanded or constructed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-  """A key with its value."""
+  """A key and its value, as given in a file of another library."""
 
   key: str
   value: Json
   where: str
-  """Line of the file, for the report."""
+  """Line or name of the file in which the key is given, for the report."""
   missing: tuple[str, ...] = ()
-  """Parts of the value that only running a script or program could tell."""
+  """Parts of the value that can be known only by running a script or program, such as `$(date)`."""
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -49,7 +49,7 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def scalar(text: str) -> Json:
-  """Returns the number, boolean or null that a text spells, or the text itself."""
+  """Parses a text as a number, boolean or null; returns the text itself if it is none of these."""
   if text in _WORDS:
     return _WORDS[text]
   if len(text) < 40:
@@ -61,7 +61,7 @@ def scalar(text: str) -> Json:
 
 
 def value_of(text: str) -> Json:
-  """Returns the value that a text spells in a command line: a scalar, a list or a mapping."""
+  """Parses a value as written on a command line: a scalar, a list or a mapping."""
   if text[:1] in ('[', '{') and len(text) <= _LONGEST_SCALAR:
     try:
       return read_yaml(text)
@@ -73,7 +73,7 @@ def value_of(text: str) -> Json:
 
 
 class _Loader(yaml.BaseLoader):
-  """Makes text of all scalars; refuses aliases, and keys that are given twice."""
+  """YAML loader that returns all scalars as text. Rejects aliases and duplicate keys."""
 
   def compose_node(self, parent: Any, index: Any) -> yaml.Node:
     if self.check_event(yaml.events.AliasEvent):
@@ -88,7 +88,9 @@ class _Loader(yaml.BaseLoader):
 
 
 def read_yaml(text: str, name: str = 'value') -> Json:
-  """Parses YAML. Raises UserError for anything that is not plain YAML of limited size and depth."""
+  """Parses YAML. Raises UserError if it has aliases or tags, or is too large or too deeply
+  nested.
+  """
   if len(text) > _YAML_LIMIT_BYTES:
     raise UserError(f'{name}: {len(text):,} characters, wanted at most {_YAML_LIMIT_BYTES:,}')
   try:
@@ -100,7 +102,7 @@ def read_yaml(text: str, name: str = 'value') -> Json:
 
 
 def read_mapping(text: str, path: pathlib.Path) -> dict[str, Json]:
-  """Parses the YAML of a file. Raises UserError for anything but plain YAML of keys and values."""
+  """Parses the YAML of a file. Raises UserError unless it is plain YAML with keys and values."""
   tree = read_yaml(text, str(path))
   if not isinstance(tree, dict):
     raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')
@@ -116,7 +118,7 @@ def _scalars(value: Any) -> Json:
 
 
 def leaves(value: Mapping[str, Json], prefix: str = '') -> Iterator[tuple[str, Json]]:
-  """Yields the values of nested mappings with dotted keys. An empty mapping is a value."""
+  """Yields (dotted key, value) for each value in nested mappings. An empty mapping is a value."""
   for key, item in value.items():
     name = f'{prefix}{key}'
     if isinstance(item, Mapping) and item:

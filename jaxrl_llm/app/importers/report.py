@@ -1,4 +1,4 @@
-"""Report of an import: the configuration, and the outcome for every given key."""
+"""The result of an import: the configuration, and a report on each given key."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ class Imported:
   comments: Comments
 
   def counts(self) -> dict[str, int]:
-    """Returns the number of keys by their fate."""
+    """Returns the number of given keys with each fate."""
     return {fate: sum(item.fate == fate for item in self.outcomes) for fate in FATES}
 
   def source(self, imported: pathlib.Path, target: pathlib.Path) -> str:
-    """Returns the text of the configuration file."""
+    """Returns the text of the configuration file.
+
+    Args:
+      imported: file of the other library.
+      target: configuration file to write.
+    """
     algorithm = self.config.stages[0].algorithm.name
     return source_text(
       self.config,
@@ -40,7 +45,9 @@ class Imported:
     )
 
   def lines(self) -> list[str]:
-    """Returns the report: a line for each key, by fate, and one with the counts."""
+    """Returns the lines of the report: one for each given key, grouped by fate, and one with the
+    counts.
+    """
     lines = []
     for fate in FATES:
       items = [item for item in self.outcomes if item.fate == fate]
@@ -62,7 +69,7 @@ class Imported:
 
 
 def imported(library: str, keys: Import, notes: Sequence[str]) -> Imported:
-  """Makes the configuration of the keys' draft."""
+  """Returns the result of an import, with the configuration built from the draft of `keys`."""
   return Imported(
     library, assemble(keys.draft), keys.outcomes(), [*notes, *keys.notes], keys.comments
   )

@@ -1,13 +1,13 @@
 """Reads the commands of a shell script without running anything.
 
-Invariant: nothing is executed and no other file is opened. What the script itself says is
-substituted: variables, defaults such as `${NAME:-8}`, whole-number arithmetic and arrays. What only
-running it could tell, such as `$(date)` or a variable of the environment, stays in the text and is
-listed in the word's `missing`. Reading takes time and memory proportional to the size of the text
-and to that of what substitution gives, both of which are limited.
+Invariant: nothing is executed and no other file is opened. What the script itself determines is
+substituted: variables, defaults such as `${NAME:-8}`, integer arithmetic and arrays. What only
+running the script could determine, such as `$(date)` or an environment variable, remains in the
+text and is listed in the word's `missing`. Reading takes time and memory proportional to the size
+of the text and of its substitutions. Both sizes are limited.
 
-Branches are followed where their condition compares known words. Under any other condition, an
-assignment counts only for a variable that has no value yet, and is noted.
+A branch is read or skipped if its condition compares known words. Under any other condition, an
+assignment has an effect only if the variable has no value yet, and is listed in the notes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = re.compile(r'[A-Za-z_]\w*')
 _ASSIGNMENT = re.compile(r'([A-Za-z_]\w*)(\+?)=')
 _PARAMETER = re.compile(r'(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?', re.DOTALL)
 _PLAIN = re.compile(r"""[^\s\0;&|()<>$`'"\\{}]+""")
-"""Characters that mean themselves in every place of a word."""
+"""Matches characters that have no special meaning anywhere in a word."""
 _REDIRECTION = re.compile(r'(?:\d*|&)(<<<|<<-?|<>|>>|>&|<&|>\||>|<)')
 _BLANK = re.compile(r'[ \t\r\n]*')
 _OPERATORS = (';;', '&&', '||', ';', '&', '|', '(', ')', '\n')
@@ -47,7 +47,7 @@ class Word(NamedTuple):
 
   text: str
   missing: tuple[str, ...] = ()
-  """Parts of `text` that only running the script could replace."""
+  """Parts of `text` that are not substituted, because only running the script could do so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Script:
 
   commands: tuple[Command, ...]
   notes: tuple[str, ...]
-  """Assignments under conditions that were not decided, one line each."""
+  """Messages of one line about assignments whose condition could not be evaluated."""
 
 
 @dataclasses.dataclass
 class _Branch:
-  """A compound command that is being read. None: its condition is not known."""
+  """State of a compound command that is being read. None stands for an unknown condition."""
 
   active: bool | None
   taken: bool | None = None
   """Whether an earlier branch of the same `if` or `case` was active."""
   subject: Word | None = None
-  """Word of a `case`."""
+  """Word that a `case` compares with its patterns."""
   patterns: list[Word] | None = None
-  """Patterns of a `case` read so far; None while a branch is read."""
+  """Patterns of the next branch of a `case` that have been read so far; None inside of a branch."""
 
 
 def read_script(text: str, define: Mapping[str, str]) -> Script:
@@ -86,7 +86,7 @@ def read_script(text: str, define: Mapping[str, str]) -> Script:
 
   Args:
     text: text of the script.
-    define: values of variables by name, and of positional parameters by number. The script's own
+    define: values of variables and positional parameters, keyed by name or number. The script's own
       assignments do not change them.
 
   Raises:
@@ -96,7 +96,7 @@ def read_script(text: str, define: Mapping[str, str]) -> Script:
 
 
 class _Reader:
-  """Reads a text from its beginning to its end."""
+  """Reads the text of a script once, from its beginning to its end."""
 
   def __init__(self, text: str, define: Mapping[str, str]):
     self._text, self._at = text.replace('\r\n', '\n'), 0
@@ -107,7 +107,7 @@ class _Reader:
     self._branches: list[_Branch] = []
     self._heredocs: list[str] = []
     self._line = 1
-    """Line on which the command that is being read begins."""
+    """Number of the line on which the current command begins."""
     self._words = self._characters = 0
     self._depth = 0
     self._notes: list[str] = []
@@ -139,7 +139,9 @@ class _Reader:
   # Compound commands.
 
   def _enter(self, words: list[Word], end: str, before: str) -> list[Word]:
-    """Follows the keywords at the beginning of a command; returns what is left of the command."""
+    """Processes a keyword at the beginning of a command, and returns the words that remain as the
+    command.
+    """
     top = self._branches[-1] if self._branches else None
     if top is not None and top.patterns is not None:
       return self._pattern(top, words, end)
@@ -183,7 +185,11 @@ class _Reader:
 
   @staticmethod
   def _next(branch: _Branch, known: bool | None) -> None:
-    """Begins the next branch, whose condition is `known`."""
+    """Begins the next branch of an `if` or `case`.
+
+    Args:
+      known: whether the branch's condition is true; None if it is not known.
+    """
     if branch.taken is True:
       branch.active = False
     elif branch.taken is None:
@@ -194,10 +200,11 @@ class _Reader:
   # Simple commands and words.
 
   def _simple_command(self) -> tuple[list[Word], str]:
-    """Reads words up to an operator; returns the words after assignments, and the operator.
+    """Reads words up to an operator. Returns the words, without leading assignments, and the
+    operator.
 
     A keyword before a command is returned by itself, because it decides whether the assignments
-    behind it count.
+    that follow it have an effect.
     """
     words: list[Word] = []
     while True:
@@ -237,7 +244,9 @@ class _Reader:
         return
 
   def _redirection(self, words: list[Word]) -> bool:
-    """Skips a redirection, if there is one; remembers the delimiter of a here-document."""
+    """Skips a redirection and returns whether there was one. Records the delimiter of a
+    here-document.
+    """
     match = _REDIRECTION.match(self._text, self._at)
     if match is None or self._text.startswith(('<(', '>('), self._at):
       return False
@@ -259,10 +268,10 @@ class _Reader:
     self._heredocs.clear()
 
   def _word(self, *, leading: bool) -> list[Word]:
-    """Reads a word; returns the words that its substitution gives.
+    """Reads a word and returns the words that its substitution yields.
 
     Args:
-      leading: whether only assignments came before, so that this word may be one too.
+      leading: whether only assignments precede the word, so that it may be an assignment, too.
     """
     match = _ASSIGNMENT.match(self._text, self._at)
     if leading and match is not None:
@@ -273,7 +282,7 @@ class _Reader:
     return self._fields()
 
   def _joined(self) -> Word:
-    """Reads the value of an assignment, which is one word whatever it contains."""
+    """Reads the value of an assignment, which is a single word even if it contains blanks."""
     words = self._fields(split=False)
     return words[0] if words else Word('')
 
@@ -320,7 +329,11 @@ class _Reader:
     self._variables[name] = value
 
   def _fields(self, *, split: bool = True, until: str = '') -> list[Word]:
-    """Reads a word up to a blank or operator, or a text up to the character `until`."""
+    """Reads a word up to a blank or operator, or a text up to the character `until`.
+
+    Args:
+      split: whether substituted values are split at blanks.
+    """
     fields: list[Word] = []
     text, missing, begun = '', [], False
 
@@ -429,7 +442,9 @@ class _Reader:
     return [Word(text[at : self._at], (text[at : self._at],) if special in '?!$#-' else ())]
 
   def _bracketed(self, start: int, opening: str, closing: str) -> str:
-    """Returns the text from `start` up to the closing bracket, and moves behind it."""
+    """Returns the text from `start` up to the closing bracket, and continues reading after the
+    bracket.
+    """
     depth, at = 1, start
     while at < len(self._text):
       char = self._text[at]
@@ -454,7 +469,7 @@ class _Reader:
     return [Word(f'${name}', (f'${name}',))]
 
   def _parameter(self, inner: str) -> list[Word]:
-    """Substitutes `${inner}`."""
+    """Returns the words that replace `${inner}`."""
     match = _PARAMETER.fullmatch(inner)
     if inner in ('@', '*'):
       return []
@@ -477,7 +492,7 @@ class _Reader:
     return [Word(f'${name}', (f'${name}',))]
 
   def _expanded(self, text: str) -> list[Word]:
-    """Substitutes within a text, such as a default."""
+    """Returns the words of a text, such as a default, after substitution."""
     whole, at = self._text, self._at
     self._text, self._at = text, 0
     try:
@@ -487,7 +502,7 @@ class _Reader:
     return words
 
   def _arithmetic(self, inner: str) -> Word:
-    """Computes `$((inner))` if it is short and made of known whole numbers."""
+    """Computes `$((inner))` if it is short and consists of known integers."""
     if len(inner) > _LONGEST_ARITHMETIC:
       return _unread(f'$(({inner}))')
     missing: list[str] = []
@@ -507,7 +522,7 @@ class _Reader:
 
 
 def _quotient(dividend: int, divisor: int) -> int:
-  """Divides as a shell does: towards zero."""
+  """Divides as a shell does, rounding towards zero."""
   quotient = abs(dividend) // abs(divisor)
   return quotient if (dividend < 0) == (divisor < 0) else -quotient
 
@@ -522,7 +537,7 @@ _BINARY = {
 
 
 def _computed(text: str) -> int | None:
-  """Returns the value of an expression of whole numbers; None if it is anything else."""
+  """Returns the value of an arithmetic expression of integers; None for other texts."""
   if not re.fullmatch(r'[\d\s()+\-*/%]+', text):
     return None
   try:
@@ -560,7 +575,7 @@ _COMPARISONS = {
 
 
 def _condition(words: Sequence[Word]) -> bool | None:
-  """Returns whether a `[ … ]` is true; None if its text does not say."""
+  """Returns whether a test `[ … ]` is true; None if its words do not determine it."""
   if any(word.missing for word in words) or len(words) < 3:
     return None
   texts = [word.text for word in words]
@@ -580,7 +595,9 @@ def _condition(words: Sequence[Word]) -> bool | None:
 
 
 def _matches(subject: Word, patterns: Sequence[Word]) -> bool | None:
-  """Returns whether a `case` takes a branch; None if its text does not say."""
+  """Returns whether one of a branch's patterns matches the word of a `case`; None if this is not
+  known.
+  """
   texts = [pattern.text for pattern in patterns]
   if '*' in texts:
     return True
@@ -594,5 +611,5 @@ def _is_declaring(word: Word) -> bool:
 
 
 def _unread(text: str) -> Word:
-  """Returns a substitution that is not carried out, as a word without blanks."""
+  """Returns a placeholder word for a substitution that only running the script could make."""
   return Word('$(…)', (one_line(text, 60),))

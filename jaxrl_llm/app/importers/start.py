@@ -15,7 +15,7 @@ class Start(NamedTuple):
 
   command: Command
   at: int
-  """Position of the trainer's name among the command's words."""
+  """Index of the trainer's name in the words of the command."""
   notes: list[str]
   """Remarks about the script, one line each."""
 
@@ -31,11 +31,11 @@ def find_start(
 
   Args:
     content: text of the script.
-    path: its file, for messages.
-    define: values of the script's variables.
-    position: returns the position of the trainer's name in a command; None if the command starts
-      no trainer.
-    wanted: end of the message if no command starts a trainer.
+    path: file of the script, for messages.
+    define: values for variables of the script, keyed by name.
+    position: returns the index of the trainer's name in the words of a command; None if the command
+      starts no trainer.
+    wanted: description of the expected command, which ends the error message if there is none.
 
   Raises:
     UserError: the script cannot be read, or starts no trainer.

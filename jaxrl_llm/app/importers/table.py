@@ -1,7 +1,8 @@
-"""Tables of another library's keys, and what an import reports about each key that was given.
+"""Tables that translate the keys of another library's configuration, and the outcome of each given
+key.
 
-A table maps a key, or a pattern in which `*` stands for any text, to what becomes of the key here.
-Tables are data: the importers, their documentation and the tests all read the same ones.
+A table maps a key, or a pattern in which `*` stands for any text, to its counterpart in this
+package. Tables are data: the importers, their documentation and the tests read the same tables.
 """
 
 from __future__ import annotations
@@ -19,44 +20,48 @@ from jaxrl_llm.core.types import Json
 
 
 class Unreadable(ValueError):
-  """A value that a key cannot have here. The message completes "wanted …" or says why."""
+  """Raised for a value that cannot be translated. The message is "wanted …" or another reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-  """A key that has a counterpart."""
+  """A key that has a counterpart in this package."""
 
   to: str
-  """Name of the setting here: a path in the configuration, where `stages.NAME` is the imported
+  """Name of the counterpart: a dotted key of the configuration, where `stages.NAME` is the imported
   stage, or an option of the algorithm. A `*` is replaced by the text that the `*` of the key's
-  pattern has matched. Several names are separated by commas.
+  pattern matches. Several names are separated by commas.
   """
   read: Callable[[Json], Json] | None = None
-  """Converts the value; None: the importer computes our values from several keys."""
+  """Function that converts the value. If None, the importer computes the value from several
+  keys.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
 class NotNeeded:
-  """A key without a counterpart that changes no result, or is always so here."""
+  """A key that needs no counterpart: it changes no result, or its behaviour is always the case
+  here.
+  """
 
   why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class NotSupported:
-  """A key that asks for what is not here."""
+  """A key for a feature that this package does not have."""
 
   why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """A key whose fate depends on its own value, or on that of another key."""
+  """A key whose treatment depends on its own value or on the value of another key."""
 
   rows: Mapping[Json, Row]
   otherwise: Row
   of: str | None = None
-  """The other key; None: the key's own value decides."""
+  """The key whose value decides. If None, the key's own value decides."""
 
 
 End = Mapped | NotNeeded | NotSupported
@@ -68,17 +73,17 @@ FATES: tuple[Fate, ...] = ('mapped', 'not needed', 'not supported')
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Outcome for a given key."""
+  """What an import did with a given key."""
 
   key: str
   value: Json
   where: str
   fate: Fate
   text: str
-  """Our name and value, or the reason."""
+  """Name and value of the counterpart, or the reason why there is none."""
 
 
-# Converters of values.
+# Functions that convert a value, or raise Unreadable.
 
 
 def integer(value: Json) -> int:
@@ -111,7 +116,7 @@ def any_value(value: Json) -> Json:
 
 
 def one_of(choices: Mapping[Json, Json]) -> Callable[[Json], Json]:
-  """Returns a converter by a table of values."""
+  """Returns a function that converts the keys of `choices` to their values."""
 
   def read(value: Json) -> Json:
     matching = [ours for theirs, ours in choices.items() if same(theirs, value)]
@@ -123,12 +128,14 @@ def one_of(choices: Mapping[Json, Json]) -> Callable[[Json], Json]:
 
 
 def unless(absent: Json, read: Callable[[Json], Json]) -> Callable[[Json], Json]:
-  """Returns a converter that gives None, our default, for the value `absent`."""
+  """Returns a function that converts `absent` to None, which stands for our default, and other
+  values with `read`.
+  """
   return lambda value: None if value is None or same(absent, value) else read(value)
 
 
 def same(one: Json, other: Json) -> bool:
-  """Whether two values are equal; unlike in Python, true is not 1."""
+  """Whether two values are equal. Unlike in Python, true does not equal 1."""
   return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -138,7 +145,7 @@ def _pattern(key: str) -> re.Pattern:
 
 
 def row_of(table: Table, key: str) -> tuple[Row | None, str]:
-  """Returns the row of a key, and what the star of its pattern stands for."""
+  """Returns the row for a key, and the text that the `*` of its pattern matches."""
   if key in table:
     return table[key], ''
   for pattern, row in table.items():
@@ -148,7 +155,8 @@ def row_of(table: Table, key: str) -> tuple[Row | None, str]:
 
 
 class Import:
-  """The given keys of one import: their values with the library's defaults, and their outcomes.
+  """The keys given in one import: their values, with the other library's defaults, and their
+  outcomes.
 
   Invariant: every given key has exactly one outcome.
   """
@@ -159,9 +167,9 @@ class Import:
     self._given: list[Given] = list(given)
     self._last = {item.key: index for index, item in enumerate(self._given)}
     self.draft: dict[str, Json] = {}
-    """Our values, by the names of the table. None is a value."""
+    """Values of the new configuration, keyed by the names in `Mapped.to`. None is a value, too."""
     self.comments: dict[tuple[str, str], str] = {}
-    """Comments of the configuration file, by class and field."""
+    """Comments for the configuration file, keyed by (class name, field name)."""
     self.notes: list[str] = []
     """Remarks that concern more than one key."""
     self._read()
@@ -170,14 +178,14 @@ class Import:
     return key in self._last and not self._given[self._last[key]].missing
 
   def get(self, key: str, default: Json = None) -> Json:
-    """Returns the value of a key: as given, or else the library's default."""
+    """Returns the given value of a key, or else the other library's default."""
     if key in self:
       return self._given[self._last[key]].value
     return self._defaults.get(key, default)
 
   def read(self, key: str, convert: Callable[[Json], Any], default: Any = None) -> Any:
-    """Returns a converted value; one that cannot be converted is reported, and the library's
-    default takes its place.
+    """Returns the converted value of a key. If it cannot be converted, reports the key as not
+    supported and returns the other library's default.
     """
     if key not in self:
       return self._defaults.get(key, default)
@@ -192,13 +200,13 @@ class Import:
     self._decide(key, 'not supported', why)
 
   def spare(self, key: str, why: str) -> None:
-    """Reports a given key as not needed, unless its value has been refused."""
+    """Reports a given key as not needed, unless it was reported as not supported before."""
     index = self._last.get(key)
     if index not in self._outcomes or self._outcomes[index].fate != 'not supported':
       self._decide(key, 'not needed', why)
 
   def named(self, prefix: str) -> dict[str, Json]:
-    """Returns the given values below a dotted key, by the rest of their names."""
+    """Returns the given values whose keys begin with `prefix`, keyed by the rest of the key."""
     return {
       key.removeprefix(prefix): self.get(key)
       for key in self._last
@@ -206,11 +214,11 @@ class Import:
     }
 
   def outcomes(self) -> list[Outcome]:
-    """Returns what became of each given key, in their order."""
+    """Returns the outcome of each given key, in the given order."""
     return [self._valued(self._outcomes[index]) for index in range(len(self._given))]
 
   def _valued(self, outcome: Outcome) -> Outcome:
-    """Adds our values to the names that an outcome has."""
+    """Adds the values of the counterparts to the outcome's text."""
     if outcome.fate != 'mapped':
       return outcome
     names = [self._shown(name) for name in outcome.text.split(', ')]
@@ -279,7 +287,7 @@ class Import:
 
 
 def final_rows(row: Row) -> Sequence[End]:
-  """Returns all that may become of a key."""
+  """Returns all possible treatments of a key, over all its choices."""
   if not isinstance(row, Choice):
     return [row]
   return [end for inner in (*row.rows.values(), row.otherwise) for end in final_rows(inner)]

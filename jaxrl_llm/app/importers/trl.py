@@ -1,4 +1,4 @@
-"""The configuration that TRL's arguments make together."""
+"""Translates those settings that depend on several of TRL's arguments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ALGORITHMS = {'sft': 'sft', 'dpo': 'dpo', 'reward': 'reward_model', 'grpo': 'gr
 def draft(
   keys: Import, trainer: str, *, stem: str, rows: int | None, functions: str | None
 ) -> dict[str, Json]:
-  """Adds to `keys.draft` what several arguments decide together, and returns it.
+  """Adds the settings that depend on several arguments to `keys.draft`, and returns the draft.
 
   Args:
     trainer: one of TRAINERS.
     stem: name of the run if the arguments give none.
-    rows: number of training rows; None: unknown.
-    functions: file whose own functions the rewards may be; None: there is none.
+    rows: number of training rows; None if unknown.
+    functions: file that may define reward functions; None if there is none.
   """
   ours = keys.draft
   ours['name'] = base_name(keys.get('run_name') or stem)
@@ -111,7 +111,9 @@ def _data(keys: Import, ours: dict[str, Json], trainer: str) -> None:
 
 
 def _examples(keys: Import, sources: list[dict[str, Json]]) -> None:
-  """Sets what the loss of SFT covers: TRL's default is completions, and other rows as a whole."""
+  """Sets `loss_on`, the tokens that the SFT loss covers. TRL's default is the completion; in rows
+  without one, it is the whole text.
+  """
   column = keys.get('dataset_text_field')
   loss_on = 'answers' if keys.get('assistant_only_loss') is True else 'completions'
   if keys.get('completion_only_loss') is False and loss_on == 'completions':

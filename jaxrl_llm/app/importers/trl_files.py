@@ -1,5 +1,6 @@
-"""Reads TRL's arguments: command lines, YAML files, and calls in Python files, which are parsed and
-never run.
+"""Reads arguments for TRL from command lines, YAML files, and calls in Python files.
+
+Python files are parsed and never run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ARGUMENTS = {
   'train_dataset': 'dataset_name',
   'eval_dataset': 'eval_dataset',
 }
-"""Names of a trainer's arguments where the command line has others."""
+"""Names of command-line arguments, keyed by those arguments of a trainer that have another name."""
 _ADAPTER = {'r': 'lora_r', 'target_modules': 'lora_target_modules', 'task_type': 'lora_task_type'}
 _SCRIPT = re.compile(r'(?:.*/)?([\w.-]+)\.py|trl\.scripts\.(\w+)')
 _MOST_LITERALS = 100_000
@@ -54,7 +55,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str], trainer: str | None
   Args:
     path: file ending .py, .yaml or .yml, or a shell script.
     define: values of a script's variables.
-    trainer: one of TRAINERS; None: the file says.
+    trainer: one of TRAINERS. If None, the file determines it.
 
   Raises:
     UserError: the file cannot be read, gives no arguments, or does not say for which trainer.
@@ -82,7 +83,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _by_keys(given: list[Given]) -> str | None:
-  """Returns the only trainer that has all of the keys; None if there are several or none."""
+  """Returns the trainer whose table contains all given keys; None unless there is exactly one."""
   keys = {item.key for item in given}
   fitting = [name for name, table in TABLES.items() if keys <= set(table)]
   return fitting[0] if len(fitting) == 1 else None
@@ -110,7 +111,9 @@ def _shell(
 
 
 def _start(command: Command) -> int | None:
-  """Returns the position of the trainer's name in a command; None if it starts no trainer."""
+  """Returns the index of the trainer's name in the words of a command; None if it starts no
+  trainer.
+  """
   texts = [word.text for word in command.words]
   last = max((at for at, text in enumerate(texts) if text.startswith('--')), default=0)
   for at, name in enumerate(texts):
@@ -151,7 +154,9 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
 
 
 def _beside(path: pathlib.Path, name: str) -> list[Given]:
-  """Returns the keys of the YAML file that --config names, which must lie beside the script."""
+  """Returns the keys of the YAML file that --config names. The file must lie in the script's
+  directory.
+  """
   try:
     other = path_inside(path.parent, name)
   except ValueError as error:
@@ -176,8 +181,8 @@ def _python(
   document = ast.get_docstring(tree) or ''
   command = None if reader.has_config else _in_document(document, path, define)
   if command is not None:
-    # Scripts that parse a command line show one in their docstring.
-    # What the program computes from its command line is in the command.
+    # A script that parses its command line usually shows an example in its docstring. Values that
+    # the script takes from its command line are read from this example.
     given = [*(item for item in given if not item.missing), *command[0]]
     trainer = trainer or command[1]
     notes.append('the arguments are those of the first command in the docstring')
@@ -203,7 +208,7 @@ def _in_document(
 
 
 class _Calls:
-  """The calls of a program that configure a trainer."""
+  """The calls in a Python program that configure a trainer."""
 
   def __init__(self, tree: ast.Module):
     self._names: dict[str, ast.expr | None] = {}
@@ -215,7 +220,7 @@ class _Calls:
     self._imported: dict[str, str] = {}
     self._parsed: set[str] = set()
     self._changed: set[str] = set()
-    """Names of datasets that the program changes."""
+    """Names of datasets that the program changes after loading them."""
     self._calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     self._left = _MOST_LITERALS
     self.notes: list[str] = []
@@ -316,7 +321,9 @@ class _Calls:
       return Given(key, _shown(node), where, (_shown(node),))
 
   def _literal(self, node: ast.expr, depth: int = 0) -> Json:
-    """Returns the value that the text of an expression says. Raises ValueError if it does not."""
+    """Returns the value of an expression that consists of literals. Raises ValueError for
+    others.
+    """
     self._left -= 1
     if depth > 20 or self._left < 0:
       raise ValueError('names that lead to names')
@@ -343,7 +350,7 @@ class _Calls:
     return node.id if isinstance(node, ast.Name) else None
 
   def _dataset(self, argument: str, node: ast.expr, where: str) -> Iterator[Given]:
-    """Yields the dataset that an expression loads."""
+    """Yields the name, configuration and split of the dataset that an expression loads."""
     shown, changed = _shown(node), False
     part: Json = None
     for _ in range(50):

@@ -1,7 +1,8 @@
-"""TRL's arguments: its defaults, and what becomes of each argument, by trainer.
+"""Table of TRL's arguments: their defaults, and their counterparts in this package, for each
+trainer.
 
 Sources: the documentation of TRL's configurations and of transformers' TrainingArguments, TRL 0.20
-to 1.16. docs/reference/equality.md says which of its losses are equal to ours.
+to 1.16. docs/reference/equality.md lists those of its losses that are equal to ours.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ LOSSES: Mapping[str, Mapping[str, Json]] = {
   'cispo': {'loss_agg_mode': 'token-mean', 'clip_ratio_low': 1.0},
   'sapo': {'loss_agg_mode': 'seq-mean-token-mean'},
 }
-"""Our options by TRL's loss type."""
+"""Options of our algorithms, keyed by TRL's loss type."""
 CORRECTIONS: Mapping[str, Mapping[str, Json]] = {
   'token_truncate': {'rollout_is': 'token'},
   'token_mask': {'rollout_is': 'icepop', 'rollout_is_lower': 0.0},
   'sequence_truncate': {'rollout_is': 'sequence'},
 }
-"""Our options by TRL's mode of importance sampling."""
+"""Options of our algorithms, keyed by TRL's mode of importance sampling."""
 REWARDS: Mapping[str, Mapping[str, Json]] = {
   'accuracy_reward': {'name': 'answer'},
   'reasoning_accuracy_reward': {'name': 'answer'},
@@ -64,7 +65,7 @@ REWARDS: Mapping[str, Mapping[str, Json]] = {
     'options': {'max_length': 1280, 'buffer': 256},
   },
 }
-"""Our scorers by the name of TRL's reward functions."""
+"""Our scorers, keyed by the name of TRL's reward function."""
 
 _RUN = NotNeeded('--workdir=DIR; the same command resumes')
 _LOGGED = NotNeeded('metrics.jsonl, TensorBoard files and report.html are always written')
@@ -227,7 +228,7 @@ COMMON: Table = {
   'compute_metrics': NotSupported('a metric of answers is a scorer: rewards.scorers'),
   'formatting_func': NotSupported('templates of the source make text of rows'),
 }
-"""Arguments of every trainer."""
+"""Table of the arguments that all trainers have."""
 
 _REFERENCE: Table = {
   'sync_ref_model': Mapped('reference'),
@@ -390,7 +391,7 @@ TABLES: Mapping[str, Table] = {
   'grpo': GRPO,
   'rloo': RLOO,
 }
-"""Outcome for each argument, by trainer."""
+"""Table of arguments for each trainer, keyed by trainer."""
 
 _COMMON_DEFAULTS: Mapping[str, Json] = {
   'adam_beta2': 0.999,
@@ -431,4 +432,6 @@ DEFAULTS: Mapping[str, Mapping[str, Json]] = {
   },
   'rloo': {**_ONLINE_DEFAULTS, 'learning_rate': 1e-6, 'num_generations': 2},
 }
-"""TRL's defaults of the arguments that decide our values and may differ from ours, by trainer."""
+"""TRL's defaults of arguments that determine our settings and may differ from our defaults, keyed
+by trainer.
+"""

@@ -1,4 +1,4 @@
-"""The configuration that verl's keys make together."""
+"""Translates those settings that depend on several of verl's keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxrl_llm.core.types import Json
 
 
 def draft(keys: Import, *, stem: str, rows: int | None) -> dict[str, Json]:
-  """Adds to `keys.draft` what several keys decide together, and returns it.
+  """Adds the settings that depend on several keys to `keys.draft`, and returns the draft.
 
   Args:
     stem: name of the run if the keys give none.
-    rows: number of training rows; None: unknown.
+    rows: number of training rows; None if unknown.
   """
   ours = keys.draft
   ours['name'] = base_name(keys.get('trainer.experiment_name') or stem)
@@ -69,7 +69,9 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
 
 
 def _known(keys: Import, key: str, names: Mapping[str, str], otherwise: str) -> str:
-  """Returns our name of a value; reports a value that has none."""
+  """Returns our name for the value of a key. If there is none, reports the key as not supported and
+  returns `otherwise`.
+  """
   value = str(keys.get(key))
   if value not in names:
     keys.refuse(key, f'wanted one of {", ".join(names)}; {otherwise} is written')

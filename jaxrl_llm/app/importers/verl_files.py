@@ -1,4 +1,4 @@
-"""Reads verl's configurations: shell scripts that start its trainer, and YAML files."""
+"""Reads configurations for verl: shell scripts that start its trainer, and YAML files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str]) -> tuple[list[Given
 
   Args:
     path: file ending .yaml or .yml, or a shell script.
-    define: values of the script's variables.
+    define: values for variables of the script, keyed by name.
 
   Raises:
     UserError: the file cannot be read, or starts no trainer.
@@ -50,7 +50,9 @@ def _given(command: Command, index: int) -> Given:
 
 
 def _resolved(values: Mapping[str, Json]) -> list[Given]:
-  """Follows references such as `${data.max_prompt_length}` to other keys of the file, once."""
+  """Replaces references to other keys of the file, such as `${data.max_prompt_length}`, by their
+  values. References in these values are not replaced.
+  """
   given = []
   for key, value in values.items():
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None

@@ -1,7 +1,7 @@
-"""verl's keys: its defaults, and what becomes of each key.
+"""Table of verl's keys: their defaults, and their counterparts in this package.
 
 Sources: verl's documentation of its configuration and its `ppo_trainer.yaml`, versions 0.4 to 0.9.
-docs/reference/equality.md says which of its losses are equal to ours.
+docs/reference/equality.md lists those of its losses that are equal to ours.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DEFAULTS: Mapping[str, Json] = {
   'reward_model.enable': False,
   'trainer.total_epochs': 30,
 }
-"""verl's defaults of the keys that decide our values and whose defaults may differ from ours."""
+"""verl's defaults of keys that determine our settings and may differ from our defaults."""
 
 ESTIMATORS: Mapping[str, str] = {
   'grpo': 'grpo',
@@ -75,14 +75,14 @@ ESTIMATORS: Mapping[str, str] = {
   'reinforce_plus_plus': 'reinforce_plus_plus',
   'reinforce_plus_plus_baseline': 'reinforce_plus_plus_baseline',
 }
-"""Our algorithms by verl's advantage estimator."""
+"""Our algorithms, keyed by verl's advantage estimator."""
 LOSSES: Mapping[str, str] = {
   'vanilla': 'clip',
   'gspo': 'gspo',
   'cispo': 'cispo',
   'sapo': 'sapo',
 }
-"""Our surrogates by verl's loss mode."""
+"""Our surrogates, keyed by verl's loss mode."""
 _ESTIMATES = {
   **dict.fromkeys(('kl', 'k1'), 'k1'),
   **dict.fromkeys(('mse', 'k2'), 'k2'),
@@ -114,7 +114,7 @@ _NO_FILTER = NotSupported('training samples from the whole distribution')
 
 
 def _if_used(row: Row) -> Choice:
-  """A key that counts only with a reward model."""
+  """Returns the row of a key that has an effect only if the reward model is enabled."""
   return Choice({True: row}, NotNeeded('reward_model.enable is off'), of='reward_model.enable')
 
 
@@ -123,7 +123,9 @@ def _for_critic(row: Row) -> Choice:
 
 
 def _off(row: Row, why: str = 'the same here') -> Choice:
-  """A key of which only false is the same here."""
+  """Returns the row of a key that is not needed if its value is false. Other values are treated as
+  `row` says.
+  """
   return Choice({False: NotNeeded(why)}, row)
 
 
@@ -533,4 +535,4 @@ TABLE: Table = {
   'global_profiler.*': _PROFILED,
   '*._target_': NotNeeded('the name of a class of verl'),
 }
-"""Outcome for each of verl's keys."""
+"""Table of verl's keys."""

@@ -1,5 +1,5 @@
-"""Writes a configuration as the Python file that a person would have written: public names, and
-only the values that differ from the defaults.
+"""Writes a configuration as a readable Python file: with public names, and only those values that
+differ from the defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from jaxrl_llm.app.schema import Config
 
 _WIDTH = 100
 Comments = Mapping[tuple[str, str], str]
-"""Comments behind fields, keyed by class and field."""
+"""Comments for fields, keyed by (class name, field name). They are written at the end of the
+lines.
+"""
 
 
 def source_text(config: Config, *, title: str, command: str, comments: Comments) -> str:
@@ -23,8 +25,8 @@ def source_text(config: Config, *, title: str, command: str, comments: Comments)
 
   Args:
     title: first line of the file's docstring.
-    command: command of the docstring.
-    comments: comments behind fields.
+    command: command line to show in the docstring.
+    comments: see `Comments`.
   """
   names = sorted({type(record).__name__ for record in _records(config)} | {'Config'})
   public = f'from {jaxrl_llm.__name__}.api import'
@@ -39,7 +41,7 @@ def source_text(config: Config, *, title: str, command: str, comments: Comments)
 
 
 def changed(record: Any) -> dict[str, Any]:
-  """Returns the fields of a dataclass that differ from their defaults, or have none."""
+  """Returns the fields of a dataclass that have no default or differ from it."""
   fields = {}
   for field in dataclasses.fields(record):
     value = getattr(record, field.name)
@@ -52,7 +54,7 @@ def changed(record: Any) -> dict[str, Any]:
 
 
 def _records(value: Any) -> Iterator[Any]:
-  """Yields the dataclasses that are written."""
+  """Yields the dataclasses that appear in the written text of a value."""
   if dataclasses.is_dataclass(value):
     yield value
     for field in changed(value).values():
@@ -67,7 +69,7 @@ def _written(value: Any, indent: int, column: int, comments: Comments) -> str:
 
   Args:
     indent: indentation of the line on which the value begins.
-    column: columns that are taken on this line before the value.
+    column: number of characters on this line before the value.
   """
   if dataclasses.is_dataclass(value):
     name = type(value).__name__
@@ -96,13 +98,15 @@ def _bracketed(
   column: int,
   comments: Comments,
 ) -> str:
-  """Writes (label, value, comment) between brackets: on one line if they fit, else one a line."""
+  """Writes (label, value, comment) parts between brackets: on one line if they fit, otherwise one
+  per line.
+  """
   flat = ', '.join(
     label + _written(value, indent, -sys.maxsize, comments) for label, value, _ in parts
   )
   comma = ',' if opening == '(' and len(parts) == 1 else ''
   line = f'{opening}{flat}{comma}{closing}'
-  # A comma may follow.
+  # Leave room for a comma at the end of the line.
   if column + len(line) + 1 <= _WIDTH and '\n' not in line and not any(note for *_, note in parts):
     return line
   margin = ' ' * (indent + 2)
@@ -114,5 +118,5 @@ def _bracketed(
 
 
 def _plain(text: str) -> str:
-  """Returns text that can stand in a docstring."""
+  """Returns a text without characters that would end or alter a docstring."""
   return re.sub(r'[^ -\[\]-~]', '?', text).replace('"', "'")

@@ -1,4 +1,6 @@
-"""Selects tasks that a run's policy finds neither too easy nor too hard, and cannot guess."""
+"""Selects the tasks of a taskset that are neither too easy nor too hard for a policy, and not
+guessable.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from jaxrl_llm.tasks.processors import Outcomes, Passed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurateConfig:
-  """Kimi k1.5's two prompt measures (arXiv:2501.12599, section 2.1): pass rate and guessability."""
+  """Settings of the selection, which uses two measures of Kimi k1.5 (arXiv:2501.12599, section
+  2.1): pass rate and guessability.
+  """
 
   samples: int = 10
   """Number of attempts at each task."""
@@ -34,11 +38,13 @@ class CurateConfig:
   high: float = 1.0
   """Maximum share of correct attempts for a task to be kept, inclusive."""
   guess_tries: int = 8
-  """Number of guesses (attempts without reasoning) per task; a correct one drops it. 0: none."""
+  """Number of guesses (attempts without reasoning) per task. A task is dropped if a guess is
+  correct. If 0, no guesses are made.
+  """
   guess_tokens: int = 16
   """Maximum length of a guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
-  """Text appended to the prompt of a guess; empty: a guess is limited only in length."""
+  """Text appended to the prompt of a guess. If empty, a guess is only limited in length."""
 
   def __post_init__(self):
     for name, least in (('samples', 1), ('guess_tries', 0), ('guess_tokens', 1)):
@@ -56,14 +62,14 @@ class Curated(NamedTuple):
   rows: list[dict[str, Json]]
   """Source rows of the kept tasks, with the measurements added."""
   passed: list[Passed]
-  """Counts of each processor, in order."""
+  """Counts of given and dropped tasks, for each processor in order."""
 
 
 async def curate(
   config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig
 ) -> Curated:
-  """Measures the tasks of taskset `name` with the policy committed at `step` (0: the initial
-  policy); returns those to keep.
+  """Measures the tasks of taskset `name` with the policy committed at `step`, and returns those to
+  keep. Step 0 is the initial policy.
   """
   if name not in [taskset.name for taskset in config.tasksets]:
     raise UserError(
@@ -107,7 +113,9 @@ def guess_of(task: Task, instruction: str) -> Task:
 
 
 def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConfig) -> None:
-  """Raises UserError before sampling if the instruction makes a prompt exceed `limit` tokens."""
+  """Raises UserError if the guess instruction makes a prompt longer than `limit` tokens. Called
+  before sampling.
+  """
   longest = max(len(render(guess_of(task, config.guess_instruction).prompt)) for task in tasks)
   if longest > limit:
     raise UserError(
@@ -122,7 +130,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
-  """Runs and scores `samples` attempts at each task; returns outcomes under the keys of `tasks`."""
+  """Runs and scores `samples` attempts at each task. The outcomes have the same keys as `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 

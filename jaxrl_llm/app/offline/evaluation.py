@@ -19,10 +19,10 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
   """Returns the sorted steps of the commits to measure; 0 is the initial policy.
 
   Args:
-    wanted: requested steps; None: all kept commits.
+    wanted: requested steps; None for all commits that exist.
 
   Raises:
-    UserError: a requested commit does not exist, or none is kept.
+    UserError: a requested commit does not exist, or the run has no commit.
   """
   kept = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True).steps()
   if wanted is None and not kept:
@@ -39,7 +39,9 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
 async def evaluate(
   config: Config, run: pathlib.Path, steps: Sequence[int]
 ) -> AsyncIterator[dict[str, Any]]:
-  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) per step and suite. Read-only."""
+  """Yields a mapping with `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and
+  suite. Only reads the run.
+  """
   if not config.evaluation:
     raise UserError(
       'evaluation: the configuration of the run has no suite, so there is nothing to measure'

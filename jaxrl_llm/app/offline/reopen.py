@@ -58,7 +58,7 @@ def config_of_run(run: pathlib.Path) -> Config:
 
 
 def configs_of_run(run: pathlib.Path) -> tuple[tuple[int, Config], ...]:
-  """Returns the configurations of a run, each with the first step that was made under it."""
+  """Returns the configurations of a run, each with the first step for which it was in force."""
   entries = history.read(run)
   if not entries:  # A version without histories started it, or no step was made yet.
     return ((1, config_of_run(run)),)
@@ -79,11 +79,11 @@ def check_alone() -> None:
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
-  """Returns the run's configuration with overrides, changed so that sampling does not disturb the
-  run's own services.
+  """Returns the run's configuration with overrides, for sampling outside of the run. Settings that
+  would disturb the run's own services are changed or refused.
 
   Args:
-    spec: the command line's --config; must be None.
+    spec: value of --config on the command line, which must be None.
   """
   if spec is not None:
     raise UserError(
@@ -112,8 +112,8 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
 
 
 def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
-  """Returns the configuration that the command line's --config names, to sample its initial policy
-  without a run directory.
+  """Returns the configuration that --config names, for sampling its initial policy without a run
+  directory.
   """
   config = apply_overrides(load_file(spec, Config), overrides)
   check_alone()
@@ -121,8 +121,8 @@ def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def with_local_explorers(config: Config) -> Config:
-  """Returns the configuration without explorers that connect from outside: they, and the port they
-  connect to, belong to the run.
+  """Returns the configuration without explorers that connect from outside, since they, and the port
+  to which they connect, belong to the run.
   """
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None:
@@ -133,12 +133,14 @@ def with_local_explorers(config: Config) -> Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reopened(Setup):
-  """An existing run, without its training loop; `workdir` is a temporary folder outside it."""
+  """An existing run, opened without its training loop. `workdir` is a temporary directory outside
+  of the run.
+  """
 
   prepared: Prepared
 
   def under(self, config: Config) -> Reopened:
-    """Returns the run with another of its configurations."""
+    """Returns the run under another one of its configurations."""
     if config == self.config:
       return self
     sizes = self.prepared.spec.vocab_size, self.prepared.lengths
@@ -146,11 +148,13 @@ class Reopened(Setup):
     return dataclasses.replace(self, config=config, stages=stages)
 
   async def state(self, step: int) -> LoopState:
-    """Loads the state committed at `step`; 0: the initial state."""
+    """Loads the state committed at `step`. Step 0 is the initial state."""
     return await self.process.device.run(self._state, step)
 
   async def policy(self, step: int) -> Params:
-    """Loads only the policy's parameters committed at `step`, with its adapters' frozen base."""
+    """Loads only the policy's parameters at `step`, joined with the frozen base if there are
+    adapters.
+    """
     return await self.process.device.run(self._policy, step)
 
   def _state(self, step: int) -> LoopState:
@@ -165,12 +169,13 @@ class Reopened(Setup):
 async def reopen(
   config: Config, run: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are
-  compatible.
+  """Opens the run in directory `run` with a configuration, which may differ from the run's own if
+  both fit the same model and data.
 
   Args:
-    run: directory of the run, which need not exist: then tokenizer and static rows are made anew.
-    load: returns the taskset with a given name; None: each is loaded once.
+    run: directory of the run. If it does not exist, tokenizer and static rows are made anew.
+    load: returns the taskset with a given name. If None, a loader that loads each taskset once is
+      used.
   """
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch, load)
@@ -197,9 +202,7 @@ def _prepared(
   scratch: pathlib.Path,
   load: Callable[[str], Taskset] | None,
 ) -> Prepared:
-  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static
-  rows.
-  """
+  """Prepares `config` in the directory `scratch`, with the tokenizer and static rows of the run."""
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()
@@ -209,7 +212,9 @@ def _prepared(
 
 
 def _registry(config: Config, run: pathlib.Path) -> Registry | None:
-  """Opens the registry of the run in directory `run`, if a scorer finds its services there."""
+  """Opens the registry of the run in directory `run` if a scorer discovers its services there;
+  otherwise returns None.
+  """
   scorers = config.rewards.scorers
   if config.registry is None or all(scorer.options.get('discover') is None for scorer in scorers):
     return None
@@ -234,9 +239,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(past: Reopened) -> AsyncIterator[Serving]:
-  """Starts engine, scorers and workflow, and stops them at the end of the block; call `serve`
-  before sampling.
-  """
+  """Runs engine, scorers and workflow during the block. Call `Serving.serve` before sampling."""
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
     built = build_scorers(config.rewards, past.registry)

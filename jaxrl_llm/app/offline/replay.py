@@ -1,9 +1,8 @@
-"""Repeats updates of a run from a commit and the recorded plans, and compares them with the
-recorded results.
+"""Repeats updates of a run, and compares the results with the recorded ones.
 
-On the run's machine, everything about an update except its times is determined by the commit, the
-plans and the samples that the plans name. A difference means that a file or the program changed, or
-that something else influenced a result.
+On the machine of the run, the commit, the recorded plans, and the samples that the plans name
+determine everything about an update except its times. A difference therefore means that a file or
+the program has changed, or that the result depended on something else.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""Metric that tells training rows, which all have it, from rows of evaluations, which never do."""
+"""Metric that distinguishes rows of training steps, which always have it, from rows of evaluations,
+which never do.
+"""
 _NOT_OF_THE_PLAN = (
   'timing_s/',
   'timing_per_token_ms/',
@@ -48,11 +49,15 @@ _NOT_OF_THE_PLAN = (
   'run/clock_decisions',
   'run/engine',
 )
-"""Prefixes of metrics that depend on time or on counters of the run's host."""
+"""Prefixes of metrics that depend on time or on counters of the run's host, and are not
+compared.
+"""
 
 
 class Difference(NamedTuple):
-  """A value that differs between replay and record; None: no value under that key."""
+  """A value that differs between the replay and the run's records. None stands for a missing
+  value.
+  """
 
   key: str
   got: Json
@@ -64,21 +69,23 @@ class Compared:
   """A replayed update, compared with the run's records."""
 
   step: int
-  """Step of the update: number of completed batches after it."""
+  """Step of the update: the number of completed batches after it."""
   stage: str
   metrics: Mapping[str, Json]
   """Metrics of the replayed update."""
   arrays: int
-  """Number of arrays compared with the commit at this step; 0 if no commit is kept."""
+  """Number of arrays that were compared with the commit at this step; 0 if there is no such
+  commit.
+  """
   differences: tuple[Difference, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
-  """The steps of a replay, from a commit to the replayed step."""
+  """Range of steps of a replay: from a commit to the step of interest."""
 
   commit: int
-  """Step of the commit to start from; 0: the initial state."""
+  """Step of the commit to start from; 0 for the initial state."""
   step: int
   """Step to replay."""
   rows: Mapping[int, Mapping[str, Json]]
@@ -86,7 +93,10 @@ class Course:
 
 
 def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
-  """Plans the replay from the newest commit before `step` (None: the last recorded step).
+  """Chooses the steps to replay: from the newest commit before `step` up to `step`.
+
+  Args:
+    step: step to replay; None for the last recorded step.
 
   Raises:
     UserError: the run has not recorded that step, or recorded it on a machine unlike this one.
@@ -106,8 +116,8 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
   kept = checkpoints.steps()
   commit = max((committed for committed in kept if committed < step), default=0)
-  # Check the commits before and after the step: the machine of either may have made the steps in
-  # between.
+  # Check the machine of the commits before and after the step, because the steps in between may
+  # have been made on either machine.
   after = min((committed for committed in kept if committed >= step), default=0)
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
@@ -124,7 +134,7 @@ async def replay(
   """Yields each replayed step as soon as it is compared. Only reads the run.
 
   Args:
-    configs: configurations of the run, each with the first step that was made under it.
+    configs: configurations of the run, each with the first step for which it was in force.
 
   Raises:
     UserError: a plan, or a sample that it names, no longer exists.
@@ -172,8 +182,8 @@ async def replay(
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
-  """Loads the plans of the course, keyed by number of completed batches before each; raises
-  UserError if one is missing.
+  """Loads the plans of the steps to replay, keyed by the number of completed batches before each
+  step. Raises UserError if a plan is missing.
   """
   recorded = store.plans(way.commit)
   for step in range(way.commit, way.step):
@@ -189,7 +199,9 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Experience]:
-  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the plan's order."""
+  """Returns the scored rollouts of a plan as the run's loop had them, keyed by uid, in the order of
+  the plan.
+  """
   if recorded is not None:
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
@@ -206,7 +218,7 @@ def taken(
 
 
 def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
-  """Compares the metrics that the plan determines; numbers must agree in every bit."""
+  """Compares the metrics that the plan determines. Numbers must be equal in every bit."""
 
   def of_plan(key):
     return not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)

@@ -42,7 +42,7 @@ from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.taskset import own_messages, own_truth
 
 _SUMMED = ('reason', 'truth', 'answer')
-"""Keys of the evidence that a summary reads."""
+"""Keys of the evidence from which `Summary` derives its reasons."""
 _AHEAD = 256
 """Maximum number of rows (or groups) in flight; a scorer's own concurrency limit is lower."""
 
@@ -140,7 +140,9 @@ class Summary:
     return f'scorer {scorer}: {count} rows: {statuses}; {mean}, {self.unscorable} unscorable{why}'
 
   def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
-    """Explains in one line why no row passes and what to do about it; empty if some row passes."""
+    """Returns one line that explains why no row passes, and what to do about it; empty if some row
+    passes.
+    """
     if self.passed or scorer.implementation in _PENALTIES:
       return ''
     if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
@@ -167,7 +169,7 @@ async def score_file(
 
   Args:
     rewards: configuration that contains only this scorer.
-    out: file replaced once all scores exist; left untouched otherwise.
+    out: file that is replaced when all scores exist, and left unchanged otherwise.
     done: called after each row with the number of rows scored so far.
   """
   (config,) = rewards.scorers
@@ -224,7 +226,7 @@ def _row(score: Score) -> dict[str, Any]:
 async def _scores(
   pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attempt]
 ) -> AsyncIterator[Score]:
-  """Yields one score per attempt, in order. Group scorers score attempts at a prompt together."""
+  """Yields one score per attempt, in order. Group scorers get all attempts at a prompt together."""
   if not isinstance(scorer, PerGroup | AwaitedGroup):
     async for _, (score,) in _in_order(
       (place, pool.score(attempt)) for place, attempt in enumerate(attempts)
@@ -252,7 +254,7 @@ ResultT = TypeVar('ResultT')
 async def _in_order(
   calls: Iterable[tuple[KeyT, Coroutine[Any, Any, ResultT]]],
 ) -> AsyncIterator[tuple[KeyT, ResultT]]:
-  """Yields the calls' results in order, while up to _AHEAD calls are in flight."""
+  """Yields the results of the calls in order, with at most `_AHEAD` calls in flight."""
   calls, ahead = iter(calls), collections.deque()
   try:
     while True:

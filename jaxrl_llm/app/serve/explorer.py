@@ -1,6 +1,6 @@
-"""Program of an explorer process, started by `jaxrl serve --role=explorer` or by a run.
+"""Program of an explorer process. `jaxrl serve --role=explorer` or a run starts it.
 
-Explorers hold no model and touch no device.
+Explorers hold no model and use no device.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ flags.DEFINE_bool(
 )
 define_registering(FLAGS)
 _AGAIN_S = 1.0
-"""Seconds before another try to reach a master that was lost."""
+"""Seconds before the next attempt to reach a master after the connection was lost."""
 
 
 def command(master: str, name: str) -> list[str]:
-  """Returns the command that starts an explorer process with this Python.
+  """Returns the command that starts an explorer process with this Python interpreter.
 
   Args:
     master: address of the run's master.
@@ -67,7 +67,9 @@ def _link(address: str, key: str | None) -> Link:
 
 
 async def _explore_for(registry: Registry, key: str) -> None:
-  """Explores for the run in the registry until SIGTERM, and for the one that takes its place."""
+  """Explores for the run that is in the registry, and then for each run that replaces it, until
+  SIGTERM.
+  """
   this = asyncio.current_task()
   asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
   lease = Lease(kind=Kind.EXPLORER, name=FLAGS.name or service_name('explorer'))
@@ -81,20 +83,22 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 
 async def _master(watch: Watch) -> Lease:
-  """Waits for a run; returns the newest."""
-  # wait master: none, it waits for a run
+  """Waits until a run is registered, and returns the lease of the newest run."""
+  # wait master: unbounded, since an explorer waits as long as no run is registered
   while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
   return masters[-1]
 
 
 async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
-  """Explores for one master until it is lost, gone from the registry, or replaced there."""
+  """Explores for one master until it cannot be reached, or is no longer the newest in the
+  registry.
+  """
   logging.info('exploring for %s at %s', master.name, master.address)
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))
   replaced = asyncio.create_task(_replaced(master, watch))
   try:
-    # wait master: none, see above
+    # wait master: unbounded, since an explorer works as long as its master does
     await asyncio.wait({exploring, replaced}, return_when=asyncio.FIRST_COMPLETED)
     if exploring.done():
       exploring.result()
@@ -110,7 +114,7 @@ async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
 
 
 async def _replaced(master: Lease, watch: Watch) -> None:
-  """Returns once another master has taken the place of this one, or none is left."""
+  """Returns when the given master is no longer the newest in the registry."""
   while True:
     await asyncio.sleep(LOOK_S)
     masters = await watch.look_async()
@@ -120,7 +124,9 @@ async def _replaced(master: Lease, watch: Watch) -> None:
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:
-  """Returns the exit code. `document` describes the command for --help."""
+  """Runs the command and returns its exit code. `document` is the description that --help
+  prints.
+  """
   return script.exit_code(lambda: _run(argv, document))
 
 

@@ -46,7 +46,7 @@ def define_listening(values: flags.FlagValues) -> None:
 
 
 def define_registering(values: flags.FlagValues) -> None:
-  """Registers the flags of a service that registers."""
+  """Registers the flags of services that register in a registry."""
   flags.DEFINE_string(
     'registry',
     None,
@@ -62,7 +62,7 @@ def define_registering(values: flags.FlagValues) -> None:
 def open_registry(
   directory: str | None, name: str | None, *, allow_plaintext: bool = False
 ) -> Registry | None:
-  """Opens the registry of --registry; None without the flag.
+  """Opens the registry that --registry names; returns None without the flag.
 
   Raises:
     UserError: the directory or --name cannot be used.
@@ -80,11 +80,11 @@ def open_registry(
 def lease_of(
   kind: Kind, address: str, name: str | None, fingerprint: Mapping[str, str] | None = None
 ) -> Lease:
-  """Returns a service's lease.
+  """Returns the lease of a service.
 
   Args:
-    address: where it listens.
-    name: value of --name; None: it is named after kind and host.
+    address: address at which the service listens.
+    name: value of --name. If None, the name is made from the kind and the host.
   """
   return Lease(
     kind=kind,
@@ -96,7 +96,7 @@ def lease_of(
 
 @contextlib.asynccontextmanager
 async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterator[None]:
-  """Holds leases during the block, if there is a registry."""
+  """Registers the leases during the block; does nothing if there is no registry."""
   if registry is None:
     yield
     return
@@ -105,8 +105,8 @@ async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterato
 
 
 def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe; None without --host, where only
-  this user's processes can connect.
+  """Returns the configuration of the front that the flags describe. Returns None without --host;
+  then only processes of this user can connect to the service.
   """
   check_addresses_file(values.addresses_file)
   if not values.host:
@@ -117,7 +117,9 @@ def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConf
 
 
 def token_of(token_file: str | None, registry: Registry | None) -> str:
-  """Returns the file with a front's token: the one given, or else that of the registry's key."""
+  """Returns the path of the file with a front's token: `token_file`, or else the file with the
+  registry's key.
+  """
   if token_file:
     return token_file
   if registry is None:

@@ -1,7 +1,7 @@
 """Reward model service for scorers of kind `http`: `jaxrl serve --role=reward`.
 
-Request: `{prompt, completion, …}` as scorers of kind `http` post it; `prompt` is text or a list of
-chat messages. Response: `{value, evidence}`, or status 400 with a one-line reason if the request
+Request: `{prompt, completion, …}`, as scorers of kind `http` send it; `prompt` is a text or a list
+of chat messages. Response: `{value, evidence}`, or status 400 with a one-line reason if the request
 cannot be scored.
 """
 
@@ -73,7 +73,7 @@ _CHARACTERS = 256
 the maximum number of tokens cannot fit.
 """
 _END_BYTES = 1 << 20
-"""Bytes of each file that a fingerprint reads."""
+"""Number of bytes, at the end of each file, that a fingerprint covers."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -106,11 +106,11 @@ def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> w
   """Builds the web application.
 
   Args:
-    max_length: maximum length in tokens of a sequence to score; texts that cannot fit are not even
-      tokenized.
+    max_length: maximum length in tokens of a sequence. Texts that are too long to fit are rejected
+      without being tokenized.
   """
-  # Tokenizes in a thread, since long texts would block the event loop; in only one, since
-  # tokenizers are not thread-safe.
+  # Tokenize in a thread, because long texts would block the event loop. Use only one thread,
+  # because tokenizers are not thread-safe.
   encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
 
   def encode(data: bytes) -> tuple[list[int], list[int]]:
@@ -164,7 +164,9 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
 
 
 def _fingerprint(directory: pathlib.Path) -> dict[str, str]:
-  """Returns a digest of the model's configuration and of the ends of its weights' files."""
+  """Returns a fingerprint of the model: a digest of its config.json and of the end of each weight
+  file.
+  """
   digest = hashlib.sha256()
   for file in sorted([directory / 'config.json', *directory.glob('*.safetensors')]):
     with file.open('rb') as opened:
@@ -180,7 +182,11 @@ async def serve(
   front: Any,
   ready: Callable[[str], contextlib.AbstractAsyncContextManager[None]],
 ) -> None:
-  """Serves until SIGINT or SIGTERM; enters `ready`, given the address, while it serves."""
+  """Serves until SIGINT or SIGTERM.
+
+  Args:
+    ready: returns a context manager for the address, which is entered while the service runs.
+  """
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -196,7 +202,7 @@ async def serve(
     async with where as (address, public), ready(public or address):
       running = asyncio.create_task(batcher.run())
       stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
-      # wait signal: none, see above
+      # wait signal: unbounded, since a service runs until a signal stops it
       await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
@@ -206,7 +212,9 @@ async def serve(
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:
-  """Returns the exit code. `document` describes the command for --help."""
+  """Runs the command and returns its exit code. `document` is the description that --help
+  prints.
+  """
   return script.exit_code(lambda: _run(argv, document))
 
 

@@ -1,4 +1,4 @@
-"""Runs programs for code scorers on other hosts, each in a sandbox: `jaxrl serve
+"""Runs programs, each in a sandbox, for the code scorers of other hosts: `jaxrl serve
 --role=sandbox`.
 """
 
@@ -46,7 +46,9 @@ async def serve(
   registry: Registry | None = None,
   name: str | None = None,
 ) -> None:
-  """Serves sandboxes until SIGINT or SIGTERM, registered as `name` if there is a registry."""
+  """Serves sandboxes until SIGINT or SIGTERM. If there is a registry, the service registers as
+  `name`.
+  """
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -61,7 +63,9 @@ async def serve(
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:
-  """Returns the exit code. `document` describes the command for --help."""
+  """Runs the command and returns its exit code. `document` is the description that --help
+  prints.
+  """
   return script.exit_code(lambda: _run(argv, document))
 
 

@@ -1,4 +1,4 @@
-"""vLLM servers that a trainer attaches to: `jaxrl serve --role=vllm`."""
+"""Runs vLLM servers to which a trainer attaches: `jaxrl serve --role=vllm`."""
 
 from __future__ import annotations
 
@@ -160,11 +160,13 @@ _STEADY_S = 60.0
 
 
 Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
-"""Registers a server, given its number and address, during a block."""
+"""Function of a server's number and address that returns a context manager. The server is
+registered during the context manager's block.
+"""
 
 
 async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], lend: Lend) -> None:
-  """Serves until SIGINT or SIGTERM; raises RunError when a server cannot be kept up."""
+  """Serves until SIGINT or SIGTERM. Raises RunError if a server keeps failing."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -173,7 +175,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
     for server in servers:
       stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
-      # The front comes first, so that a taken port is reported at once.
+      # Start the front before the server, so that a port in use is reported at once.
       front = config and await stack.enter_async_context(
         Front(config, upstream=server.address, publish_root=_ROOT.value)
       )
@@ -187,7 +189,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
         for i, server in enumerate(servers)
       ]
       announcer = group.create_task(announce(servers, addresses))
-      # wait signal: none, see above
+      # wait signal: unbounded, since a service runs until a signal stops it
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
@@ -207,10 +209,11 @@ async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
 async def keep_up(
   server: OwnedServer, lend: Callable[[], contextlib.AbstractAsyncContextManager[None]]
 ) -> None:
-  """Restarts an ended server; raises RunError after more than _MAX_RESTARTS failures in a row.
+  """Restarts a server whenever it ends. Raises RunError after more than `_MAX_RESTARTS` failures in
+  a row.
 
   Args:
-    lend: registers the server while it runs.
+    lend: returns a context manager that registers the server while it runs.
   """
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
@@ -295,7 +298,7 @@ def _run(options: Sequence[str]) -> int:
 
 
 def _digests(model: pathlib.Path) -> dict[str, str]:
-  """Returns the fingerprint of the servers; that of a judge is of its config.json alone."""
+  """Returns the fingerprint of the servers. For judges, it covers only their config.json."""
   if _ROLE.value == 'judge':
     return {'config': hashlib.sha256((model / 'config.json').read_bytes()).hexdigest()[:16]}
   file = model / 'tokenizer.json'
@@ -306,7 +309,7 @@ def _lend(
   registry: Registry | None, digests: Mapping[str, str], i: int, address: str
 ) -> contextlib.AbstractAsyncContextManager[None]:
   kind = Kind(_ROLE.value)
-  # A new lease each time: the server that comes back is another one.
+  # Create a new lease each time, since a restarted server counts as another server.
   name = f'{FLAGS.name}-{i}' if FLAGS.name else service_name(f'{kind}-{i}')
   return registering(registry, lease_of(kind, address, name, digests))
 
@@ -332,5 +335,7 @@ def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:
-  """Returns the exit code. `document` describes the command for --help."""
+  """Runs the command and returns its exit code. `document` is the description that --help
+  prints.
+  """
   return script.exit_code(lambda: _run(parse(argv, document)))
