@@ -108,7 +108,7 @@ class AlgorithmConfig:
   'module:attribute'.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of the algorithm's options dataclass."""
+  """Options of the algorithm, keyed by the field of its options dataclass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -471,10 +471,10 @@ class RolloutConfig:
 
   engine: str = 'embedded'
   """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), or your own engine as
-  'module:attribute'. The options of a key are in the field of the same name here.
+  'module:attribute'. The options of an engine in `ENGINES` are in the field with the engine's name.
   """
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of your own engine: fields of its options dataclass."""
+  """Options of your own engine, keyed by the field of its options dataclass."""
   max_prompt_length: int
   """Maximum length of a prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int

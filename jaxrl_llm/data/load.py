@@ -55,7 +55,7 @@ class PackedStep(NamedTuple):
   chunks: Chunks
   packing: Packing
   rows: tuple[int, ...]
-  """Row number in the plan of each row of the packing."""
+  """Number, in the plan, of each packed row."""
   grid: Grid
   """Part of the step's arrays that is on this process's devices."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
@@ -289,7 +289,7 @@ class Grid(NamedTuple):
   columns: Mapping[int, int]
   """Column of each local chunk, keyed by chunk number."""
   local: tuple[int, ...]
-  """Rows of the packing that are in local chunks."""
+  """Indices of the packed rows whose chunks are on this process's devices."""
   sharding: NamedSharding
 
   @classmethod

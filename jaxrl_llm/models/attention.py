@@ -73,8 +73,8 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # `attention` recognises queries and keys of the same tokens by the identity of their places. On
-    # a device, queries and keys are the same tokens only if time is not sharded.
+    # Pass one object as both places if queries and keys belong to the same tokens, since this is
+    # how `attention` recognises them. On a device, they do so only if time is not sharded.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Bytes per device, measured by the unsharded arrays. These are the operands of reduce-scatters
-  and the results of all other collectives.
+  """Number of bytes per device: the sizes of the operands of reduce-scatters, and of the results of
+  all other collectives.
   """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
@@ -28,7 +28,8 @@ KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*\) -> [^\n]*)?\{$')
 _OPERATION = re.compile(rf'^(?:ROOT )?%?[\w.\-]+ = (.+?) ({"|".join(KINDS)})(-start)?\(')
 _BETWEEN = re.compile(r'^(?:ROOT )?%?[\w.\-]+ = (.+?) send\(.*_xla_megascale_transfer_type="(\w+)"')
-"""Matches a transfer between TPU slices, which the compiler turns into pairs of sends and receives.
+"""Matches a transfer between TPU slices, which the compiler turns into pairs of sends and
+receives.
 """
 _CALLED = re.compile(
   r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)'

@@ -80,5 +80,5 @@ class DeviceThread:
 
   def close(self) -> None:
     """Waits for the work in progress and cancels queued work."""
-    # wait device: alone, the computation itself
+    # wait device: unbounded for a single process, which waits for its own computation
     self._executor.shutdown(wait=True, cancel_futures=True)

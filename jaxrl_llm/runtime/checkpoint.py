@@ -287,7 +287,7 @@ def _remove_failed(path: pathlib.Path, error: Exception) -> None:
       seen = now
       shutil.rmtree(path, ignore_errors=True)
     time.sleep(0.02)
-  # Futures and coroutines of the failed save are collected here, while their warnings ('never
+  # Garbage-collect the futures and coroutines of the failed save here, where their warnings ('never
   # retrieved', 'never awaited') are suppressed.
   with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
     traceback.clear_frames(error.__traceback__)

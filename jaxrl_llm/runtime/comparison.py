@@ -310,12 +310,13 @@ def _differences(configs: Sequence[Row]) -> list[Row]:
 
 
 def _differing(key: str, values: list[Json]) -> Iterator[tuple[str, list[Json]]]:
-  """Compares values, which may be nested, and yields the dotted key of each part that differs.
+  """Compares nested values part by part.
 
-  Each key comes with the part in each of the values, or `_ABSENT` if a value has no such part.
+  Yields (dotted key, list of the part in each value) for each part that differs. The list contains
+  `_ABSENT` for a value that has no such part.
 
   Args:
-    key: dotted key of the values themselves.
+    key: dotted key of the values themselves, with which the yielded keys begin.
   """
   texts = {json.dumps(value, sort_keys=True) for value in values}
   if len(texts) == 1:

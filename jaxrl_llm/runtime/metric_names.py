@@ -1,8 +1,8 @@
 """Readable names and units of metrics, for charts and tables.
 
-`runtime.metrics.METRICS` describes how to interpret each metric; this module names it. From the
-unit also follows the size below which a value is mere rounding error, so that charts do not draw
-rounding errors as if they were a curve.
+`runtime.metrics.METRICS` describes how to interpret each metric; this module names it. The unit of
+a metric also determines which values are mere rounding errors, so that charts do not draw rounding
+errors as if they were a curve.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxrl_llm.runtime.metrics import METRICS, documented
 _NATS, _SHARE, _S, _TOKENS, _LOSS = 'nats per token', 'share', 'seconds', 'tokens', 'loss'
 
 NOISE = {_NATS: 1e-6, 'nats': 1e-6, _LOSS: 1e-6, 'advantage': 1e-6, 'χ²': 1e-6}
-"""Absolute value up to which a value is rounding error in float32, keyed by unit."""
+"""Absolute value up to which a measured value is mere rounding error in float32, keyed by unit."""
 
 
 class Label(NamedTuple):

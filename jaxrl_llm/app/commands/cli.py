@@ -12,8 +12,8 @@
   jaxrl buffer       inspects a run's replay store
   jaxrl replay       repeats one update of a run and compares it bit for bit
   jaxrl convert      reads and writes Hugging Face model directories
-  jaxrl import-verl  makes a configuration file of a script or YAML file for verl
-  jaxrl import-trl   makes a configuration file of a command, YAML or Python file for TRL
+  jaxrl import-verl  converts a script or YAML file for verl to a configuration file
+  jaxrl import-trl   converts a command, YAML or Python file for TRL to a configuration file
   jaxrl tokenizer    builds a tokenizer from the text of a taskset
   jaxrl install      creates the environment of vLLM servers, or of compilers for other devices
 

@@ -1,4 +1,4 @@
-"""Makes a configuration file of arguments for TRL.
+"""Converts arguments for TRL to a configuration file.
 
   jaxrl import-trl train.sh [--trainer=grpo] [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
 

@@ -1,4 +1,4 @@
-"""Makes a configuration file of a configuration for verl.
+"""Converts a configuration for verl to a configuration file.
 
   jaxrl import-verl run_qwen3-8b.sh [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
 

@@ -16,9 +16,9 @@ join and leave. reward: a reward model on this machine's devices, for scorers of
 sandbox: runs up to --programs untrusted programs at once. Give its address to the option
 `addresses` of the scorer `code`, whose `key_file` names a file with the same token.
 
-With --registry=DIR, a directory that the job's hosts share, services register there and use its key
-as token, explorers wait there for a run (instead of --master), and runs with `registry.directory`
-find them: no address or token needs to be told.
+With --registry=DIR, no address or token has to be passed on. DIR is a directory that the job's
+hosts share. Services register there and use its key as token, runs with `registry.directory` find
+them there, and explorers wait there for a run (instead of --master).
 
 Services listen on unix sockets that only this user can reach. With --host a front listens there
 (vllm: one per server, on ports PORT, PORT + 1, ...) and rejects every request, whatever the path,

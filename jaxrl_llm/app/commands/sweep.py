@@ -6,10 +6,10 @@ jaxrl sweep --sweep=quickstart_lr --dry_run                        # lists the t
 jaxrl sweep --sweep=quickstart_lr --status [--json]                # how far they are
 jaxrl sweep --sweep=quickstart_lr --launcher=slurm [--submit]      # prints or submits a job array
 
---config.KEY=VALUE overrides a field of every trial. The same command goes on after any end: each
-trial is a run in <sweepdir>/trials/<id>, which resumes from its newest commit. Exit code 0: all
-trials finished or were stopped early; 1: some failed; 130 and 143: stopped by Ctrl-C and SIGTERM
-after commits; 2: the input is invalid.
+--config.KEY=VALUE overrides a field of every trial. The same command continues a sweep that was
+stopped or killed: each trial is a run in <sweepdir>/trials/<id> and resumes from its newest commit.
+Exit code 0: all trials finished or were stopped early; 1: some failed; 130 and 143: stopped by
+Ctrl-C and SIGTERM after commits; 2: the input is invalid.
 """
 
 from __future__ import annotations

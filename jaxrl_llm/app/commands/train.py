@@ -185,8 +185,8 @@ def _branch() -> Branch | None:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """Re-executes the command with a Python that has the compiler of the target chip, unless this one
-  has it.
+  """Re-executes the command with the Python of the environment that has the target chip's compiler.
+  Does nothing if this Python has the compiler.
   """
   chip = parse_topology(topology).chip
   if not dry_run:

@@ -79,7 +79,7 @@ CHOOSERS = {'answer': choose_options}
 implementation. Each maps (given options, all reference answers) to (chosen options, reason).
 """
 CHOSEN = ('mode', 'extraction', 'units')
-"""Names of the options that can be chosen."""
+"""Names of the scorer options that may be left open and are then chosen from the tasks."""
 
 
 class ChosenScorer(NamedTuple):

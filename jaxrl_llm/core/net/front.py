@@ -478,9 +478,11 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if that is lower.
+  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if that is lower. A
+  higher soft limit is kept.
 
-  Returns the number to which the limit was to be raised. A higher soft limit stays as it is.
+  Returns:
+    The smaller one of `_DESCRIPTORS` and the hard limit.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -605,9 +607,10 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks the body of an RPC request and returns it encoded anew.
+  """Checks the body of an RPC request and returns it re-encoded.
 
-  If the original text contained a key twice, the upstream might use the value that was not checked.
+  Without re-encoding, a key that occurs twice could have one value in the check and another one in
+  the upstream.
   """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:

@@ -551,7 +551,7 @@ async def _renew(registry: Registry, leases: tuple[Lease, ...]) -> None:
 
 @dataclasses.dataclass
 class _Seen:
-  """What a reader knows about one lease file."""
+  """A reader's knowledge of one lease file."""
 
   state: tuple[int, ...]
   """Times, inode and size of the file, which change with each renewal."""
@@ -569,7 +569,8 @@ class Watch:
   """One reader's view of the services of one kind.
 
   Attributes:
-    expired: addresses of services whose leases have expired but still exist as files.
+    expired: addresses of services whose leases have expired, although the files of the leases still
+      exist.
   """
 
   def __init__(self, registry: Registry, kind: Kind):

@@ -2,8 +2,8 @@
 
 Invariant: a call returns the body of a 200 response or raises a `RemoteError`. Transient errors (no
 connection, timeout, 429, 5xx) are retried, at another address if there is one. If the last retry
-fails, too, the error lists those of all tries. At most `concurrency` requests are in flight at
-once.
+also fails, the raised error lists the errors of all tries. At most `concurrency` requests are in
+flight at once.
 """
 
 from __future__ import annotations

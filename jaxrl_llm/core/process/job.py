@@ -60,7 +60,9 @@ class JobDescription:
 
 
 class _Given(NamedTuple):
-  """Value of a fact, and the name of the flag or variable that gives it."""
+  """Value that a flag or variable gives for a part of the job's description, and the name of the
+  flag or variable.
+  """
 
   source: str
   value: Any
@@ -182,7 +184,7 @@ def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescri
 def _merged(
   given: Mapping[str, _Given | None], place: _Place | None, environment: Mapping[str, str]
 ) -> JobDescription | None:
-  """Returns the place that the given facts describe, completed by those of the system.
+  """Returns the place that flags and JAX's variables describe, completed by what the system states.
 
   Returns None if the job has only one process. Raises UserError if a fact is missing.
   """
@@ -346,7 +348,7 @@ def _tpu(environment: Mapping[str, str], has_tpu: bool) -> _Place | None:
 def _group(
   environment: Mapping[str, str], source: str, names: tuple[str, ...], others: tuple[str, ...] = ()
 ) -> list[int]:
-  """Returns the values of the variables `names` of a system as numbers.
+  """Returns the numbers in the variables `names`, which a system sets together.
 
   Raises:
     UserError: one of `names` or `others` is missing, or one of `names` is not a number.

@@ -14,8 +14,9 @@
 #SBATCH --partition=gpu
 #SBATCH --account=lab
 #SBATCH --mail-type=END
-# Job qwen, written by `jaxrl launch slurm`: each group of processes is a job step on nodes of its
-# own. The job ends with the trainer. Exit codes: that of the first process that failed by itself.
+# Job qwen, written by `jaxrl launch slurm`. Each group of processes is a job step on nodes of its
+# own. The job ends when the trainer ends. Its exit code is that of the first process that failed
+# by itself.
 set -uo pipefail
 
 id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -30,17 +31,18 @@ if ((restart > restarts)); then
 fi
 cd -- /shared/code || exit 2
 
-# A process finds its job from what srun sets, not from what the submitting shell had.
+# A process must find its job through srun's variables, not through those of the submitting shell.
 unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID
 export JAXRL_GRACE_S=30
 
-# Where each process notes its exit code, which srun does not keep when it ends the others.
+# File in which each process records its exit code. When srun ends processes, it loses their codes.
 ends='/shared/runs/qwen 7b/launch'/slurm-$SLURM_JOB_ID.ends
 mkdir -p "${ends%/*}"
 : >"$ends"
 
-# Runs in each process: task GROUP PROCESSES_PER_NODE ENDS COMMAND [ARGUMENT ...]. An end that was
-# asked for is no reason for srun to end the others, which may be committing still.
+# Script of each process: task GROUP PROCESSES_PER_NODE ENDS COMMAND [ARGUMENT ...]. It exits with 0
+# if the process ended because it was asked to: otherwise, srun would end the other processes, which
+# may still be committing.
 task='
 group=$1 threads=$((SLURM_CPUS_ON_NODE / $2)) ends=$3
 shift 3
@@ -65,8 +67,8 @@ services+=($!)
 
 runs() { kill -0 "$1" 2>/dev/null; }
 
-# stop GROUP: sends SIGTERM to the processes of a group, once; the trainer then commits. (srun would
-# soon kill them.)
+# stop GROUP: sends SIGTERM once to the processes of a group, upon which the trainer commits. A
+# signal to srun instead would soon kill them.
 stop() {
   local step
   step=$(squeue --noheader --steps --jobs="$id" --format='%j %i' | grep "^$1 " | head -n 1)
@@ -75,13 +77,14 @@ stop() {
 
 asked=
 lost=
-# At the time limit Slurm tells this script, at all other ends every process.
+# Near the time limit, Slurm signals only this script. In all other cases, it signals every process.
 trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trainer' USR1
 trap 'asked=cancel; say "cancelled: stopping the trainer"; stop trainer' USR2
 trap 'asked=${asked:-end}' TERM
 
-# Forgets the services that have ended; when one failed, the trainer stops too. One that ended well
-# got a signal, which the trainer may have got as well: a second one would cut its commit short.
+# Removes ended services from the list, and stops the trainer if a service has failed. A service
+# that ended with 0 was signalled. The trainer may have received the same signal, and a second one
+# would interrupt its commit.
 look_at_services() {
   local service left=()
   for service in ${services[@]+"${services[@]}"}; do
@@ -112,8 +115,9 @@ for ((half = 0; half < 2 * 30 && ${#services[@]} > 0; half++)); do
   look_at_services
 done
 
-# The exit code of the job: of the first process that failed by itself. 75 and 134 (aborted by JAX)
-# follow from another's end, 130 and 143 from a signal. Without any, the processes were ended.
+# Prints the exit code of the job: that of the first process that failed by itself. Codes 75 and 134
+# (aborted by JAX) are consequences of another process's end, 130 and 143 of a signal. If no process
+# failed by itself, all of them were ended from outside.
 first_failure() {
   local group process code other=
   while read -r group process code; do
@@ -147,7 +151,7 @@ code=$(first_failure)
 rm -f "$ends"
 
 if [ "$asked" != cancel ] && ((code == 75 || code > 130)); then
-  # In another state, Slurm is ending or requeueing the job already.
+  # In any other state, Slurm is already ending or requeueing the job.
   if [ "$(squeue --noheader --jobs="$id" --format=%T)" != RUNNING ]; then
     say "exit code $code; Slurm decides whether the job starts again"
   elif ((restart >= restarts)); then
