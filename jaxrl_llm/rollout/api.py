@@ -1,8 +1,9 @@
-"""Inference engine interface. An engine takes the tokens of a prompt and returns sampled tokens,
-each attributed to the version of the policy weights that sampled it.
+"""Interface of inference engines. An engine takes the tokens of a prompt and returns sampled
+tokens, each attributed to the version of the policy weights that sampled it.
 
 Invariant: nothing in this module handles text or depends on how or where an engine runs. Hence
-workflows, the gate and the publisher use an in-process JAX sampler and remote servers alike.
+workflows and weight publishing work in the same way with a JAX sampler in this process and with
+remote servers.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 WORD = 2**32
-"""Exclusive upper bound of each word of `Request.key`."""
+"""Every word of `Request.key` is a uint32, that is, below this number."""
 
 CUT = 'load'
-"""Value of `Segment.finish` for a segment that ended because new weights were loaded. The
-completion continues in the next segment.
+"""Value of `Segment.finish` when new weights were loaded. The completion continues in the next
+segment.
 """
 BUDGET = 'budget'
-"""Value of `Segment.finish` for a segment that ended because the token budget of its iteration was
-spent. The completion continues in the next segment, which a later iteration samples.
+"""Value of `Segment.finish` when a partial rollout has used up its token budget. The completion
+continues in the next segment, which belongs to a later batch.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """Sampling parameters. Logits are divided by the temperature. Then top-k and after it top-p
-  remove tokens, and the probabilities of the remaining tokens are renormalised.
+  """Sampling parameters. Logits are first divided by the temperature. Then top-k and afterwards
+  top-p remove tokens, and the probabilities of the remaining tokens are renormalised.
 
   Training rollouts leave top_p and top_k off, because the trainer computes its own logprobs under
   the unfiltered distribution.
@@ -47,16 +48,16 @@ class Sampling:
   logprob of that token is computed at temperature 1.
   """
   top_p: float = 1.0
-  """Only the fewest most probable tokens whose probabilities sum to at least this value are kept. 1
-  turns the filter off.
+  """Nucleus sampling: only the smallest set of most probable tokens whose probabilities sum to at
+  least this value is kept. 1 turns the filter off.
   """
   top_k: int = -1
   """Only the k most probable tokens are kept, along with any tokens that are tied with the k-th. -1
   turns the filter off.
   """
   repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a completion that repeats itself; None for no such rule. A stop token or the
-  length limit at the same token has precedence.
+  """Rule that ends a completion that repeats itself; None for no such rule. If a stop token or the
+  length limit ends the completion at the same token, that is reported as the reason.
   """
 
   def __post_init__(self):
@@ -71,15 +72,15 @@ class Sampling:
 
   @property
   def filtered(self) -> bool:
-    """Whether top-k or top-p restricts the tokens that can be sampled. This is False for greedy
-    sampling, whose choice the filters cannot change.
+    """Whether top-k or top-p restricts the tokens that can be sampled. The value is False for
+    greedy sampling, whose choice the filters cannot change.
     """
     return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """One prompt and the number of completions to sample."""
+  """Request to sample one or several completions of a prompt."""
 
   uid: str
   """Identifier in messages and logs. It does not affect the random numbers."""
@@ -92,16 +93,16 @@ class Request:
   completion.
   """
   samples: int = 1
-  """Number of completions to sample. Completion i does not depend on this number."""
+  """Number of completions to sample. It does not affect the content of each completion."""
   first: int = 0
-  """Index of the first of these completions. The others have the next indices."""
+  """Index of the request's first completion. Further completions have the following indices."""
   begun: int = 0
-  """Number of tokens at the end of `prompt` that earlier requests sampled for these completions.
-  The completions of this request continue them and contain only the further tokens.
+  """Number of tokens at the end of `prompt` that earlier requests sampled for the same completions.
+  This request continues the completions and returns only the new tokens.
   """
   key: tuple[int, ...]
-  """Words (uint32) of the request's random key. Together with the engine's seed, the sample index
-  and the token position, they determine the random numbers that sample each token.
+  """Random key of the request, as uint32 words. The random numbers that sample a token depend on
+  this key, the engine's seed, the sample index and the token position.
   """
 
   def __post_init__(self):
@@ -126,15 +127,15 @@ class Completion:
   """One sampled completion of a request. All arrays have the length of `tokens`."""
 
   tokens: Int32[np.ndarray, 'time']
-  """Tokens of the completion without the prompt. If a stop token ended the completion, it is
+  """Tokens of the completion without the prompt. A stop token that ended the completion is
   included.
   """
   logprobs: Float32[np.ndarray, 'time']
   """Logprob of each token under the distribution it was drawn from (see `Sampling`)."""
   finish: Finish
   segments: tuple[Segment, ...]
-  """Ranges of tokens in order, each sampled under one version. Together the segments cover all
-  tokens without gaps.
+  """Consecutive ranges of tokens, each sampled under one version. Together they cover all
+  tokens.
   """
 
   def __post_init__(self):
@@ -166,12 +167,12 @@ class Weights:
 
   version: Version
   leaves: Iterable[tuple[str, np.ndarray]]
-  """Pairs of (name in the parameter tree, array), sorted by name. Each array is valid only until
-  the next pair is requested.
+  """(name in the parameter tree, array) pairs, sorted by name. Each array is valid only until the
+  next pair is requested.
   """
   probe: Probe | None = None
-  """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
-  are not checked.
+  """Probe to check an engine whose arithmetic differs from the trainer's. If None, the engine's
+  logprobs are not checked.
   """
 
   @classmethod
@@ -199,9 +200,9 @@ class Engine(Generator, Protocol):
   """Generates tokens with one policy, whose weights can be replaced while it runs.
 
   `load` suspends sampling, replaces the weights, and resumes sampling. A completion in flight then
-  continues under the new weights in a new segment, unless the new weights are a LoRA adapter on a
-  server: there the completion keeps its earlier adapter. A completion that has not started uses the
-  new weights throughout.
+  continues with the new weights in a new segment. The exception are servers that load a LoRA
+  adapter: there, a completion in flight keeps its earlier adapter. A completion that starts later
+  uses only the new weights.
   """
 
   name: str
@@ -212,8 +213,8 @@ class Engine(Generator, Protocol):
     ...
 
   async def load(self, weights: Weights) -> None:
-    """Loads a copy of the weights, so the caller may change, donate or delete its arrays once this
-    returns.
+    """Loads a copy of the weights. After the call, the caller may change, donate or delete its
+    arrays.
 
     `weights.leaves` is iterated on the device thread of the process, because producing an array may
     need a collective operation of all processes.
@@ -221,8 +222,8 @@ class Engine(Generator, Protocol):
     ...
 
   async def relabel(self, version: Version) -> None:
-    """Attributes the weights being served to `version` from now on, without loading anything. The
-    weights of `version` must be identical to them.
+    """Attributes the engine's current weights to `version` from now on, without loading anything.
+    The weights of `version` must be identical to the current ones.
     """
     ...
 

@@ -1,5 +1,5 @@
-"""Auxiliary models, which are models other than the policy that workflows may query on
-OpenAI-compatible servers.
+"""Auxiliary models: models other than the policy that workflows can query on OpenAI-compatible
+servers.
 """
 
 from __future__ import annotations

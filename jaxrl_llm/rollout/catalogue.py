@@ -15,6 +15,6 @@ ENGINES: Mapping[str, tuple[type, Callable[[Any], EngineSpec]]] = {
   'embedded': (EmbeddedConfig, embedded_engine),
   'vllm': (VllmConfig, vllm_engine),
 }
-"""Options class and factory of each engine, keyed by engine name. The configuration section
-`rollout` has a field of the same name for the engine's options.
+"""Options class and factory of each engine, keyed by engine name. The options are set in the field
+of the same name in the configuration section `rollout`.
 """

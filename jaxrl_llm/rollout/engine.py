@@ -1,5 +1,5 @@
-"""Engine specs. A spec describes an engine before it is built, including everything that a run
-needs to know about the engine.
+"""Engine specs. A spec describes an engine before it is built, with everything that a run needs to
+know about the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.api import Engine, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 Run = Callable[..., Awaitable[Any]]
-"""Coroutine function that calls `function(*args, **kwargs)` on the device thread of the trainer's
+"""Coroutine function. It calls `function(*args, **kwargs)` on the device thread of the trainer's
 process and returns the result.
 """
 
@@ -41,17 +41,18 @@ class EngineSetting:
   tokenizer: Tokenizer
   """Tokenizer of the policy."""
   text: str
-  """Text of one of the run's prompts, on which a server's tokenizer is compared with the policy's.
-  It is empty if the run has no tasks.
+  """Text of one of the run's prompts; empty if the run has no tasks. Servers must tokenize it as
+  the policy's tokenizer does.
   """
   workdir: pathlib.Path
   """Run directory. Logs and other files of servers are written there."""
   registry: Registry | None = None
-  """Registry in which servers can announce themselves to the run; None if the run has no registry.
+  """Registry in which servers can announce themselves to the run; None if the run has no
+  registry.
   """
   on_server: Callable[[str, str], None] = lambda name, how: None
-  """Called when a server found in the registry joins or leaves, with the server's name and what
-  happened: 'joined', 'left', 'expired', 'refused' or 'given up'.
+  """Called when a server from the registry joins or leaves. The arguments are the server's name and
+  the event: 'joined', 'left', 'expired', 'refused' or 'given up'.
   """
 
 
@@ -62,25 +63,24 @@ class EngineSpec:
   build: Callable[[EngineSetting, Run], Engine]
   """Builds the engine without starting it. Called only in process 0 of the trainer."""
   served: bool = False
-  """Whether servers outside the trainer's process sample the tokens. The servers' arithmetic
-  differs from the trainer's, so each version is published to them with a probe. An engine inside
-  the trainer's process needs no probe, because it runs the trainer's own model on the trainer's
-  devices.
+  """Whether servers outside the trainer's process sample the tokens. Each version is then published
+  with a probe, because the servers' arithmetic differs from the trainer's. An engine inside the
+  trainer's process needs no probe: it runs the trainer's own model on the trainer's devices.
   """
   adapters: bool = False
-  """Whether the base weights of a LoRA policy are published only once, and after that only the
-  adapters of each version. If False, each version is published with its adapters merged into the
-  base weights.
+  """Form in which a LoRA policy is published. If True, the base weights are published once, and
+  then only the adapters of each version. If False, each version is published with its adapters
+  merged into the base weights.
   """
   addresses: tuple[str, ...] = ()
-  """Addresses of running servers that the engine attaches to, or a description if the servers are
-  found in a registry. It is empty if the engine starts its own servers or needs none. The run
-  controls the weights of these servers, so a program that opens the run again must not load other
-  weights into them.
+  """Addresses of running servers to which the engine attaches, or a description if the servers are
+  found in a registry. It is empty if the engine starts its own servers or needs none. Another
+  program that opens the run must not load weights into these servers, because the run controls
+  them.
   """
   may_change: tuple[str, ...] = ()
-  """Names of the engine's options that may differ when a run is resumed. They concern the number,
-  location and deadlines of servers, and do not affect what the servers sample.
+  """Names of the engine's options that may differ when a run is resumed, because they do not affect
+  the sampled tokens. They concern the number, location and deadlines of servers.
   """
   unsupported: Callable[[Sampling], str | None] = lambda sampling: None
   """Returns the reason why the engine cannot sample with the given parameters, or None if it can.
@@ -89,7 +89,7 @@ class EngineSpec:
   programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
     lambda setting, device: ()
   )
-  """Returns pairs of (name, lowered program) for one device. `--dry_run` lists the memory of these
+  """Returns (name, lowered program) pairs for one device. `--dry_run` lists the memory of these
   programs.
   """
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}

@@ -1,5 +1,5 @@
-"""The hub: the services that a workflow can call while it runs, in the master process or in an
-explorer process.
+"""The hub: services that a workflow can call while it runs, in the master process or in an explorer
+process.
 
 Invariant: a workflow reaches models and scorers only through its hub, so every such request passes
 through the master process.

@@ -1,5 +1,5 @@
-"""The trainer's side of the probe. The trainer computes logprobs of fixed token sequences, which an
-engine's logprobs are compared with after each publication.
+"""The trainer's part of the probe: the trainer computes logprobs of fixed token sequences, and
+after each publication the engine's logprobs of these sequences are compared with them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Number of the probe's sequences, and their length in tokens unless the maximum sequence length is
-too small for it. The length exceeds a cache block of vLLM, which has 128 tokens on CPUs.
+"""Number of the probe's sequences, and their length in tokens. The length exceeds the 128 tokens of
+vLLM's cache blocks on CPUs. If the run's sequences are shorter, so is the probe.
 """
 
 
 class Prober:
-  """Computes the probe of a version. Every process takes part, because the forward pass is sharded
-  like the parameters.
+  """Computes the probe of a policy version. Every process takes part, because the forward pass is
+  sharded like the parameters.
   """
 
   def __init__(self, model: Model, mesh: Mesh, *, max_length: int):

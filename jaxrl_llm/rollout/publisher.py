@@ -42,7 +42,7 @@ class Gatherer:
 
     Only one array at a time is replicated on the devices, so the model may be larger than the
     memory of one device. An array may be a view of a device buffer that the next update donates, so
-    a caller that needs the array for longer must copy it.
+    a caller that keeps the array must copy it.
     """
     for name, array in merged(params, self._lora):
       if self._several:
@@ -58,8 +58,8 @@ class Gatherer:
     return unflatten(host) if self._leads else None
 
   def take_part(self, params: Params) -> None:
-    """Takes part in the collective operations of `leaves`. The other processes call this while
-    process 0 iterates `leaves`.
+    """Takes part in the collective operations of `leaves`. All processes but process 0 call this
+    while process 0 iterates `leaves`.
     """
     for _ in self.leaves(params):
       pass
@@ -106,8 +106,8 @@ class Publisher:
     this.
 
     Args:
-      moved: step at which the weights last changed. If the previous call had the same step, the
-        engine only renames the version of its weights.
+      moved: number of the last step that changed the weights. If it is the same as in the previous
+        call, the engine keeps its weights and only gives them the new version.
     """
     if version == self._served:
       return

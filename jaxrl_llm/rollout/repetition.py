@@ -1,4 +1,4 @@
-"""Detection of completions that repeat a pattern of tokens, which engines then end early.
+"""Repetition detection: engines end a completion early if it repeats a pattern of tokens.
 
 Invariant: whether a completion ends depends only on its own tokens. Hence every engine ends it at
 the same token, however many tokens the engine samples at a time.
@@ -42,7 +42,7 @@ class RepetitionDetection:
 
   @property
   def reach(self) -> int:
-    """Number of last tokens that decide whether a completion ends."""
+    """Number of tokens at the end of a completion that decide whether it ends."""
     return self.max_pattern_size * self.min_count
 
   def end(self, tokens: Int[np.ndarray, 'time'], *, start: int = 0) -> int | None:
@@ -50,18 +50,19 @@ class RepetitionDetection:
 
     Args:
       tokens: the tokens so far, without the prompt.
-      start: number of tokens that were examined before, after which the completion did not end.
+      start: number of tokens that an earlier call has examined without finding an end.
     """
     positions = np.arange(start, len(tokens))
     sizes = np.arange(self.min_pattern_size, self.max_pattern_size + 1)
-    # Cheaply excludes nearly all sizes: a repeated token equals the one that many positions before.
+    # A cheap test excludes nearly all pattern sizes: in a repetition of period `size`, a new token
+    # equals the token `size` positions before it.
     before = positions - sizes[:, None]
     equal = (tokens[np.maximum(before, 0)] == tokens[positions]) & (before >= 0)
     ends = [self._end(tokens, int(size), start) for size in sizes[equal.any(axis=1)]]
     return min((end for end in ends if end is not None), default=None)
 
   def _end(self, tokens: Int[np.ndarray, 'time'], size: int, start: int) -> int | None:
-    """Returns what `end` returns, for patterns of one size."""
+    """Implements `end` for patterns of one size."""
     first = max(0, start + 1 - size * self.min_count)
     part = tokens[first:]
     equal = part[size:] == part[:-size]

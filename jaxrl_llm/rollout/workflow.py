@@ -1,9 +1,9 @@
-"""Workflows, which turn a task into samples. The built-in workflow samples several completions of
-one prompt.
+"""Workflows: a workflow turns a task into samples. The built-in one samples several completions of
+the task's prompt.
 
 The completion tokens in a sample of the built-in workflow are exactly those that the engine
-returned. A custom workflow is built by a function of (hub, tokenizer, max_tokens, **options) that
-returns a `Workflow`; a run selects this function in `rollout.workflow`.
+returned. A custom workflow is selected in `rollout.workflow`, by the name of a function of (hub,
+tokenizer, max_tokens, **options) that returns a `Workflow`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', or the function that builds a custom workflow as 'module:attribute'."""
+  """'single_turn', or 'module:attribute' of the function that builds a custom workflow."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Keyword arguments of the function that builds a custom workflow."""
 
@@ -64,12 +64,15 @@ class Workflow(Protocol):
 
 
 class Roster:
-  """Tracks which samples of a group have arrived. Each index below `samples` is expected once."""
+  """Record of the samples of a group that have arrived. Each index below `samples` is expected
+  once.
+  """
 
   def __init__(self, group: str, samples: int):
     """
     Args:
-      group: group id `<stage>/<task uid>/<visit>`, the prefix of its samples' uids.
+      group: id `<stage>/<task uid>/<visit>` of the group. It is the prefix of the uids of its
+        samples.
       samples: number of expected samples.
     """
     self._seen: set[int] = set()
@@ -94,8 +97,8 @@ class Roster:
     return True
 
   def incomplete(self) -> str:
-    """Returns an error message that names a missing sample, or an empty string if every sample has
-    arrived.
+    """Returns an error message that names a missing sample, or an empty string if none is
+    missing.
     """
     missing = sorted({*range(self._samples)} - self._seen)
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
@@ -104,8 +107,8 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """Yields the samples of `workflow.run`. If the workflow yields several samples with the same
-  index, only the first of them is passed on.
+  """Runs a workflow and yields its samples. Of several samples with the same index, only the first
+  is yielded.
 
   Raises:
     RunError: the workflow yields an unexpected sample or omits an expected one.
@@ -162,8 +165,8 @@ class SingleTurn:
     begun: Mapping[int, Sequence[int]],
     budget: Mapping[int, int],
   ) -> dict[int, Completion]:
-    """Samples further tokens for unfinished samples of a group. Returns one completion for each
-    sample with a budget, keyed by sample index, with the further tokens only.
+    """Samples further tokens for unfinished samples of a group. Returns a completion with only the
+    new tokens for each sample in `budget`, keyed by sample index.
 
     Args:
       begun: tokens of each sample so far, keyed by sample index; empty for a new group.
@@ -199,14 +202,15 @@ class SingleTurn:
     stage: str,
     temperature: float,
   ) -> Sample:
-    """Builds the sample of a finished completion."""
+    """Builds the sample record of a finished completion."""
     group, prompt = f'{stage}/{task.uid}/{visit}', await self._prompt(task)
     return rollout_sample(
       task, visit, index, prompt, completion, group=group, temperature=temperature
     )
 
   async def _prompt(self, task: Task) -> list[int]:
-    # Another process that renders prompts may be slow or never answer, so a thread waits for it.
+    # The prompt is rendered by another process, which may be slow or hang, so a thread waits for
+    # it.
     if self._tokenizer.renders_elsewhere:
       return await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     return self._tokenizer.render_prompt(task.prompt)

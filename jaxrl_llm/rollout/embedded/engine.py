@@ -1,5 +1,5 @@
-"""Embedded engine, which samples in the trainer's process with continuous batching over a fixed
-number of decode slots.
+"""Embedded engine: samples in the trainer's process, with continuous batching over a fixed number
+of decode slots.
 
 Invariant: other requests affect when a token is sampled, but never which token is sampled. The
 padded length of a prompt (its bucket) and the number of decoded rows depend only on the request and
@@ -29,8 +29,8 @@ from jaxrl_llm.rollout.embedded.scheduler import QueuedRequest, Scheduler, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
-  """Shapes of the embedded engine's programs. They affect memory and compilation, but not the
-  random numbers of sampling.
+  """Settings of the embedded engine, which determine the shapes of its programs. They affect memory
+  and compilation, but not the random numbers of sampling.
   """
 
   slots: int = 64
@@ -42,13 +42,13 @@ class EmbeddedConfig:
   empty, the lengths are powers of two from 16 up to the length of the longest sequence.
   """
   decode_steps: int = 16
-  """Maximum number of tokens that each slot samples in one device call. Finished sequences and
-  weight updates wait until the call ends.
+  """Maximum number of tokens that each slot samples in one device call. Finished sequences are
+  returned, and weights are updated, only between calls.
   """
   max_stop_ids: int = 8
   """Maximum number of stop tokens per request."""
   filters: bool = True
-  """Whether requests may use top_p or top_k, which evaluations can. If so, one more decode program
+  """Whether requests may use top_p or top_k, as some evaluations do. If so, one more decode program
   is compiled.
   """
 
@@ -72,8 +72,8 @@ class EmbeddedConfig:
 
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
-  """Returns the buckets in ascending order, without duplicates and at most `max_length` each. If
-  `buckets` is empty, powers of two from 16 are used.
+  """Returns the padded prompt lengths (buckets) in ascending order, without duplicates and at most
+  `max_length` each. If `buckets` is empty, powers of two from 16 are used.
   """
   # Prefill omits the prompt's last token, and at least one token is sampled after the prompt.
   # Hence at most max_length - 2 tokens are prefilled.
@@ -98,12 +98,12 @@ def build_programs(
 
 
 class EmbeddedEngine:
-  """Engine that samples from a JAX model in this process. See `rollout.api.Engine` for the
-  contracts of the methods.
+  """Engine that samples from a JAX model in this process. The methods are specified in
+  `rollout.api.Engine`.
 
   A weight update keeps the KV cache of running completions, so their later tokens attend to keys
   and values of both versions. The segments of a completion record which version sampled each token.
-  Prompts that were prefilled for samples still without a slot are prefilled again. At staleness
+  Prompts that were prefilled for samples that have no slot yet are prefilled again. At staleness
   bound 0, no completion is running during a weight update.
   """
 
@@ -210,7 +210,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # wait completion: the driver answers or fails all; `collect`, `suite`
+        # wait completion: the limits of `collect` and `suite`; if the engine fails, it raises here
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result
@@ -256,8 +256,9 @@ class EmbeddedEngine:
       raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
-    """Plans and executes turns (units of device work), and waits while there is no work. An error
-    ends the engine, because the state on the device was donated to the failed call and is lost.
+    """Executes turns (units of device work) as long as there is work, and otherwise waits for
+    requests. An error ends the engine, because the device state was donated to the failed call and
+    is lost.
     """
     try:
       while True:

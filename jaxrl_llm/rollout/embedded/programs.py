@@ -1,9 +1,10 @@
 """Compiled programs of the embedded engine (prefill, admit, decode) and their state on the device.
 
-Invariant: every shape is fixed when the programs are built. Decode has `slots` rows, and prefill
-has `prefill_rows` rows of a configured length, called a bucket. Hence a row's arithmetic does not
-depend on the other rows. The programs are compiled ahead of time and reject other shapes, so
-nothing is compiled later. The programs are not thread-safe: call them from one thread only.
+Invariant: every shape is fixed when the programs are built. The batch of the decode program has
+`slots` rows, and that of a prefill program has `prefill_rows` rows of a configured length, called a
+bucket. Hence a row's arithmetic does not depend on the other rows. The programs are compiled ahead
+of time and reject other shapes, so nothing is compiled later. The programs are not thread-safe:
+call them from one thread only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jaxrl_llm.rollout.embedded.sampling import draw, draw_filtered
 
 
 class Slots(NamedTuple):
-  """State of the decode slots. A slot whose `remaining` is 0 is free, or the host has not yet
-  collected its finished sample.
+  """State of the decode slots. `remaining` is 0 in a slot that is free, or whose finished sample
+  the host has not collected yet.
   """
 
   cache: Cache
@@ -239,8 +240,8 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
 
 
 def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """Computes keys and values of padded prompts. Those of the padding do no harm, because decode
-  overwrites them before any token attends to them.
+  """Computes the keys and values of padded prompts. The padding's keys and values do no harm,
+  because decode overwrites them before any token attends to them.
   """
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)

@@ -4,11 +4,11 @@ token's logprob.
 Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the
 other rows, the row's index, or earlier calls. A token of probability zero is never sampled.
 
-Sampling inverts the cumulative distribution in two levels. The first level selects a block of the
-vocabulary, the second selects a token within the block, and each uses one uniform number. The
-Gumbel trick would need one random number for each token of the vocabulary. On a CPU, the two levels
-are 20 times as fast as the Gumbel trick for a vocabulary of 32k tokens, and 2.7 times as fast for a
-vocabulary of 32 tokens.
+Sampling inverts the cumulative distribution in two levels. The first selects a block of the
+vocabulary, the second selects a token within the block, and each needs one uniform random number.
+The Gumbel trick would need one random number for every token of the vocabulary. On a CPU, the two
+levels are 20 times as fast as the Gumbel trick for a vocabulary of 32k tokens, and 2.7 times as
+fast for a vocabulary of 32 tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Real, UInt32
 
 BLOCK = 256
-"""Tokens per block; a vocabulary of at most this size is one block."""
+"""Number of tokens per block of the vocabulary. A smaller vocabulary is a single block."""
 
 
 class Draw(NamedTuple):

@@ -1,5 +1,5 @@
-"""Scheduler of the embedded engine, which assigns samples to decode slots. It runs on the host and
-uses neither a device nor a clock.
+"""Scheduler of the embedded engine: assigns samples to decode slots. It runs on the host and uses
+neither a device nor a clock.
 
 Invariants: requests start in order of arrival, except that a later request may share the prefill of
 an earlier request with the same bucket (padded prompt length). No slot stays free while an eligible
@@ -24,7 +24,9 @@ from jaxrl_llm.rollout.embedded.sampling import row_key
 
 
 class QueuedRequest:
-  """A request with the number of its samples that have started and the queue of its results."""
+  """A request in the queue, with the number of its samples that have started and a queue for its
+  results.
+  """
 
   def __init__(self, request: Request, bucket: int):
     self.request, self.bucket = request, bucket
@@ -47,8 +49,8 @@ class QueuedRequest:
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-  """Prompts that are prefilled together. After the turn that contains this prefill, their keys and
-  values are on the device.
+  """Prompts that are prefilled together. `cache` holds their keys and values once the turn that
+  contains this prefill has been executed.
   """
 
   requests: tuple[QueuedRequest, ...]
@@ -72,8 +74,8 @@ class Occupant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-  """One unit of device work: prefills, admissions of samples to slots, and one decode call. The
-  queue is checked between turns.
+  """One unit of device work: prefills, assignments of samples to slots, and one decode call. New
+  requests are considered only between turns.
   """
 
   prefills: list[Prefill]
@@ -120,8 +122,8 @@ class Scheduler:
     )
 
   def reweigh(self, version: Version) -> None:
-    """Handles a change of the weights. Running samples start a new segment, and prefilled prompts
-    that still have pending samples are queued to be prefilled again.
+    """Adapts to new weights. Running samples start a new segment, and prompts that were prefilled
+    for pending samples are queued to be prefilled again.
     """
     for occupant in self._slots:
       if occupant is not None:
@@ -133,8 +135,8 @@ class Scheduler:
     self._ready = []
 
   def relabel(self, version: Version) -> None:
-    """Sets the version of each running sample's newest segment. It is called if the version is
-    renamed but the weights stay the same.
+    """Sets the version of each running sample's newest segment. This is called if the weights stay
+    the same but belong to a new version.
     """
     for occupant in self._slots:
       if occupant is not None:
@@ -155,16 +157,16 @@ class Scheduler:
     active = sum(occupied)
     if not active:
       return None
-    # While samples wait, the decode call ends early: once an eighth of the slots have finished, or
-    # as many slots as there are waiting samples, if these are fewer.
+    # While samples wait, the decode call ends as soon as enough slots have finished: an eighth of
+    # all slots, or one per waiting sample if that is fewer.
     pending = sum(part.pending for part in (*self._ready, *self._same_kind()))
     until = max(0, active - min(pending, max(1, len(self._slots) // 8))) if pending else 0
     control = np.array([until, *occupied], np.int32)
     return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
 
   def _same_kind(self) -> Iterable[QueuedRequest]:
-    """Yields the waiting requests before the first one that needs the other decode program.
-    Requests behind that one must wait, so that it is not overtaken forever.
+    """Yields the waiting requests that come before the first one that needs the other decode
+    program. Later requests are not considered, so that no request is overtaken forever.
     """
     for queued in self._waiting:
       if queued.request.sampling.filtered != self._filtered:
@@ -172,8 +174,8 @@ class Scheduler:
       yield queued
 
   def _take_prompts(self) -> list[Prefill]:
-    """Forms prefills, in order of arrival, for free slots that the already prefilled prompts cannot
-    fill. The spare rows of a prefill are filled with later prompts of the same bucket.
+    """Forms prefills, in order of arrival, for the free slots that already prefilled prompts cannot
+    fill. A prefill's spare rows are filled with later prompts of the same bucket.
     """
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
@@ -192,8 +194,8 @@ class Scheduler:
   def _fill_slots(
     self, version: Version | None
   ) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
-    """Assigns pending samples to free slots. Returns a pair for each prefill that supplies samples:
-    the prefill and its admission matrix, which has a row for every slot.
+    """Assigns pending samples to free slots. Returns, for each prefill that supplies samples, the
+    prefill and its admission matrix, which has one row per slot.
     """
     free = [i for i, slot in enumerate(self._slots) if slot is None]
     samples = [
@@ -243,7 +245,7 @@ class Scheduler:
       finish = _finish(tokens, request) if decoded.remaining[i] == 0 else None
       end = _repetition_end(tokens, request, start=before)
       if end is not None and (finish is None or end < occupant.length):
-        # The tokens that the same decode call sampled after this one are discarded.
+        # Tokens that the decode call sampled after the repetition are discarded.
         finish, occupant.length = Finish.REPETITION, end
       if finish is not None:
         self._slots[i] = None
@@ -267,20 +269,24 @@ class Scheduler:
 
 
 def _finish(tokens: Int32[np.ndarray, 'time'], request: Request) -> Finish:
-  """Returns why a completion ended on the device, which knows only stop tokens and the limit."""
+  """Returns the reason why a completion ended on the device, which knows only stop tokens and the
+  length limit.
+  """
   return Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH
 
 
 def _repetition_end(
   tokens: Int32[np.ndarray, 'time'], request: Request, *, start: int
 ) -> int | None:
-  """Returns the number of tokens after which repetition ends a completion, or None. Tokens that
-  earlier requests sampled for the completion count as part of it, but not towards the number.
+  """Returns the number of this request's tokens after which repetition ends a completion, or None
+  if there is no repetition. Tokens that earlier requests sampled for the completion are also
+  examined.
   """
   detection = request.sampling.repetition_detection
   if detection is None:
     return None
-  # A decode call samples a few tokens, so the cost of this check must not grow with the completion.
+  # Only the last tokens are examined, because the cost of this check, which follows each decode
+  # call, must not grow with the completion.
   earlier = max(0, min(request.begun, detection.reach - start))
   if earlier:
     tokens = np.r_[np.array(request.prompt[-earlier:], np.int32), tokens]

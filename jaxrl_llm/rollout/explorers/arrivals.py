@@ -1,8 +1,8 @@
-"""Validates messages from explorer processes. Checks the types of values, the limits of the run,
-and whether the names and versions in a message agree with its lease. A lease is the loan of a group
-to one explorer.
+"""Validates messages from explorer processes. Each message names a lease, which is the loan of a
+group to one explorer. The checks cover the types of values, the limits of the run, and whether the
+names and versions in the message agree with the group.
 
-Invariant: a correct explorer of this run could have sent every message that is accepted, so no
+Invariant: every accepted message could have come from a correct explorer of this run, so no
 accepted message can make the run fail later.
 """
 
@@ -27,16 +27,18 @@ from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 T = TypeVar('T')
 
 _MAX_NAME, _MAX_UID, _MAX_LINE, _MAX_ERROR = 128, 1024, 400, 2000
-"""Maximum lengths in characters: of an explorer's name, of other text fields, of a line in the
-master's messages, and of a workflow's error.
+"""Maximum lengths in characters of an explorer's name, other text fields, a line in the master's
+messages, and a workflow's error.
 """
 _MIN_SECRET, _MAX_SECRET = 16, 128
 """Minimum and maximum length of an explorer's secret, in characters."""
 _MAX_SAMPLES, _MAX_KEY = 4096, 64
-"""Maximum number of completions per request, and of words in its key."""
+"""Maximum number of completions per request, and maximum number of words in a request's random
+key.
+"""
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
-"""The two terms that give the maximum size of an encoded sample: a number of bytes for names, and a
-number of bytes per token of the longest sequence.
+"""The maximum size of an encoded sample in bytes is the first number, for names, plus the second
+number for each token of the longest sequence.
 """
 _ROUNDING = 1e-3
 """Amount by which a logprob may exceed 0 because of rounding."""
@@ -46,12 +48,12 @@ _SEGMENT = ('start', 'end', 'attempt', 'step', 'engine', 'finish')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-  """Limits on all samples and requests of a run."""
+  """Limits that all samples and requests of a run must keep."""
 
   vocab_size: int
   """Exclusive upper bound of token ids."""
   max_length: int
-  """Maximum tokens of a sequence, including the prompt."""
+  """Maximum number of tokens of a sequence, including its prompt."""
 
   def check_tokens(self, tokens: Any, name: str) -> None:
     """Raises ValueError if a token id is outside the vocabulary."""
@@ -77,26 +79,32 @@ def read_sender(body: Any) -> str:
 
 
 def read_lease(body: Mapping[str, Any]) -> str:
-  """Returns the lease that a message names. Raises Misbehaved if the message names no lease."""
+  """Returns the name of the lease under which a message was sent. Raises Misbehaved if it is
+  missing.
+  """
   with _reading('message'):
     return _field(body, 'lease', str)
 
 
 def read_leases(body: Mapping[str, Any]) -> list[str]:
-  """Returns the leases that a message lists. Raises Misbehaved if the message has no such list."""
+  """Returns the names of the leases that an explorer lists in a message. Raises Misbehaved if the
+  list is missing.
+  """
   with _reading('message'):
     return _all(_field(body, 'leases', list), 'leases', str)
 
 
 def read_error(body: Mapping[str, Any]) -> str:
-  """Returns the error of a workflow as one line. Raises Misbehaved if the message has no error."""
+  """Returns the error message of a workflow that failed, as one line. Raises Misbehaved if it is
+  missing.
+  """
   with _reading('message'):
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns the sample in a message, which must belong to the group. Raises Misbehaved if the
-  sample is invalid, or if it has sampled tokens that were not generated for the lease.
+  """Returns the sample in a message. Raises Misbehaved if the sample is invalid, does not belong to
+  the group, or has sampled tokens that the engine did not generate for the group's lease.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -113,7 +121,7 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
   """Returns the generation request in a message. Raises Misbehaved if the request is invalid. The
-  engine checks whether the prompt and the completion are too long.
+  lengths of the prompt and the completion are left for the engine to check.
   """
   with _reading('request'):
     row = _field(body, 'request', dict)
@@ -140,9 +148,9 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
-  """Returns the attempt in a message, which is a completion to be scored. Raises Misbehaved if the
-  attempt is invalid, or if its task differs from the group's task. The task must be unchanged,
-  because scorers run tests that are in its fields.
+  """Returns the attempt (a completion to be scored) in a message. Raises Misbehaved if the attempt
+  is invalid, or if its task differs from the group's task. A changed task is dangerous, because
+  scorers run tests that are in its fields.
   """
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
@@ -158,13 +166,13 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
 
 
 def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
-  """Returns (model, messages, options) of a message that queries an auxiliary model. Raises
-  Misbehaved if the query is invalid.
+  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved if the
+  query is invalid.
   """
   with _reading('question'):
     _check_text(body, 'model')
     messages = _all(_field(body, 'messages', list), 'messages', dict)
-    # The messages are forwarded as JSON. This raises for values that JSON cannot represent.
+    # The messages will be forwarded as JSON. Values that JSON cannot represent raise an error here.
     json.dumps(messages, allow_nan=False)
     _check_integer(body, 'max_tokens', 1, _INT32 - 1)
     _check_number(body, 'temperature')
@@ -179,8 +187,8 @@ def one_line(text: object, most: int = _MAX_LINE) -> str:
 
 @contextlib.contextmanager
 def _reading(kind: str) -> Iterator[None]:
-  """Converts any exception in the block to Misbehaved, because an unreadable message is the
-  sender's fault.
+  """Converts any exception in the block to Misbehaved, because only the sender can have caused a
+  message that is unreadable.
   """
   try:
     yield
@@ -238,8 +246,8 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
 
 
 def _check_origin(sample: Sample, group: LentGroup) -> None:
-  """Checks that a sample's names, source and media agree with the group. `LentGroup.hand_in` later
-  checks the sample's index and uid.
+  """Checks that a sample's task, taskset, source, trajectory and media agree with the group. Its
+  index and uid are checked later, by `LentGroup.hand_in`.
   """
   task, visit = group.order['task'], group.order['visit']
   wanted = {

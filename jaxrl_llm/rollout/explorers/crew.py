@@ -1,14 +1,14 @@
-"""Presents a run's explorer processes as one workflow. An explorer with free capacity leases the
-next group, which means that it receives the group on loan, and sends back the group's samples.
+"""Presents a run's explorer processes as one workflow. An explorer with free capacity leases
+(borrows) the next group, and sends back the group's samples.
 
-An explorer runs workflows and has no model, scorer or file of the run. It sends its workflows'
-requests (for tokens, scores and replies of auxiliary models) and the finished samples to the
-master, which is the process that runs the engine. Only the master writes the index of the store.
+An explorer has no model, scorer or file of the run. The master (the process that runs the engine)
+serves its workflows' requests for tokens, scores and replies of auxiliary models, and receives the
+finished samples. Only the master writes the index of the store.
 
 Invariants: a message either takes full effect or is refused, and it affects no other explorer. An
 explorer is evicted if it sends a message that a correct explorer never sends, and other explorers
-take over its groups. The text of a sample is decoded from the tokens by the master, and is not
-accepted from an explorer.
+take over its groups. The master does not accept the text of a sample from an explorer, but decodes
+it from the tokens.
 
 Explorers on other hosts connect through a `Front`, an HTTP server that requires a bearer token.
 """
@@ -64,35 +64,37 @@ ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
 
 Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-"""Responds to a message, given the sender's name, the message and the HTTP request behind it."""
+"""Handler of a message. The arguments are the sender's name, the message, and the HTTP request that
+contained it.
+"""
 
 Announce = Callable[[str], contextlib.AbstractAsyncContextManager[None]]
-"""Returns a context manager for an address of the master. While its block runs, the address is
-announced to explorers.
+"""Function that announces an address of the master to explorers. The announcement lasts as long as
+the block of the returned context manager.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorersConfig:
-  """Settings of explorer processes, which run the workflow in place of the master."""
+  """Settings of explorer processes, which run the workflow instead of the master process."""
 
   processes: int = 1
-  """Number of explorers that the run starts on its own machine. If 0, there are only explorers that
-  connect through `listen`.
+  """Number of explorers that the run starts on its own machine. If 0, all explorers must connect
+  through `listen`.
   """
   groups: int = 4
   """Number of groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """HTTP server for explorers on other hosts, which are started with `jaxrl serve --role=explorer`.
-  If None, only local explorers can connect.
+  """HTTP server for explorers on other hosts (`jaxrl serve --role=explorer`). If None, only local
+  explorers can connect.
   """
   silent_s: float = 15.0
-  """Seconds without a message after which an explorer is considered lost. Its groups are then lent
-  again.
+  """Seconds without a message after which an explorer is considered lost. Its groups are then given
+  to other explorers.
   """
   nobody_s: float = 300.0
-  """Seconds for which groups may wait while no explorer is connected. After that, the run ends with
-  an error.
+  """Maximum seconds for which groups wait while no explorer is connected. The run then ends with an
+  error.
   """
 
   def __post_init__(self):
@@ -114,7 +116,7 @@ class ExplorersConfig:
 
 
 class Crew:
-  """Implements `Workflow` with the explorers that connect.
+  """Workflow that is run by explorer processes.
 
   Attributes:
     counts: the counts of `Leases`, and `repeated`, the number of samples that were ignored because
@@ -137,17 +139,16 @@ class Crew:
   ):
     """
     Args:
-      hub: serves the requests of workflows.
+      hub: serves the requests that workflows send through the explorers.
       config: settings of the explorers.
       welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a
-        msgpack record.
+        mapping for msgpack.
       text: `Workflow.text`. It is called in a separate thread, for one sample at a time.
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
       command: returns the command line of an explorer process.
-      announce: announces an address of the master to explorers until the crew is closed. The
-        address is `front`, or `address` if `front` is None. If `announce` is None, nothing is
-        announced.
+      announce: announces `front` (or `address`, if `front` is None) to explorers until the crew is
+        closed. If None, no address is announced.
     """
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
@@ -212,7 +213,7 @@ class Crew:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Implements `Workflow.run`. Raises RunError if the workflow raised in its explorer."""
+    """Implements `Workflow.run`. Raises RunError if the workflow has failed in its explorer."""
     options = {
       'visit': visit,
       'stage': stage,
@@ -225,7 +226,7 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        # wait sample: limits of the group, `collect`, `suite`; if the crew fails, it raises here
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result
@@ -259,8 +260,8 @@ class Crew:
     return application
 
   def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Wraps a handler. The wrapper identifies the sender of each message and answers a refused
-    message with an HTTP error status. It evicts the sender if the handler raises Misbehaved.
+    """Wraps a handler of messages. The wrapper identifies the sender, turns a refusal into an HTTP
+    error status, and evicts the sender if the handler raises Misbehaved.
     """
 
     async def checked(request: web.Request) -> web.StreamResponse:
@@ -295,7 +296,7 @@ class Crew:
     return None if group is None else {**group.order, 'lease': group.lease}
 
   async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
-    """Returns the leases that an explorer has lost."""
+    """Receives an explorer's list of its leases. Returns those that are no longer valid."""
     return await self._leases.reconcile(sender, read_leases(body))
 
   async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
@@ -344,14 +345,14 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the values of `frames` as they arrive, and True as a heartbeat while there is none.
-    The stream ends with None, or with the error's text after a UserError. Any other error is raised
-    where the run waits for the sample.
+    """Streams the values of `frames` as they arrive, with True as a heartbeat in between. After the
+    last value it sends None, or the message of a UserError. Any other error ends the group and is
+    raised in `run`.
     """
     response = web.StreamResponse()
 
     async def send(value: Any) -> None:
-      # If the explorer is gone, the closed connection is about to cancel this call.
+      # If the explorer has disconnected, this call is about to be cancelled anyway.
       with contextlib.suppress(ConnectionError):
         await response.write(pack(value))
 
@@ -365,7 +366,7 @@ class Crew:
         await send(None)
       except UserError as error:
         await send(str(error))
-      # The workflow gets no error; the run raises this one where it waits for the sample.
+      # The explorer's workflow does not see this error; `run` raises it instead.
       except Exception as error:
         group.fail(error)
     return response
@@ -398,7 +399,7 @@ class Crew:
     return frames()
 
   async def _watch(self) -> None:
-    """Lends the groups of silent explorers again, and restarts local explorers that have ended."""
+    """Takes groups back from silent explorers, and restarts local explorers that have ended."""
     try:
       while True:
         began = time.monotonic()

@@ -2,7 +2,7 @@
 as it finishes.
 
 Invariant: an explorer stores no state. If the master takes a group away, or the master or the
-network fails, the explorer's work on the group is lost, and the group is repeated by an explorer.
+network fails, the work on the group is lost, and an explorer runs the group again.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _PATIENCE_S = 60.0
 """Seconds for which the master may be unreachable before the explorer ends."""
 _AGAIN_S = 0.5
 _SILENCE_S = 6 * wire.BEAT_S
-"""Seconds of silence in a response after which the master counts as unreachable."""
+"""Seconds without data in a response after which the master counts as unreachable."""
 _MAX_BYTES = 1 << 30
-"""Maximum bytes of a response, and of one value in a stream."""
+"""Maximum size in bytes of a response, and of one value in a stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class Welcome:
   """Contents of the tokenizer files, keyed by file name."""
 
   def row(self) -> dict[str, Any]:
-    # The options are encoded as JSON, because integers in msgpack have at most 64 bits.
+    # The options are encoded as JSON, because msgpack cannot represent integers of more than 64
+    # bits.
     workflow = {'kind': self.workflow.kind, 'options': json.dumps(dict(self.workflow.options))}
     return {'workflow': workflow, 'max_tokens': self.max_tokens, 'tokenizer': dict(self.tokenizer)}
 
@@ -70,13 +71,15 @@ BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
 class MasterLost(Lost):
-  """The master does not respond. A `Lost` from any other service that a workflow calls is a failure
-  of the workflow instead.
+  """The master does not respond. (If another service that a workflow calls is lost, the workflow
+  has failed instead.)
   """
 
 
 class Rejected(MasterLost):
-  """The master rejects a message, because the lease was lost or the group has ended."""
+  """The master rejects a message, because the explorer has lost the lease or the group has
+  ended.
+  """
 
 
 class Evicted(RunError):
@@ -121,8 +124,8 @@ class Link:
       return unpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """Yields the values of a response as they arrive, until a final None. There is no limit on the
-    total time, only on the time for which no data arrive.
+    """Yields the values of a response as they arrive, until a final None. The total time is
+    unlimited, but the time without data is not.
     """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
@@ -163,7 +166,7 @@ class Link:
 
 
 class _LeasedHub:
-  """Implements `Hub` for one group with requests to the master."""
+  """Hub for the workflow of one leased group. It forwards all requests to the master."""
 
   def __init__(self, link: Link, lease: str):
     self._link, self._lease = link, lease
@@ -193,8 +196,8 @@ class _LeasedHub:
 
 
 async def explore(link: Link, build: BuildWorkflow) -> None:
-  """Takes and runs groups until the master has been unreachable for a minute, and then closes the
-  link.
+  """Leases groups from the master and runs them, until the master has been unreachable for a
+  minute. Closes the link at the end.
 
   Args:
     link: connection to the master.
@@ -243,8 +246,8 @@ async def _take_groups(
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """Runs the workflow for one group and hands in the samples. Reports errors of the workflow to the
-  master. Raises Evicted as `Link` does.
+  """Runs the workflow for one group and sends the samples to the master, or the workflow's error if
+  it fails. Raises Evicted as `Link` does.
   """
   options = {
     'stage': order['stage'],
@@ -280,8 +283,8 @@ async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-  """Calls `call` and returns the result. While the master is unreachable, the call is retried for
-  up to `_PATIENCE_S` seconds; then RunError is raised.
+  """Returns the result of `call`. If the master is unreachable, retries for up to `_PATIENCE_S`
+  seconds and then raises RunError.
   """
   loop = asyncio.get_running_loop()
   deadline = loop.time() + _PATIENCE_S

@@ -1,8 +1,9 @@
-"""Completions that the engine generated under one lease, and whether a sample consists of them.
+"""Completions that the engine generated for one lease (the loan of a group to an explorer), and the
+check that a sample consists of them.
 
 Invariant: the sampled tokens of an accepted sample, with their logprobs, temperature and versions,
-are what the engine sent under the lease. An explorer chooses the prompts and which completions it
-uses, but cannot invent tokens.
+are what the engine sent to the lease's holder. An explorer can choose prompts and discard
+completions, but cannot invent tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxrl_llm.rollout.api import Completion
 
 
 class _Source(NamedTuple):
-  """Version and engine that generated tokens, and the temperature."""
+  """Origin of tokens: the policy version and engine that generated them, and the temperature."""
 
   version: Version
   engine: str
@@ -26,7 +27,7 @@ class _Source(NamedTuple):
 
 
 class Generated:
-  """Tokens and logprobs that the engine sent under one lease."""
+  """Record of the tokens and logprobs that the engine generated for one lease."""
 
   def __init__(self):
     self._parts: dict[_Source, list[bytes]] = {}
@@ -41,8 +42,8 @@ class Generated:
       )
 
   def check(self, sample: Sample) -> None:
-    """Checks that the sample's segments name what generated tokens, and that the tokens that the
-    sample marks as sampled or trains on were generated.
+    """Checks that the engine generated the tokens that the sample marks as sampled or as trained
+    on, under the versions that its segments name.
 
     Raises ValueError otherwise. Segments must be in order and must not overlap.
     """
@@ -77,21 +78,21 @@ class Generated:
 
 
 _ENTRY_BYTES = 8
-"""Bytes of a token and its logprob in `_entries`."""
+"""Size in bytes of one entry, which is a token id followed by its logprob (see `_entries`)."""
 _SEPARATOR = b'\xff' * _ENTRY_BYTES
-"""Entry between two completions. No sample has it, because its logprob is NaN."""
+"""Entry that separates completions. It cannot occur in a sample, because its logprob is NaN."""
 
 
 def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 'time']) -> bytes:
-  """Returns each token followed by its logprob, as bytes."""
+  """Encodes each token and its logprob as one entry of 8 bytes."""
   bits = np.ascontiguousarray(logprobs, '<f4').view('<i4')
   return np.stack([tokens.astype('<i4'), bits], axis=1).tobytes()
 
 
 def _contains(known: bytes, part: bytes) -> bool:
-  """Whether `part` is a slice of the entries in `known`."""
-  # Comparing entries takes a tenth of the time of a search for bytes. If each slice were searched
-  # for from the beginning, a sample of many short runs would block the event loop for seconds.
+  """Whether `part` is a sequence of consecutive entries in `known`."""
+  # The first entry is found by comparing whole entries, ten times as fast as a search for bytes.
+  # Without this, a sample of many short slices would block the event loop for seconds.
   matches = np.frombuffer(known, '<i8') == np.frombuffer(part, '<i8', count=1)
   first = int(matches.argmax())
   if not matches[first]:
@@ -103,6 +104,6 @@ def _contains(known: bytes, part: bytes) -> bool:
 
 
 def _runs(marks: Bool[np.ndarray, 'time'], start: int) -> list[tuple[int, int]]:
-  """Returns the bounds of the runs of True, where the first mark has the index `start`."""
+  """Returns (start, end) of each run of True in `marks`. Indices count from `start`."""
   edges = np.flatnonzero(np.diff(np.r_[False, marks, False])) + start
   return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]

@@ -1,10 +1,10 @@
-"""Leases of groups to explorers. Each group is lent to one explorer at a time, and is lent again if
-the explorer is gone.
+"""Leases of groups to explorers. A lease lends a group to one explorer; if the explorer is lost,
+the group is lent to another one.
 
 Invariants: a group has at most one holder, the explorer that it is lent to. A lease is identified
 by a secret name, and only the holder can use it. A lost lease becomes invalid, and requests made
-under it are cancelled. A group whose lease was lost is lent again before any group that was never
-lent. Each sample is accepted only once.
+under it are cancelled. Groups whose lease was lost are lent before groups that were never lent.
+Each sample is accepted only once.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Roster
 
 _MAX_LOSSES = 5
-"""Number of times that a group may be lost before the group itself is considered the cause."""
+"""Number of times that a group may be lost with its explorer before the group itself is blamed."""
 _MAX_EVICTED = 4096
-"""Maximum number of evicted names to remember."""
+"""Maximum number of evicted explorers to remember."""
 
 
 class Gone(Exception):
-  """The lease was lost, or its group has ended."""
+  """The lease of a message is no longer valid, or the group has ended."""
 
   def __init__(self, lease: str):
     super().__init__(f'lease {ascii(lease[:8])[1:-1]} is no longer held')
 
 
 class Misbehaved(Exception):
-  """The explorer sent a message that a correct explorer never sends. It must be evicted."""
+  """An explorer sent a message that a correct explorer never sends, and must be evicted."""
 
 
 class SenderEvicted(Exception):
-  """The sender was evicted because of an earlier message."""
+  """The sender of a message was evicted earlier."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -52,43 +52,45 @@ class LentGroup:
   """A group of samples that the run has requested from explorers."""
 
   order: dict[str, Any]
-  """Work order sent to the explorer, without the lease."""
+  """Work order for the explorer: the task, visit, stage, number of samples and sampling
+  parameters.
+  """
   name: str
   """`<stage>/<task uid>/<visit>`, the prefix of its samples' uids."""
   samples: int
   handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(
     default_factory=asyncio.Queue
   )
-  """Pairs of (sample, text) for the run. An exception in the queue is raised where the run waits,
-  and ends the group.
+  """Queue through which the run receives (sample, text) pairs. An exception in the queue ends the
+  group and is raised in the run.
   """
   roster: Roster = dataclasses.field(init=False)
-  """Record of which samples have been handed in so far."""
+  """Record of the samples that have arrived."""
   lease: str | None = None
   """Secret name of the lease, known only to the holder and the master; None while the group is not
   lent.
   """
   generated: Generated = dataclasses.field(default_factory=Generated)
-  """Completions that the engine sent for this lease."""
+  """Completions that the engine has generated for this lease."""
   spoiled_by: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while they held the group. A label is an explorer's name
-  without the part derived from the secret.
+  without the part that is derived from its secret.
   """
   holder: str | None = None
   """Name of the explorer that holds the group; None while it waits."""
   lent: float = 0.0
-  """Time on the monotonic clock at which the group was lent to the holder."""
+  """Monotonic time at which the group was lent to its holder."""
   losses: int = 0
   """Number of times that a lease of this group was lost."""
   calls: set[asyncio.Task] = dataclasses.field(default_factory=set)
-  """Tasks that serve the holder's pending requests."""
+  """asyncio tasks that serve the holder's pending requests."""
 
   def __post_init__(self):
     self.roster = Roster(self.name, self.samples)
 
   def hand_in(self, sample: Sample, text: str) -> bool:
-    """Queues a sample for the run. Returns False, and queues nothing, if a sample with the same
-    index has already arrived. Raises ValueError for a sample that was not requested.
+    """Passes a sample on to the run. Returns False, and does nothing, if a sample with the same
+    index has already arrived. Raises ValueError if the sample was not requested.
     """
     if not self.roster.take(sample):
       return False
@@ -96,12 +98,12 @@ class LentGroup:
     return True
 
   def fail(self, error: Exception) -> None:
-    """Raises `error` where the run waits for the samples."""
+    """Ends the group with an error, which is raised in the run."""
     self.handed_in.put_nowait(error)
 
 
 class Leases:
-  """Tracks requested groups and connected explorers.
+  """Tracks the groups that the run has requested and the explorers that are connected.
 
   Attributes:
     counts: number of events by kind. `lost` counts leases whose holder fell silent, ended, left,
@@ -112,7 +114,7 @@ class Leases:
   def __init__(self, *, silent_s: float):
     """
     Args:
-      silent_s: seconds without a message after which an explorer is considered gone.
+      silent_s: seconds without a message after which an explorer is considered lost.
     """
     self.counts: collections.Counter[str] = collections.Counter()
     self._silent_s = silent_s
@@ -131,11 +133,11 @@ class Leases:
 
   @property
   def groups(self) -> tuple[LentGroup, ...]:
-    """Waiting and lent groups."""
+    """Unfinished groups, waiting or lent."""
     return (*self._waiting, *self._lent.values())
 
   async def offer(self, group: LentGroup) -> None:
-    """Queues a group, which any explorer may take."""
+    """Queues a group for any explorer to take."""
     async with self._work:
       self._waiting.append(group)
       self._work.notify_all()
@@ -146,7 +148,7 @@ class Leases:
       raise SenderEvicted(f'{name} was evicted: {self._evicted[name]}')
 
   def hear(self, name: str) -> None:
-    """Records that an explorer has just sent a message."""
+    """Records the time of an explorer's message, and that the explorer is connected."""
     self._heard[name] = time.monotonic()
 
   async def take(self, name: str) -> LentGroup | None:
@@ -170,8 +172,7 @@ class Leases:
 
   def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group that this explorer may take, or None. A group is not lent to
-    an explorer whose label is in the group's `spoiled_by`, unless the labels of all connected
-    explorers are in it.
+    an explorer in its `spoiled_by`, unless that applies to all connected explorers.
     """
     label = _label(name)
     for group in self._waiting:
@@ -217,9 +218,9 @@ class Leases:
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """Compares the leases that an explorer reports with the leases recorded here. Returns the
-    reported leases that the explorer no longer holds. Groups that are lent to the explorer but
-    whose leases it did not report are lent again.
+    """Compares the leases that an explorer reports with the leases recorded here. Returns those
+    that the explorer reports but no longer holds. Takes back the groups whose leases it should have
+    reported, so that they are lent again.
     """
     self.hear(name)
     # A lease granted more recently may not have reached the explorer yet.
@@ -233,7 +234,7 @@ class Leases:
     ]
 
   async def give_up(self, name: str, why: str) -> None:
-    """Removes an explorer that is gone, and lends the explorer's groups again."""
+    """Removes a lost explorer, and queues its groups to be lent again."""
     self._heard.pop(name, None)
     lost = [group for group in self._lent.values() if group.holder == name]
     if lost or why != 'left':
@@ -241,8 +242,8 @@ class Leases:
     await self._lend_again(lost, f'{name} {why}')
 
   async def evict(self, name: str, why: str) -> None:
-    """Refuses all further messages of an explorer that misbehaved, and lends the explorer's groups
-    again.
+    """Evicts an explorer that misbehaved: refuses its further messages and queues its groups to be
+    lent again.
     """
     self._evicted[name] = why
     if len(self._evicted) > _MAX_EVICTED:

@@ -18,12 +18,13 @@ _AGAIN_WITHIN_S = 60.0
 _LAST_LINE = 400
 
 ExplorerCommand = Callable[[str, str], Sequence[str]]
-"""Returns the command line of an explorer, given the master's address and the explorer's identity.
+"""Function of (master's address, explorer's identity) that returns the command line of an explorer
+process.
 """
 
 
 class ExplorerProcess:
-  """A local explorer process, run under a guard that ends the explorer if this process dies."""
+  """A local explorer process. A guard process ends it if this process dies."""
 
   def __init__(self, name: str, address: str, logs: pathlib.Path, command: ExplorerCommand):
     """
@@ -36,7 +37,7 @@ class ExplorerProcess:
     """
     self.name, self._address, self._log = name, address, logs / f'{name}.log'
     self.identity = f'{name}.{secrets.token_hex(4)}'
-    """Name that the explorer uses in its messages to the master. It is unique across hosts."""
+    """Unique name that the explorer uses in its messages to the master."""
     self._command = command(address, self.identity)
     folder = pathlib.Path(address.removeprefix('unix:')).parent
     self._child = Child(f'explorer {name}', log=self._log, remove=(folder,), grace_s=1.0)
@@ -44,15 +45,17 @@ class ExplorerProcess:
 
   def start(self) -> None:
     self._started.append(time.monotonic())
-    # The explorer gets this process's module search path, so that it can import modules next to
-    # the configuration.
+    # The explorer gets this process's module search path, so that it can import the modules beside
+    # the configuration file.
     self._child.start(
       self._command,
       {**job.outside(os.environ), 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},
     )
 
   def start_again(self) -> None:
-    """Restarts the explorer. Raises RunError if it has ended several times in a short time."""
+    """Restarts an explorer that has ended. Raises RunError if this has happened several times in a
+    short time.
+    """
     if (
       len(self._started) > _MAX_FAILURES
       and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S
@@ -67,7 +70,7 @@ class ExplorerProcess:
     return self._child.is_running()
 
   def terminate(self) -> None:
-    """Asks the guard to end the explorer."""
+    """Asks the guard process to end the explorer."""
     self._child.terminate()
 
   def last_line(self) -> str:
@@ -76,5 +79,5 @@ class ExplorerProcess:
     return lines[-1][-_LAST_LINE:] if lines else 'no output'
 
   async def stop(self) -> None:
-    """Ends the explorer. Raises WaitExpired if the guard is stuck."""
+    """Ends the explorer. Raises WaitExpired if the guard process does not end."""
     await self._child.stop(owner='the run')

@@ -47,8 +47,8 @@ Row = dict[str, Any]
 
 
 def identity(name: str, secret: str) -> str:
-  """Returns an explorer's full name. Only an explorer that knows the secret can use this name, and
-  the name does not reveal the secret.
+  """Returns an explorer's full name, which contains a digest of its secret. Only an explorer that
+  knows the secret can use the name, and the name does not reveal the secret.
   """
   return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
 
@@ -66,7 +66,7 @@ def unpack(data: bytes) -> Any:
 
 
 def task_row(task: Task) -> Row:
-  # The fields are encoded as JSON, because integers in msgpack have at most 64 bits.
+  # The fields are encoded as JSON, because msgpack cannot represent integers of more than 64 bits.
   fields = json.dumps(dict(task.fields))
   prompt, media = (
     [dict(message) for message in task.prompt],

@@ -1,4 +1,4 @@
-"""Interfaces through which a fleet, the engine over several servers, uses its servers. `VllmClient`
+"""Interfaces through which a fleet (the engine over several servers) uses its servers. `VllmClient`
 and `OwnedServer` implement them for vLLM.
 
 Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server
@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.vllm.publication import Publication
 
 @runtime_checkable
 class EngineServer(Protocol):
-  """Client of one server, for its status, sampling and version labels. Weights are loaded by a
+  """Client of one server: its status, sampling and version labels. Weights are loaded by a
   `Transfer` instead.
   """
 
@@ -29,8 +29,8 @@ class EngineServer(Protocol):
   address: str
   """Server address for messages."""
   adapter: Publication | None
-  """Adapter that new completions use; None for the base model. The replica (the fleet's state of
-  this server) sets it to None when the server's weights become unknown.
+  """Adapter that new completions use; None for the base model. The server's `Replica` resets it to
+  None when the server's weights become unknown.
   """
 
   async def is_healthy(self) -> bool:
@@ -86,12 +86,12 @@ class EngineServer(Protocol):
     ...
 
   async def set_version(self, publication: Publication) -> None:
-    """Makes the server label the tokens that it samples from now on as this publication's."""
+    """Makes the server label the tokens that it samples from now on with this publication."""
     ...
 
   async def served_label(self) -> str:
-    """Returns the label that the server gives to the tokens that it samples now. A server that was
-    restarted from outside the run has no label of this run.
+    """Returns the label that the server gives to newly sampled tokens. If the server was restarted
+    from outside the run, the label is not one of this run.
     """
     ...
 
@@ -112,8 +112,8 @@ class EngineServer(Protocol):
 
 @runtime_checkable
 class ServerProcess(Protocol):
-  """Process of an owned server, which is a server that the run starts and stops. It can be started
-  again after `stop`. An attached server is started by others and has no `ServerProcess`.
+  """Process of an owned server, that is, a server that the run starts and stops. It can be started
+  again after `stop`. Attached servers, which others start, have no `ServerProcess`.
   """
 
   def start(self) -> None:

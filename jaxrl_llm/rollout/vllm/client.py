@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server. Only this module contains the paths and bodies of the server's
 API (vLLM 0.32).
 
-Invariant: every returned value was checked to be complete and to match its request. In every other
-case, the client raises `Lost` if the request may be retried on another server, `Refused` if the
-server works but rejects the call, or `UserError` if no server can serve the request.
+Invariant: every returned value is complete and matches its request. Otherwise the client raises
+`Lost` if the request may be retried on another server, `Refused` if the server works but rejects
+the call, or `UserError` if no server can serve the request.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MODEL = 'policy'
 _GENERATE = '/inference/v1/generate'
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
-"""Maximum size of a response in bytes. The longest responses list all tensors."""
+"""Maximum size of a response in bytes. The longest responses are lists of all tensors."""
 _UNDRAWABLE = -9000.0
-"""Smallest possible logprob of a sampled token. vLLM writes -9999 for minus infinity."""
+"""Lower limit for the logprob of a sampled token. vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -63,7 +63,7 @@ class VllmClient:
       address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
     )
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, keyed by label. Completions with any other label are
+    """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
     """
     self.adapter: Publication | None = None
@@ -149,8 +149,7 @@ class VllmClient:
 
     Args:
       index: index of the sample within the request.
-      seed: the engine's seed. The sampler's seed is a hash of the engine's seed, the request's key
-        and the index.
+      seed: seed of the engine. vLLM gets a hash of this seed, the request's key and the index.
 
     Raises:
       Lost: the server does not answer, or its answer does not match the request.
@@ -173,8 +172,8 @@ class VllmClient:
     try:
       (choice,) = answer['choices']
       if adapter is not None:
-        # The server labels all tokens with its newest version, but these tokens were sampled with
-        # the adapter that the request named.
+        # The server labels all tokens with its newest version. These tokens, however, were sampled
+        # with the adapter that the request named.
         span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
         choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
@@ -243,8 +242,8 @@ class VllmClient:
       ) from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Initializes the weight transfer, once before the server's first update. The content of `info`
-    depends on the transfer backend.
+    """Initializes the weight transfer. This is called once, before the server's first update. The
+    content of `info` depends on the transfer backend.
     """
     await self.call(
       'POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s
@@ -256,8 +255,8 @@ class VllmClient:
     except Lost as error:
       if 'already active' not in str(error):
         raise
-      # An earlier update was interrupted, or its trainer died. vLLM must finish that update before
-      # it starts another.
+      # An earlier update was interrupted, for example because its trainer died. vLLM requires that
+      # the update is finished before another one starts.
       await self.finish_update(deadline_s=deadline_s)
       await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
 
@@ -274,8 +273,8 @@ class VllmClient:
       Refused: the server cannot load the adapter, and completions keep using the previous one.
       Lost: the server does not answer.
     """
-    # `load_inplace` replaces an adapter with the same name. The server may already have this
-    # adapter or, if it is attached, an adapter of an earlier run.
+    # `load_inplace` replaces an adapter of the same name, which the server may already have. An
+    # attached server may still have an adapter of an earlier run.
     body = {
       'lora_name': publication.adapter,
       'lora_path': str(publication.directory.absolute()),
@@ -310,8 +309,8 @@ class VllmClient:
     await self.call('POST', '/update_weight_version', {'new_version': publication.label})
 
   async def served_label(self) -> str:
-    """Returns the label that the server gives to the tokens that it samples now. It is 'default' if
-    no label was ever set.
+    """Returns the label that the server gives to newly sampled tokens, or 'default' if no label was
+    set.
     """
     return str((await self.call('GET', '/weight_info', deadline_s=10.0)).get('weight_version'))
 
@@ -417,8 +416,8 @@ def _completion(
 def _check_repetition(
   tokens: Int32[np.ndarray, 'time'], finish: Finish, request: Request, engine: str
 ) -> None:
-  """Raises UserError if the server does not detect repetitions by the request's rule: the server
-  works, but every further answer could be wrong in the same way.
+  """Checks that the server ends completions by the request's repetition rule. Raises UserError if
+  it does not, because every further answer could be wrong in the same way.
   """
   detection, where = request.sampling.repetition_detection, f'engine {engine}: {request.uid}'
   if detection is None:

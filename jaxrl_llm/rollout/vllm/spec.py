@@ -31,7 +31,7 @@ _PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
 
 
 def vllm_engine(config: VllmConfig) -> EngineSpec:
-  """Returns the spec of an engine of vLLM servers, which the trainer starts or attaches to."""
+  """Returns the spec of an engine over vLLM servers, which the trainer starts or attaches to."""
   return EngineSpec(
     build=lambda setting, run: _fleet(config, setting, run),
     served=True,
@@ -83,8 +83,8 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   else:
     replicas = _owned(config, setting, published)
   _write_model(config, setting)
-  # Servers of other users may read a configured directory. A folder in shared memory is private,
-  # because only servers of this user read it.
+  # In a configured directory, servers of other users may read the folder. In shared memory, only
+  # servers of this user do, so the folder is private.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
@@ -128,11 +128,11 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Returns the path of this start's publication folder, which is in shared memory or in the
-  configured directory. Removes the folder of an earlier start of the run that was killed.
+  """Returns the path of this attempt's publication folder, in shared memory or in the configured
+  directory. Removes the folder of an earlier attempt (start of the run) that was killed.
 
-  The folder's name is random, because the guard processes of a killed start may still be about to
-  remove that start's folder, and because runs on several hosts may share the directory.
+  The folder's name is random, because guard processes of a killed attempt may still be about to
+  remove its folder, and because runs on several hosts may share the directory.
   """
   root = config.publish_dir
   if root is None and not SHARED_MEMORY.is_dir():
@@ -187,8 +187,8 @@ def _model(setting: EngineSetting) -> pathlib.Path:
 
 
 def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
-  """Writes the config.json that the servers need. Servers that the same job starts elsewhere wait
-  for this file.
+  """Writes the config.json that the servers need. Servers that the same job starts on other hosts
+  wait for this file.
   """
   directory, unfinished = _model(setting), _model(setting) / 'unfinished'
   unfinished.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
 
 
 def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
-  """Returns the data type of the servers and of the weights published to them."""
+  """Returns the data type in which the servers hold and receive weights."""
   return setting.dtype if config.dtype == 'policy' else config.dtype
 
 

@@ -1,5 +1,5 @@
-"""Transfer of published weights to a server. Either the server reads the published files, or a
-sender process reads them and sends the weights to the server.
+"""Transfer of published weights to a server. Either the server itself reads the published files, or
+a sender process reads them and sends the weights to it.
 
 Invariant: `Refused` means that no weights were written. Any other failure of `send` raises `Lost`,
 because the server's weights are then unknown.
@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, che
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""Parts of the messages of errors that a worker raises before its first write. They contain no
+"""Texts that identify errors which a worker raises before it writes any weights. They contain no
 paths, because vLLM replaces paths in messages with <path>.
 """
 _LINE = 1 << 28
@@ -42,7 +42,7 @@ workers.
 """
 _LOOK_S = 0.01
 _LAST_LINES = 5
-"""Number of log lines shown when a sender exits on its own."""
+"""Number of log lines in the error message when a sender ends unexpectedly."""
 
 
 _Server = TypeVar('_Server', bound=EngineServer, contravariant=True)
@@ -53,7 +53,7 @@ class Transfer(Protocol[_Server]):
   """Transfers publications to one server."""
 
   backend: str
-  """Name of the transfer in messages. For vLLM servers, it is also the backend in
+  """Name of the transfer, used in messages and, for vLLM servers, as the backend in
   `--weight-transfer-config`.
   """
 
@@ -113,10 +113,10 @@ class SenderTransfer:
   """Transfer over NCCL or CUDA IPC by a sender process (`rollout.vllm.sender`), which runs in
   vLLM's environment and reads the published files.
 
-  The sender makes no HTTP calls. It requests vLLM's control calls, and the server's client makes
-  these calls in the trainer's process. If a call fails or the deadline passes, the sender is
-  killed, because over NCCL it may be waiting for a server that never joins. The server must then be
-  restarted; an attached server must be restarted by its operator.
+  The sender makes no HTTP calls. It asks the trainer's process to make vLLM's control calls with
+  the server's client. If a call fails or the deadline passes, the sender is killed, because over
+  NCCL it may be waiting for a server that never joins. The server must then be restarted, if it is
+  an attached server by its operator.
 
   This transfer has not been tested on hardware; `rollout.vllm.sender` lists the open questions.
   Data parallelism within a server is not supported, because the server reports only the workers of
@@ -155,7 +155,7 @@ class SenderTransfer:
 
   @property
   def pid(self) -> int | None:
-    """Process id of the sender's guard; None if there is no sender."""
+    """Process id of the guard process of the sender; None if there is no sender."""
     return self._child.pid if self._child else None
 
   async def connect(self, client: VllmClient) -> None:
@@ -185,8 +185,8 @@ class SenderTransfer:
       raise
 
   async def close(self) -> None:
-    """Kills the sender, which has no state to save. Raises WaitExpired if the sender's guard is
-    stuck.
+    """Kills the sender, which has no state to save. Raises WaitExpired if its guard process does
+    not end.
     """
     child, self._child = self._child, None
     try:
@@ -197,8 +197,8 @@ class SenderTransfer:
       self._opened.close()
 
   async def _kill(self) -> None:
-    """Calls `close` after an error. A stuck guard is only logged, so that the first error is the
-    one raised.
+    """Calls `close` after an error. If that fails too, it is only logged, so that the first error
+    is the one that is raised.
     """
     try:
       await self.close()
@@ -269,7 +269,7 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    # wait sender: `transfer_deadline_s`, of the order
+    # wait sender: `transfer_deadline_s` of the order
     while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:
@@ -282,7 +282,9 @@ class SenderTransfer:
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a call that vLLM's engine requested. Raises Lost if the server fails or refuses it."""
+  """Makes a control call that the sender has requested. Raises Lost if the server fails or refuses
+  the call.
+  """
   name, body = message['call'], message['body']
   try:
     if name == 'init_weight_transfer_engine':

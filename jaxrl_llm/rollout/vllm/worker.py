@@ -2,7 +2,7 @@
 loaded weights.
 
 Invariants: no parameter is written before the whole publication has been read and its digests match
-the trainer's. Reported digests are computed from the live parameters and not from the files.
+the trainer's. Reported digests are computed from the live parameters, not from the files.
 
 vLLM imports this module in its own environment, through the option `--worker-extension-cls
 jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing of jaxrl_llm.
@@ -20,13 +20,15 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 BACKEND = 'files'
-"""Name of this transfer in `--weight-transfer-config`."""
+"""Name of this way of transfer in vLLM's option `--weight-transfer-config`."""
 _SPIN_S = 0.001
-"""Seconds for which a CPU worker spins before it sleeps until the next command."""
+"""Seconds for which a CPU worker busy-waits for the next command before it sleeps."""
 
 
 class View(NamedTuple):
-  """This worker's part of a Hugging Face tensor: the whole tensor, or its tensor-parallel slice."""
+  """This worker's part of a Hugging Face tensor: the whole tensor, or a tensor-parallel slice of
+  it.
+  """
 
   tensor: torch.Tensor
   """Tensor that shares the memory of the live parameter, so writing to it changes the parameter."""
@@ -62,8 +64,8 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
   split into their parts.
 
   Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …) and not by their
-  class. If the server accepts adapters, vLLM wraps each base layer as `base_layer` of a module;
-  this part is removed from names. Adapters are not parameters.
+  class. If the server accepts adapters, vLLM makes each layer the attribute `base_layer` of a
+  wrapper; the names omit this attribute. Adapters themselves are left out.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
@@ -91,7 +93,7 @@ def _parts(
   dim = 0 if size > 1 else None
   shard = getattr(module, 'shard_indices', None)
   if shard is not None:
-    # Rows beyond the vocabulary are padding; a rank may hold only padding.
+    # Rows beyond the vocabulary are padding. A rank may hold nothing but padding.
     start, rows = (
       shard.org_vocab_start_index,
       shard.org_vocab_end_index - shard.org_vocab_start_index,
@@ -218,8 +220,8 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _wait_without_spinning() -> None:
-  """Shortens the busy-wait of an idle worker, which lasts one second by default in vLLM. On a host
-  without GPUs, the trainer needs the CPU core during that time.
+  """Shortens the busy-wait of an idle worker, which is one second by default in vLLM. On a host
+  without GPUs, the trainer needs that CPU core.
   """
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -233,7 +235,7 @@ def _wait_without_spinning() -> None:
 
 
 def _install() -> None:
-  """Registers the transfer engine, and prevents vLLM from packing CPU weights at load."""
+  """Registers this transfer engine in vLLM, and prevents vLLM from packing weights on CPUs."""
   import vllm.model_executor.layers.utils as layers
   from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -242,7 +244,7 @@ def _install() -> None:
   )
   from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-  # On CPUs vLLM packs linear weights into oneDNN handles and leaves the parameters empty.
+  # On CPUs, vLLM would pack linear weights into oneDNN handles and leave the parameters empty.
   layers.dispatch_cpu_unquantized_gemm = _keep_weights
   if torch.version.cuda is None:
     _wait_without_spinning()
@@ -256,8 +258,8 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter that the files contain; empty if they contain whole weights. This worker
-    only verifies an adapter's files, and vLLM loads them afterwards.
+    """Name of the adapter in the files; empty if they contain whole weights. This worker only
+    verifies the files of an adapter, which vLLM itself then loads.
     """
 
   class FileTransferEngine(WeightTransferEngine):
