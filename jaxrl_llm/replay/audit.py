@@ -1,7 +1,8 @@
-"""Store audit: checks, from files alone, that every issued sample is accounted for exactly once.
+"""Audit of a store: checks, from its files alone, that every issued sample has exactly one fate.
 
-Invariant: the audit trusts no summary that the writer recorded. It derives each sample's state from
-the recorded transitions, recomputes all counts, and reads and decodes the bytes of every sample.
+Invariant: the audit does not rely on states and counts in the index. It derives each sample's state
+from the recorded transitions, recomputes all counts, and reads and decodes the bytes of every
+sample.
 """
 
 from __future__ import annotations
@@ -32,19 +33,17 @@ class AuditReport:
 
   ok: bool
   issued: int
-  """Number of samples issued, over all starts of the run (attempts)."""
+  """Number of samples issued in all attempts (starts of the run)."""
   states: dict[str, int]
-  """Number of samples per state; these numbers add up to `issued`."""
+  """Number of samples in each state; the numbers add up to `issued`."""
   partitions: dict[str, int]
-  """Number of samples per partition; these numbers add up to `issued`."""
+  """Number of samples in each partition; the numbers add up to `issued`."""
   reasons: dict[str, int]
-  """Number of samples per 'state(reason)', for terminal states with a reason."""
+  """Number of samples, keyed by state and reason, for example 'dropped(timeout)'."""
   uses: dict[int, int]
-  """Number of policy samples (partition 'usual'), keyed by how many batches trained on them."""
+  """Number of the policy's samples, keyed by the number of batches that trained on them."""
   duplicates: int
-  """Number of results that were not accepted, because an earlier result of the same sample had been
-  accepted or the sample had ended.
-  """
+  """Number of completed samples that arrived a second time, or too late, and were not accepted."""
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
@@ -52,17 +51,17 @@ class AuditReport:
   unscored: tuple[str, ...]
   """uids of samples in state 'stored' that have no score."""
   lost: tuple[str, ...]
-  """uids of samples whose bytes should exist but cannot be read."""
+  """uids of samples whose content should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """One line for `segments/` if it has files that the index does not name, and one for
-  `quarantine/` if it has any files. Neither counts as a problem.
+  """Remarks on files that belong to no sample: one line for those in `segments/`, one for those in
+  `quarantine/`. Such files are not problems.
   """
   problems: tuple[str, ...]
-  """One line per problem; empty if `ok`."""
+  """One line for each problem; empty if `ok`."""
 
   @property
   def lines(self) -> list[str]:
-    """The report as lines of text."""
+    """Report as lines of text."""
     terminal = {state: count for state, count in self.states.items() if state not in LIVE}
     return [
       f'issued {self.issued} = '
@@ -92,8 +91,8 @@ def _listed(uids: tuple[str, ...]) -> str:
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
-  """Audits a store, given as an object or by its directory. A run may write to the store meanwhile,
-  because the audit reads one snapshot of the index.
+  """Audits a store, given as an object or by its directory. A run may write to the store at the
+  same time, because the audit reads a snapshot of the index.
   """
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
@@ -101,7 +100,7 @@ def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
 
 
 class _Audit:
-  """One audit of a snapshot. Its memory grows with the number of live, lost and faulty samples, but
+  """Audit of one snapshot. Memory use grows with the number of live, lost and faulty samples, but
   not with the number of all samples.
   """
 
@@ -116,11 +115,11 @@ class _Audit:
     self._live: list[str] = []
     self._lost: list[str] = []
 
-  def report(self, left_over: list[str]) -> AuditReport:
+  def report(self, unclaimed: list[str]) -> AuditReport:
     """Runs all checks.
 
     Args:
-      left_over: lines for `AuditReport.unclaimed`.
+      unclaimed: lines for `AuditReport.unclaimed`.
     """
     db = self._db
     problems = [
@@ -161,12 +160,14 @@ class _Audit:
       live=tuple(self._live),
       unscored=tuple(uid for (uid,) in unscored),
       lost=tuple(sorted(self._lost)),
-      unclaimed=tuple(left_over),
+      unclaimed=tuple(unclaimed),
       problems=tuple(problems),
     )
 
   def _transitions(self) -> Iterator[str]:
-    """Derives each sample's state from its transitions, and compares it with the sample's row."""
+    """Derives each sample's state from its transitions, and compares it with the state in the
+    index.
+    """
     log = self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, '
       's.uses, s.version, t.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t '
@@ -208,7 +209,8 @@ class _Audit:
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
-      # A void transition is stamped with the commit that was recovered, which may be earlier.
+      # A transition to void has the step of the recovered commit, which may be earlier than the
+      # sample's last.
       if step < before_step and after != State.VOID:
         yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
     steps = collections.defaultdict(list)
@@ -235,7 +237,7 @@ class _Audit:
       self._reasons[f'{last}({reason})'] += 1
 
   def _used(self, uid: str, partition: str, trained: collections.Counter[int]) -> Iterator[str]:
-    """Checks how often a sample was trained on, over all starts of the run together."""
+    """Checks the number of batches that trained on a sample, counted over all attempts."""
     uses = trained.total()
     if partition == 'usual':
       if uses > self._max_uses:
@@ -257,11 +259,12 @@ class _Audit:
         )
 
   def _locations(self) -> Iterator[str]:
-    """Checks where each sample's bytes are: in the open segment, in a sealed segment, or nowhere.
+    """Checks where each sample's bytes are stored: in the open segment, in a sealed segment, or
+    nowhere.
 
-    Samples that are issued, partial or void have no bytes there, and neither have expert samples.
-    Samples that are stored or admitted have bytes in exactly one place. Trained samples have bytes
-    only in a sealed segment. Dropped and expired samples have bytes in at most one place.
+    Issued, partial and void samples and expert rows have no bytes in segments. Stored and admitted
+    samples have bytes in exactly one segment, and trained samples in a sealed one. Dropped and
+    expired samples have bytes in at most one segment.
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
@@ -297,7 +300,9 @@ class _Audit:
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 
   def _sealed(self) -> Iterator[str]:
-    """Checks that every row that the index names is in its file and is the expected sample."""
+    """Checks that every row of a sealed segment in the index exists and contains the expected
+    sample.
+    """
     for name, rows in self._db.execute(
       'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r '
       'WHERE r.name = g.name)'
@@ -329,7 +334,7 @@ class _Audit:
       yield from _identity(f'segment {name}: row {row}', uid, version, sample)
 
   def _tasks(self) -> Iterator[str]:
-    """Checks that the task of every sample is listed in the store, if it lists tasks at all."""
+    """Checks that the store lists the task of every sample, unless it lists no tasks."""
     (strangers,) = self._db.execute(
       "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
@@ -341,9 +346,9 @@ class _Audit:
     """Checks for two kinds of samples that a fault may leave behind.
 
     The first is a sample that is still issued or partial although other samples of its group have
-    been admitted or have ended. The second is a sample that had a second result, not accepted, and
-    was scored twice by the same scorer at that step: its newest score may be that of the second
-    result.
+    been admitted or have ended. The second is a sample that arrived twice in one step and was
+    scored twice by the same scorer: its newest score may belong to the second arrival, which was
+    not accepted.
     """
     for uid, attempt, group, state in self._db.execute(
       'SELECT uid, attempt, group_id, state FROM samples s WHERE '
@@ -364,13 +369,15 @@ class _Audit:
       )
 
   def _partial(self) -> Iterator[str]:
-    """Checks that the spans of every partial sample are there and readable, one per transition."""
+    """Checks that every partial sample has one readable span for each of its transitions to
+    `partial`.
+    """
     for uid, attempt, state, became, kept in self._db.execute(
       'SELECT s.uid, s.attempt, s.state, (SELECT count(*) FROM transitions t WHERE t.uid = s.uid '
       "AND t.attempt = s.attempt AND t.state = 'partial'), (SELECT count(*) FROM partials p WHERE "
       'p.uid = s.uid AND p.attempt = s.attempt) FROM samples s'
     ):
-      # Spans of samples that have ended may have been pruned.
+      # A sample that has ended may have fewer, because `prune` deletes its spans.
       if kept > became or (state == State.PARTIAL and kept < became):
         self._lost += [uid] if kept < became else []
         yield f'{uid} (attempt {attempt}): has {kept} spans, its transitions say {became}'

@@ -1,6 +1,7 @@
-"""Read-only views of a store: summary, sample search, and histories of a task and of a sample.
+"""Read-only views of a store: a summary, a search for samples, and the histories of a task or a
+sample.
 
-They also work while a run writes to the store.
+The views also work while a run writes to the store.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from jaxrl_llm.replay.tables import (
 )
 
 _AT_MOST = 8
-"""Maximum number of versions that are listed individually."""
+"""Maximum number of versions that the summary lists individually."""
 
 
 @contextlib.contextmanager
 def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
-  """Opens a store for reading. Returns a connection to its index, in one read transaction, and a
+  """Opens a store for reading. Yields a connection to its index, in one read transaction, and a
   reader of its sealed segments.
   """
   path = pathlib.Path(directory) / INDEX
@@ -49,8 +50,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
     raise UserError(
       f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)'
     )
-  # If there is no write-ahead log (WAL), no process has the index open. It can then be opened as
-  # immutable, so that reading creates no files.
+  # Without a write-ahead log (WAL), no process has the index open. It can then be opened as
+  # immutable, which creates no files.
   log = path.with_name(f'{INDEX}-wal')
 
   def opened(options):
@@ -63,7 +64,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
-    # If the log exists now, a run has just begun to write, and the index must be opened again.
+    # If the log exists now, a run has just begun to write, and the index is no longer immutable.
     if alone and log.exists():
       db.close()
       db = opened('mode=ro')
@@ -82,8 +83,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
 def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
   """Opens a copy of a store, so that all read methods of ReplayStore can be used.
 
-  The copy in `into`, which must not exist, has its own index and links to the segments of the
-  original. Nothing is written to `directory`. Raises UserError if the index is damaged or missing.
+  The copy has its own index and a link to the segments of the original. Nothing is written to
+  `directory`, and `into` must not exist yet. Raises UserError if the index is damaged or missing.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
   if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
@@ -106,16 +107,16 @@ class Holdings:
   tasks: Mapping[str, int]
   """Number of tasks attempted, keyed by taskset."""
   waiting: tuple[tuple[int, int], ...]
-  """(version, number of samples) for samples that are admitted but were never trained on, newest
-  version first.
+  """(version, number of samples) pairs, newest version first. They count samples that are admitted
+  but were never trained on.
   """
   uses: tuple[tuple[str, int, int], ...]
-  """(partition, number of uses, number of samples) for samples that were trained on. A use is a
-  batch that trained on the sample.
+  """(partition, number of uses, number of samples) for samples that were trained on. Each batch
+  that trains on a sample is a use.
   """
   max_uses: int
   attempts: int
-  """Number of starts of the run."""
+  """Number of attempts (starts of the run)."""
   segments: int
   sealed_samples: int
   sealed_bytes: int
@@ -125,18 +126,18 @@ class Holdings:
   """Number of spans of unfinished samples."""
   partial_bytes: int
   scores: tuple[tuple[str, str, int, float | None, int], ...]
-  """(scorer, status, number of samples, mean value, number of repeated scores) for each scorer and
-  status. A repeated score replaced an earlier one of the same sample.
+  """(scorer, status, number of samples, mean score, number of replaced scores) for each scorer and
+  status. A score is replaced when the same scorer scores the sample again.
   """
   plans: int
   first_plan: int | None
   last_plan: int | None
   unclaimed: tuple[str, ...]
-  """One line for each of `segments/` and `quarantine/` that has files that no sample needs."""
+  """One line each for `segments/` and `quarantine/`, if they have files that no sample needs."""
 
   @property
   def lines(self) -> list[str]:
-    """The summary as lines of text."""
+    """Summary as lines of text."""
 
     def mean(value):
       return 'no value' if value is None else f'mean {value:.4g}'
@@ -194,8 +195,8 @@ def summary(directory: str | os.PathLike) -> Holdings:
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM partials'
     ).fetchone()
     scores = db.execute(
-      # Next to max(seq), SQLite takes the other columns from the row with the maximum, which is the
-      # newest score.
+      # In a query with max(seq), SQLite takes the other columns from the row with the maximum, so
+      # these are the columns of the newest score.
       'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM (SELECT scorer, status, value, '
       'count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
     ).fetchall()
@@ -228,29 +229,31 @@ def summary(directory: str | os.PathLike) -> Holdings:
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
   """Returns a line for each subdirectory of a store that has files that no sample needs."""
-  # The files are listed before the index is read: a segment that a run seals in between is then in
+  # The files are listed before the index is read. A segment that a run seals in between is then in
   # the index but not in the list, and is not reported.
-  here = quarantine.files(directory, SEGMENTS)
+  in_segments = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
-  # A .tmp file may be a segment that is just being written.
-  here = {
-    name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')
+  # A .tmp file may be a segment that a run is writing.
+  in_segments = {
+    name: size
+    for name, size in in_segments.items()
+    if name not in named and not name.endswith('.tmp')
   }
-  aside = quarantine.files(directory, QUARANTINE)
+  in_quarantine = quarantine.files(directory, QUARANTINE)
 
   def size(sizes):
     return f'{sum(sizes.values()) / 1e6:,.1f} MB in {quarantine.listed([*sizes])}'
 
   return [
     *(
-      [f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}']
-      if here
+      [f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(in_segments)}']
+      if in_segments
       else []
     ),
     *(
-      [f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(aside)}']
-      if aside
+      [f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(in_quarantine)}']
+      if in_quarantine
       else []
     ),
   ]
@@ -262,7 +265,9 @@ def _by_state(partition: str, counts: dict[str, int]) -> str:
 
 
 def _versions(waiting: Sequence[tuple[int, int]]) -> list[str]:
-  """Returns a line on the versions of samples that are admitted but were never trained on."""
+  """Returns a line about the versions of the samples that are admitted but were never trained on,
+  or no line if there are none.
+  """
   parts = [f'{version}: {count:,}' for version, count in waiting[:_AT_MOST]]
   if older := waiting[_AT_MOST:]:
     parts.append(f'{older[-1][0]} to {older[0][0]}: {sum(count for _, count in older):,}')
@@ -302,7 +307,7 @@ def find(
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):
-    # One query per state, because the index is on (state, last).
+    # The index of the table is on (state, last), so each state needs a query of its own.
     for queried in State if state is None else (State(state),):
       rows = db.execute(
         f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit)
@@ -312,7 +317,7 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Returns lines of text on a task: its visits, the states of its samples, its prompt and truth.
+  """Describes a task in lines of text: its visits, the states of its samples, its prompt and truth.
 
   The result is empty if the run never attempted the task.
   """
@@ -335,8 +340,8 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
-  """Returns lines of text on one sample: its transitions, scores and derived values in every start
-  of the run, and a description of its stored content.
+  """Describes a sample in lines of text: its transitions, scores and derived values in every
+  attempt, and its stored content.
   """
   with snapshot(directory) as (db, reader):
     changes = db.execute(

@@ -1,4 +1,6 @@
-"""Checks, before a resumed run writes anything, that the store that its commit needs exists."""
+"""Check before a resumed run writes anything: does the store have everything that the commit
+needs?
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase for each part of the store that a commit needs and that is missing. Segments
-  that are no longer whole count as missing; their rows are not read.
+  """Returns a phrase for each missing part of the store that a commit needs. Truncated segments
+  count as missing, but rows are not read.
 
   Writes nothing.
 
   Args:
     directory: directory of the store.
-    step: step that names the commit, which is the number of batches completed by then; above 0.
-    store: name of the store that is recorded in the commit. None if the commit was written by an
-      older program, which did not record the name.
+    step: step of the commit, that is, the number of batches completed by then; above 0.
+    store: name of the store that the commit was made with. None if an older program version, which
+      did not record the name, made the commit.
 
   Raises:
     UserError: the index is damaged, or was not written by this program.

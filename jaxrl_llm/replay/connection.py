@@ -1,4 +1,6 @@
-"""Connection to the SQLite index: transactions, a lock, and queries used to read and to write."""
+"""Connection to a store's SQLite index: transactions, a lock, and the queries that readers and the
+writer share.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import ENTRY, INDEX, Entry, entry_of
 
 NAMED = 'SELECT value FROM json_each(?)'
-"""SQL subquery that yields the values of a JSON array, which is its parameter."""
+"""SQL subquery that yields the values of a JSON array, given as its parameter."""
 
 
 class Connection:
-  """One process's connection to a store's index; thread-safe.
+  """Thread-safe connection of this process to a store's index.
 
   Attributes:
     directory: directory with the index and the segments.
-    attempt: number of this start of the run.
-    max_uses: maximum number of batches that train on one sample of partition `usual`.
-    db: SQLite connection, for use under `lock` or in a `transaction`.
+    attempt: number of this attempt (start of the run).
+    max_uses: maximum number of batches that may train on one sample of partition `usual`.
+    db: SQLite connection, to be used under `lock` or in a `transaction`.
   """
 
   def __init__(
@@ -39,8 +41,8 @@ class Connection:
   def transaction(self) -> Iterator[None]:
     """Makes all calls in the block one atomic transaction, with one fsync.
 
-    The block holds the store's lock, so it must not await. It must not catch exceptions of the
-    calls either, because only an exception that leaves the block rolls the transaction back.
+    The block holds the store's lock, so it must not await. It must let exceptions of the calls
+    pass, because only an exception that leaves the block rolls the transaction back.
     """
     with self.lock:
       if self._depth:
@@ -67,8 +69,8 @@ class Connection:
   def entries(
     self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'
   ) -> dict[str, Entry]:
-    """Returns the index row of each sample, keyed by uid. If a sample was issued in several starts
-    of the run (attempts), the newest row is returned.
+    """Returns the index row of each sample, keyed by uid. If several attempts (starts of the run)
+    have issued a sample, the newest row is returned.
 
     Raises ValueError for a repeated uid and, if `missing` is 'raise', for an unknown uid.
     """
@@ -78,7 +80,7 @@ class Connection:
         f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
       )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
-    # If a uid has several rows, the newest comes last and replaces the others.
+    # Rows are sorted by attempt, so the newest row of a uid replaces its earlier ones.
     entries = {row[0]: entry_of(row) for row in rows}
     if missing == 'raise' and len(entries) < len(uids):
       raise ValueError(
@@ -87,7 +89,7 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Returns the file and row of each sample that is sealed, keyed by uid; skips the others."""
+    """Returns (file name, row) of each sealed sample, keyed by uid. Other samples are skipped."""
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),
@@ -95,8 +97,8 @@ class Connection:
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns (attempt, bytes) of each sample that is in the open segment, keyed by uid; skips the
-    others.
+    """Returns (attempt, bytes) of each sample in the open segment, keyed by uid. Other samples are
+    skipped.
     """
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',

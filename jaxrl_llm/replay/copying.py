@@ -18,21 +18,21 @@ _NEEDED = """
 SELECT name FROM segments g WHERE step < :commit OR EXISTS (
   SELECT 1 FROM segment_rows r JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt
   WHERE r.name = g.name AND t.state = 'stored' AND t.step < :commit) ORDER BY name"""
-"""SQL query for the segments that hold samples which were accepted before a commit."""
+"""SQL query for the segments that contain samples accepted before a commit."""
 
 
 def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
-  """Copies a store, to which a run may write meanwhile, under a new name. Sealed segments become
-  hard links where possible. The run that starts with the copy recovers it to the commit.
+  """Copies a store under a new name, possibly while a run writes to it. Sealed segments become hard
+  links where possible. When a run starts with the copy, it undoes the changes after the commit.
 
   Args:
     source: directory of the store.
     target: directory of the copy, which must not exist.
-    commit: step of the commit that the copy is for.
-    max_uses: maximum number of batches that train on one sample from now on.
+    commit: step of the commit with which the copy will be used.
+    max_uses: maximum number of batches that may train on one sample in the copy.
 
   Raises:
-    UserError: the store is damaged or lacks a segment, or `max_uses` is below its own.
+    UserError: the store is damaged or lacks a segment, or its own maximum is above `max_uses`.
   """
   (target / SEGMENTS).mkdir(parents=True)
   with snapshot(source) as (index, _):
@@ -80,7 +80,7 @@ def begin(directory: pathlib.Path, *, step: int, max_uses: int) -> None:
 
 
 def name(directory: pathlib.Path) -> str:
-  """Returns the name by which commits refer to a store."""
+  """Returns the unique name of a store, by which commits refer to it."""
   with snapshot(directory) as (index, _):
     (text,) = index.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
   return json.loads(text)

@@ -1,4 +1,4 @@
-"""Draws groups for a batch from the groups available in the store.
+"""Draws groups for a batch from those that the store offers.
 
 Invariant: a draw is a pure function of the set of groups, the configuration, the number of groups
 wanted, the step and the seed. A resumed run therefore repeats its draws.
@@ -21,17 +21,17 @@ class Group(NamedTuple):
 
   group_id: str
   uids: tuple[str, ...]
-  """uids of the group's samples, in order of issue."""
+  """uids of the group's samples, in the order in which they were issued."""
   version: int
-  """Step of the oldest weights that generated any of the group's samples."""
+  """Step of the oldest weights with which any of the group's samples was generated."""
   uses: int
-  """Number of batches that trained on the group: the maximum over its samples."""
+  """Number of batches that trained on the group, which is the maximum over its samples."""
   last_used: int | None
   """Step of the last batch that trained on the group; None if none did."""
   admitted: int
   """Number of batches that were completed when the group's last sample was admitted."""
   issued: int
-  """Position of the group in the order of issue; later groups have larger numbers."""
+  """Sequence number of the group; groups that were issued later have larger numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class DrawConfig:
   """Rules by which groups are drawn for a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
-  """newest: groups of the newest version first. shuffled: a uniformly random order. priority:
-  groups with the largest version - decay · uses first.
+  """Order in which groups are drawn. newest: groups of the newest version first. shuffled: a
+  uniformly random order. priority: groups with the largest value of (version - decay · uses) first.
   """
   decay: float = 2.0
-  """Number of versions by which each use lowers a group's priority in the order 'priority'."""
+  """Number of versions by which each use lowers a group's priority (order 'priority')."""
   cooldown: int = 1
-  """Number of batches for which a group cannot be drawn after a batch has trained on it."""
+  """Number of batches for which a group is not drawn again after a batch has trained on it."""
   max_age: int | None = None
-  """Maximum number of batches completed since a group's version. If None, there is no limit."""
+  """Maximum age of a group, in batches completed since its version. If None, there is no limit."""
 
   def __post_init__(self):
     if not 0 <= self.decay < math.inf:
@@ -76,8 +76,8 @@ def draw(
 
   Args:
     groups: available groups, in any order.
-    config: the order, and the conditions under which a group cannot be drawn.
-    count: number of groups wanted. Fewer are returned if fewer can be drawn.
+    config: the order, and conditions that exclude groups.
+    count: number of groups to draw. Fewer are returned if too few can be drawn.
     step: number of batches completed before this one.
     seed: seed of the order 'shuffled', at least 0.
   """

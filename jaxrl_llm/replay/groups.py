@@ -1,4 +1,4 @@
-"""Index queries that return whole groups: groups that can be drawn, evicted, or read again.
+"""Queries of the index that return whole groups: those that can be drawn, evicted, or read again.
 
 Invariant: the queries for drawing and evicting list a group with all its admitted and trained
 samples, or not at all.
@@ -19,8 +19,8 @@ max(admitted)
 FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
 (SELECT 1 FROM samples m {barred})"""
 _WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
-# The database has no statistics from which SQLite could choose good query plans. INDEXED BY selects
-# an index, so that SQLite does not scan the whole table.
+# SQLite has no statistics from which it could choose good query plans. INDEXED BY makes it use an
+# index instead of scanning the whole table.
 _DRAWABLE_GROUPS = _GROUPS.format(
   ready=f'{_WAITING} AND version >= :oldest UNION ALL '
   f'{_READY}, changed FROM samples INDEXED BY samples_used '
@@ -81,7 +81,7 @@ def sealed(db: sqlite3.Connection) -> list[list[str]]:
 
 
 def _groups(rows: Iterable[tuple]) -> list[Group]:
-  """Builds groups from query rows, and sorts them by order of issue."""
+  """Builds groups from query rows, sorted by the order in which they were issued."""
   groups = []
   for group_id, uids, seqs, *rest in rows:
     members = sorted(zip(json.loads(seqs), json.loads(uids)))

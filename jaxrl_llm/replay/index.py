@@ -2,26 +2,25 @@
 
 Invariants:
 - Every issued sample has one row, with the key (uid, attempt), which is never deleted. An attempt
-  is a start of the run. Each change of the sample's state is appended to `transitions`, stamped
-  with the number of batches completed at that moment. `samples.state` is the state after the last
-  transition.
+is a start of the run. Each change of the sample's state is appended to `transitions`, with the
+number of batches completed at that moment (its step). `samples.state` is the state after the last
+transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
-  verified segment file. Rows of static data (`join`) have no bytes here, since their bytes are in a
-  file outside the store.
+verified segment file. Rows of static data (`join`) have no bytes here, because they are in a file
+outside the store.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
-  killed, the store has all changes of the calls that returned, and none of a call that did not.
+killed, the store has the changes of all calls that had returned, and no others.
 
-The commit at step c contains the changes stamped with less than c. `recover(c)` undoes all later
-changes, which restores the store as it was at the commit, with one exception: samples of earlier
-attempts that had neither been accepted nor stored a span by then become `void`, with the reason
-`crash`.
+A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all others
+and so restores the store as of the commit, with one exception: samples of earlier attempts that had
+neither been accepted nor stored a span by then become `void`, with the reason `crash`.
 
 Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
-on disk when the call returns. With 'normal', a killed process loses nothing either, but a power
-loss may lose the transactions since the last `flush()`. If `flush()` is called before the COMMIT
-file of a checkpoint is written, a power loss can only affect transactions after the commit, which
-would be undone anyway (only the record of which samples became void is then lost). In both modes, a
-segment file is on disk before its bytes are deleted from the index.
+on disk when the call returns. With 'normal', a power loss may lose the transactions since the last
+`flush()`, but a killed process still loses none. If `flush()` is called before the COMMIT file of a
+checkpoint is written, a power loss can only affect transactions after the commit, which recovery
+would undo anyway. In both modes, a segment file is on disk before its bytes are deleted from the
+index.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ReplayStore:
 
   Attributes:
     directory: directory with index.sqlite and segments/.
-    attempt: number of this start of the run.
+    attempt: number of this attempt (start of the run).
   """
 
   def __init__(self, connection: Connection, *, full: bool):
@@ -81,7 +80,7 @@ class ReplayStore:
 
   @property
   def name(self) -> str:
-    """Name of the store, by which commits refer to it. It is assigned once and never changes."""
+    """Unique name of the store, by which commits refer to it. It never changes."""
     return self.meta('store')
 
   def transaction(self) -> contextlib.AbstractContextManager[None]:
@@ -89,7 +88,7 @@ class ReplayStore:
     return self._connection.transaction()
 
   def at(self, step: int) -> StepWriter:
-    """Returns a writer whose changes are stamped with `step`, the number of completed batches."""
+    """Returns a writer of changes with this step, the number of batches completed so far."""
     if not self._recovered:
       raise ValueError('store: call recover first, an earlier attempt wrote to this store')
     return StepWriter(self._connection, step)
@@ -102,9 +101,9 @@ class ReplayStore:
       commit_step: step of the newest commit; 0 if there is none.
 
     Returns:
-      The number of rows deleted from each table, keyed by table, and the numbers of samples that
-      became `void`, of samples that were moved back (`restored`) to the open segment, and of
-      `files` that were moved to quarantine.
+      The number of rows deleted from each table, keyed by table, and three more counts: `void` for
+      samples that became void, `restored` for samples that were moved back to the open segment, and
+      `files` for files that were moved to quarantine.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -123,11 +122,12 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Deletes the bytes that the index no longer needs: in the open segment those of samples that
-    were dropped or expired before a commit, and the spans of samples that were no longer partial.
-    Returns the number of the former samples.
+    """Deletes bytes that the index no longer needs: those of samples that were dropped or expired,
+    and the spans of samples that are no longer partial. Returns the number of the dropped or
+    expired samples.
 
-    The bytes are kept at first, because recovery may undo the change.
+    Bytes are deleted only if the change happened before a commit, because recovery may undo later
+    ones.
 
     Args:
       commit_step: step of the oldest commit from which the run may still be resumed.
@@ -146,14 +146,14 @@ class ReplayStore:
       ).rowcount
 
   def flush(self) -> None:
-    """Writes the changes of all calls that returned to disk. Call this before the COMMIT file of a
+    """Writes the changes of all earlier calls to disk. Call this before the COMMIT file of a
     checkpoint is written.
     """
     if self._full:
       return
     with self._lock:
       self._db.execute('PRAGMA synchronous=FULL')
-      # The fsync of this write also covers all earlier writes in the log.
+      # The fsync of this write also makes all earlier writes in the log durable.
       self.set_meta('flushed', {'attempt': self.attempt})
       self._db.execute('PRAGMA synchronous=NORMAL')
 
@@ -167,9 +167,7 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Returns the samples of a partition that have not ended (`LIVE`), from all starts of the run,
-    sorted by uid.
-    """
+    """Returns the unfinished (`LIVE`) samples of a partition from all attempts, sorted by uid."""
     with self._lock:
       rows = self._db.execute(
         f'{ENTRY} WHERE state IN ({NAMED}) AND partition = ? ORDER BY uid',
@@ -178,11 +176,12 @@ class ReplayStore:
     return [entry_of(row) for row in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
-    """Returns the groups that `draw` can draw for the batch of this step, in order of issue.
+    """Returns the groups that `draw` can draw for the batch of this step, in the order in which
+    they were issued.
 
-    Each sample of such a group is dropped, expired, void or admitted, or was trained on in fewer
-    than `max_uses` batches, this batch not among them. `Group.uids` lists only the admitted and the
-    trained samples of the group. Expert rows cannot be drawn.
+    A group is a candidate if each of its samples is dropped, expired, void or admitted, or was
+    trained on in fewer than `max_uses` batches and not in this one. `Group.uids` lists only the
+    admitted and trained samples. Expert rows are no candidates.
 
     Args:
       step: number of batches completed before this one.
@@ -194,24 +193,24 @@ class ReplayStore:
       )
 
   def sealed(self) -> list[list[str]]:
-    """Returns the uids of the admitted or trained samples of partition `usual` that are sealed, one
-    list per group, in order of issue.
+    """Returns the uids of the policy's sealed samples that are admitted or trained, one list per
+    group, in the order in which they were issued.
     """
     with self._lock:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str], *, before: int | None = None) -> dict[str, int]:
-    """Returns how often these stages have drawn each task, keyed by task uid. This number is also
-    the task's next visit number. Void samples do not count.
+    """Returns the number of times that these stages have drawn each task, keyed by task uid. It is
+    also the task's next visit number. Void samples do not count.
 
     Args:
-      before: only samples that were issued before this number of batches was completed count; None:
-        all.
+      before: count only samples that were issued before this step. If None, all samples count.
     """
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({NAMED}) stage '
-        # The condition selects group ids with the prefix 'STAGE/', since '0' follows '/' in ASCII.
+        # The condition selects group ids that start with 'STAGE/', because '0' follows '/' in
+        # ASCII.
         "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "
         "WHERE partition = 'usual' AND state != 'void' AND (?2 IS NULL OR step < ?2) "
         'GROUP BY task_id',
@@ -252,7 +251,9 @@ class ReplayStore:
     return {uid: json.loads(latest[uid]) for uid in uids if uid in latest}
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
-    """Reads accepted samples from the open and sealed segments, in the order of `uids`."""
+    """Reads accepted samples, in the order of `uids`. They may be in the open segment or in sealed
+    ones.
+    """
     with self._lock:
       refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
     sealed = [uid for uid in uids if uid not in rows]
@@ -267,8 +268,9 @@ class ReplayStore:
     ]
 
   def spans(self, uids: Sequence[str]) -> dict[str, list[Span]]:
-    """Returns the spans of partial samples, in order of generation, keyed by uid in the order of
-    `uids`. Samples in other states have none. Raises SegmentError if a span is damaged or missing.
+    """Returns the spans of partial samples, in the order of their generation, keyed by uid in the
+    order of `uids`. Samples in other states have no spans. Raises SegmentError if a span is damaged
+    or missing.
     """
     named = (json.dumps(list(uids)),)
     with self._lock:
@@ -302,8 +304,8 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
-    """Returns the value that was stored under `key`, or None if there is none. `recover` does not
-    undo changes of these values.
+    """Returns the value that is stored under `key`, or None. `recover` does not undo changes of
+    such values.
     """
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
@@ -314,8 +316,8 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Returns the number of samples in each state, and of `duplicates`, which are results that were
-    not accepted because their sample was no longer `issued`.
+    """Returns the number of samples in each state, and under `duplicates` the number of results
+    that were not accepted because their sample was no longer `issued` or `partial`.
     """
     with self._lock:
       by_state = dict(
@@ -336,10 +338,10 @@ def open_store(
 
   Args:
     directory: directory of the store, `<workdir>/replay`, with index.sqlite and segments/.
-    attempt: number of this start of the run, which must be larger than all earlier ones. If None,
-      the last number plus 1 is used.
-    max_uses: maximum number of batches that train on one sample of partition `usual`. It cannot be
-      changed once the store exists.
+    attempt: number of this attempt (start of the run), which must be larger than all earlier ones.
+      If None, the last number plus 1 is used.
+    max_uses: maximum number of batches that may train on one sample of partition `usual`. It is
+      fixed when the store is created.
     synchronous: durability under power loss; see the module docstring.
   """
   directory = pathlib.Path(directory)
@@ -349,8 +351,8 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    # Number of pages in the log, 32 MB in all, after which SQLite copies them into the database.
-    # It is large, because a page that changed many times in between is copied only once.
+    # SQLite copies the log into the database after this number of pages, 32 MB in all. The number
+    # is large, because a page that has changed many times is then copied only once.
     db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # A negative value is a size in KiB.
     attempt = prepare(db, path, attempt, max_uses)

@@ -1,9 +1,8 @@
-"""Quarantine: files in `segments/` that the index does not name are moved aside, but not deleted.
+"""Quarantine: files in `segments/` that the index does not list are moved aside instead of deleted.
 
 Each start of a run moves such files to `quarantine/`. They are segments that were sealed after the
 commit from which the run resumes, segments that were not completely written, and foreign files.
-They stay in `quarantine/` until `clear` is called, which only `jaxrl buffer --clear_quarantine`
-does.
+Only `jaxrl buffer --clear_quarantine` deletes them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _NAMED_AT_MOST = 5
 
 
 def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
-  """Returns the size in bytes of each entry of a store's `segments/` or `quarantine/`, keyed by
-  name.
+  """Returns the size in bytes of each file or directory in a store's `segments/` or `quarantine/`,
+  keyed by name.
 
   Args:
     directory: directory of the store.
@@ -34,17 +33,17 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    # A run that writes to the store may have renamed the file since it was listed.
+    # A run may have moved the file since it was listed.
     with contextlib.suppress(FileNotFoundError):
       sizes[path.name] = _size(path)
   return sizes
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves the entries of `segments/` whose names are not in `named` to `quarantine/`. Returns their
+  """Moves the files in `segments/` whose names are not in `named` to `quarantine/`. Returns their
   number.
 
-  If `quarantine/` already has an entry of the same name, the moved one gets a numeric suffix.
+  If `quarantine/` already has a file of the same name, the moved one gets a numeric suffix.
   """
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
@@ -69,7 +68,7 @@ def clear(directory: str | os.PathLike) -> dict[str, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-  """Returns a text with the number of files and the first few names."""
+  """Formats a list of files as their number and the first few names."""
   more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
   count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
   return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'

@@ -1,8 +1,8 @@
 """Crash recovery: restores the index as of the newest commit, and records which samples were lost.
 
 Invariant: after recovery, the index is as it was at the commit, with one exception: samples that
-had neither been accepted nor stored a span by then are `void`, with the reason `crash`, under the
-attempt (start of the run) that issued them. Rows of `samples` are never deleted.
+had neither been accepted nor stored a span by then are `void`, with the reason `crash`. They keep
+the number of the attempt (start of the run) that issued them. Rows of `samples` are never deleted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _UNDONE = {
   'open_segment': '',
   'partials': '',
 }
-"""Tables from which rows stamped since the commit are deleted. The value is a further SQL condition
-on the deleted rows.
+"""Tables from which rows with the commit's step or a later one are deleted. Each value is a further
+SQL condition on these rows.
 """
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
@@ -34,15 +34,15 @@ UPDATE samples SET
   admitted = (SELECT t.step {_OF_SAMPLE} AND t.state = 'admitted'),
   uses = (SELECT count(*) {_OF_SAMPLE} AND t.state = 'trained')
 WHERE uid = ? AND attempt = ?"""
-"""SQL statement that recomputes, after transitions were deleted, the columns of `samples` that
-follow from the transitions.
+"""SQL statement that recomputes the columns of `samples` that follow from the transitions. It runs
+after transitions were deleted.
 """
 
 
 def undo(
   db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int
 ) -> dict[str, int]:
-  """Undoes the changes stamped with `commit_step` or more, inside the caller's transaction.
+  """Undoes the changes whose step is at least `commit_step`, inside the caller's transaction.
 
   Returns the number of rows deleted from each table, and the numbers of samples that were moved
   back to the open segment (`restored`) and of samples that became void (`void`).
@@ -51,7 +51,8 @@ def undo(
     db: the index.
     reader: reader of the sealed segments.
     commit_step: step of the newest commit.
-    attempt: number of this start of the run. The processes of earlier starts have ended.
+    attempt: number of this attempt (start of the run). The processes of earlier attempts have
+      ended.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
@@ -64,8 +65,8 @@ def undo(
       f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)
     ).rowcount
   db.executemany(_REPEAT, moved)
-  # Samples that were issued after the commit, or before it without any result by then, are now all
-  # in state `issued`. The processes that worked on them have ended.
+  # All samples without a result at the commit are now in state `issued`, whether they were issued
+  # before or after it. The processes that worked on them have ended.
   lost = db.execute(
     "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
   ).fetchall()
@@ -83,19 +84,19 @@ def undo(
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes the sealing of segments since the commit. The bytes of samples that were accepted before
-  the commit move back to the open segment. Returns the number of these samples.
+  """Undoes the sealing of segments since the commit. Samples that were accepted before the commit
+  move back to the open segment. Returns their number.
   """
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '
     'USING (name) '
-    # CROSS JOIN fixes the order of the joins, so that SQLite uses the indexes.
+    # CROSS JOIN fixes the order of the joins, which makes SQLite use the indexes.
     'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
     "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
     {'commit': commit_step},
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
-  # The bytes are verified, because the file from which they are copied will no longer be used.
+  # The bytes are verified, because the segment file will no longer be used.
   for (name, row, *_), payload in zip(rows, payloads):
     decode_row(payload, f'segment {name}, row {row}')
   db.executemany(

@@ -2,9 +2,9 @@
 
 A sample is addressed by the name of its file and its row.
 
-Invariant: a file under its final name is complete, its content was compared with what was written,
-and both the file and its directory entry are on disk. A writer that dies leaves at most a `.tmp`
-file, which ArrayRecord cannot read because it has no footer.
+Invariant: a file under its final name is complete and verified, and both the file and its directory
+entry are on disk. A writer that dies leaves at most a `.tmp` file, which ArrayRecord cannot read
+because it has no footer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from jaxrl_llm.core.records.span import Span, decode_span
 
 SUFFIX = '.arrayrecord'
 RESTORE_INDEX = 'restore index.sqlite, or branch with --init_from'
-"""Remedy in messages on spans that are damaged or missing."""
+"""Remedy that error messages about damaged or missing spans give."""
 Ref = tuple[str, int]
 """Location of a sealed sample: (file name in the segments directory, row)."""
 
-# ArrayRecord compresses groups of rows, and reading one row decodes its whole group.
+# ArrayRecord compresses groups of rows and decodes a whole group to read one row, so groups have
+# one row.
 _WRITER = 'group_size:1'
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
 # Exceptions that ArrayRecordReader raises for a missing or damaged file.
@@ -43,7 +44,7 @@ class SegmentError(RunError):
 def write_segment(
   directory: str | os.PathLike, name: str, payloads: Sequence[bytes]
 ) -> pathlib.Path:
-  """Writes the segment `directory/name`, and replaces a file of that name. When the function
+  """Writes the segment `directory/name`, replacing any file of that name. When the function
   returns, the file is complete, verified and on disk.
   """
   path = pathlib.Path(directory) / name
@@ -79,7 +80,9 @@ def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
 
 
 def is_whole(path: pathlib.Path, rows: int) -> bool:
-  """Whether a file is a segment with this number of rows. The rows themselves are not read."""
+  """Whether a file is a segment with this number of rows. The content of the rows is not
+  checked.
+  """
   try:
     reader = ArrayRecordReader(str(path), _READER)
     try:
@@ -95,7 +98,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _OpenFile:
-  """An open file and the number of threads that are reading from it."""
+  """An open file, and the number of threads that are reading it."""
 
   def __init__(self, reader: ArrayRecordReader):
     self.reader, self.users = reader, 0
@@ -105,7 +108,7 @@ class SegmentReader:
   """Random access to the rows of sealed segments.
 
   The reader keeps the most recently used files open. Several threads may read at the same time,
-  also from the same file. When the reader is pickled, only the directory is stored.
+  even from the same file. A pickled reader contains only the directory.
   """
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
@@ -136,7 +139,7 @@ class SegmentReader:
     return payloads
 
   def close(self) -> None:
-    """Closes all files. No thread may be reading."""
+    """Closes all files. No thread may be reading at that time."""
     with self._lock:
       while self._open:
         _close(self._open.popitem()[1].reader)
@@ -157,8 +160,8 @@ class SegmentReader:
 
   @contextlib.contextmanager
   def _opened(self, name: str) -> Iterator[ArrayRecordReader]:
-    """Keeps the file open within the block. Afterwards, closes the files that were not used for the
-    longest time and that no thread is reading, until at most `max_open` are left.
+    """Opens a file for the duration of the block. Afterwards closes files that no thread is
+    reading, the least recently used first, until at most `max_open` are open.
     """
     with self._lock:
       if name not in self._open:
@@ -184,7 +187,7 @@ class SegmentReader:
 
 
 def _close(reader: ArrayRecordReader) -> None:
-  # For a damaged file, close() raises the same error again that reading raised.
+  # For a damaged file, close() repeats the error that reading has raised.
   with contextlib.suppress(RuntimeError):
     reader.close()
 

@@ -1,4 +1,4 @@
-"""Schema of the store's index: states of samples, permitted transitions, and tables."""
+"""Schema of the store's index: the states of samples, the permitted transitions, and the tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl_llm.core.errors import UserError
 
 SCHEMA = 4
 _BEFORE_PARTIALS = 3
-"""Schema whose only difference is that it lacks the table `partials`."""
+"""Number of the schema before this one, which lacks only the table `partials`."""
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
 QUARANTINE = 'quarantine'
@@ -23,13 +23,15 @@ QUARANTINE = 'quarantine'
 
 class State(enum.StrEnum):
   ISSUED = 'issued'
-  """The sample is about to be requested from an engine, or was requested. It has no bytes yet."""
+  """The sample is about to be requested from an engine or has been requested. It has no content
+  yet.
+  """
   PARTIAL = 'partial'
-  """The sample is unfinished: the spans generated so far are stored durably, and a later iteration
-  continues it. A finished sample of a group with unfinished ones is in this state too.
+  """The sample's group is unfinished: the spans generated so far are stored durably, and a later
+  batch continues the group. The sample itself may be finished.
   """
   STORED = 'stored'
-  """The sample was generated, and its bytes are stored durably."""
+  """The sample was generated, and its content is stored durably."""
   ADMITTED = 'admitted'
   """The sample was scored and processed, and can be drawn for training."""
   TRAINED = 'trained'
@@ -53,15 +55,16 @@ BEFORE = {
   State.VOID: (State.ISSUED,),
 }
 """For each state, the states from which a sample can enter it. The transition from trained to
-trained is a further use, of which `max_uses` limits the number. The transition from partial to
-partial is a further span.
+trained is another use of the sample, of which `max_uses` limits the number. The transition from
+partial to partial is another span.
 """
 
 Partition = Literal['usual', 'expert']
-"""usual: samples of the policy. expert: rows of static data that joined a batch, whose bytes are
-not in the store.
+"""Kind of a sample. usual: sampled by the policy. expert: a row of static data that joined a batch,
+whose bytes are not in the store.
 
-The third partition, taskset, has no samples. It is the table `tasks`, which lists attempted tasks.
+A third partition, taskset, has no samples: it is the table `tasks`, which lists the attempted
+tasks.
 """
 _EXPERT_BEFORE = {
   State.ADMITTED: (State.ISSUED,),
@@ -75,12 +78,12 @@ def may_become(partition: Partition, before: State, after: State) -> bool:
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
-# A blank line ends a statement. Rows of `samples` are in order of issue. The columns after `state`
-# follow from the transitions and are kept so that a draw need not read the transitions: `changed`
-# and `last` are the step and seq of the last transition, `admitted` is the step of the transition
-# to `admitted`, and `uses` is the number of transitions to `trained`. `tallies` has the number of
-# samples per partition and state. Triggers keep it up to date, because counting would scan the
-# whole table.
+# A blank line ends a statement. Rows of `samples` are in the order in which they were issued. The
+# columns after `state` follow from the transitions; they are stored so that a draw need not read
+# the transitions: `changed` and `last` are the step and seq of the last transition, `admitted` is
+# the step of the transition to `admitted`, and `uses` is the number of transitions to `trained`.
+# `tallies` has the number of samples per partition and state. Triggers maintain it, because
+# counting would scan the whole table.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -163,13 +166,13 @@ CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt 
 """
 _PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
   attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
-"""Spans of unfinished samples (`core.records.span`), in order of generation."""
+"""Spans of unfinished samples (`core.records.span`), in the order of their generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Issue:
-  """A sample that is about to be requested. The Sample that results from it must have the same
-  group, task and visit.
+  """Record of a sample that is about to be requested from an engine. The finished `Sample` must
+  have the same group, task and visit.
   """
 
   uid: str
@@ -181,7 +184,7 @@ class Issue:
 
 class Entry(NamedTuple):
   """Index row of a sample. If several attempts (starts of the run) have issued the sample, this is
-  the row of the newest. It is a tuple because one is created for every change, which must be fast.
+  the newest row. It is a tuple because one is created for every change, which must be fast.
   """
 
   uid: str
@@ -241,8 +244,8 @@ def read_schema(db: sqlite3.Connection) -> int:
 
 
 def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
-  """Raises UserError if this program cannot read the store's schema. If the store is older than
-  partial samples, an empty temporary table of them is created, for this connection only.
+  """Raises UserError if this program cannot read the store's schema. If the store has no table of
+  partial samples yet, an empty temporary one is created for this connection.
   """
   schema = read_schema(db)
   if schema == _BEFORE_PARTIALS:
@@ -255,7 +258,8 @@ def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Prepares a store for a start of the run, in one transaction, and returns the start's number.
+  """Prepares a store for an attempt (start of the run), in one transaction. Returns the attempt's
+  number.
 
   Creates the tables of a new store, and gives the store a name if it has none. Raises UserError if
   the store has another schema or another `max_uses`, or if the attempt has already run.

@@ -1,4 +1,6 @@
-"""Changes to the store, each stamped with the number of batches completed when it happened."""
+"""Changes to the store. Each is recorded with its step, the number of batches completed at that
+time.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ _ISSUE = (
 
 
 class StepWriter:
-  """Changes the store at one step, which is the number of completed batches.
+  """Makes changes to the store at one step (number of completed batches).
 
-  Writers are created by `ReplayStore.at`. If a sample was issued in several starts of the run
-  (attempts), its uid stands for the newest. If a uid is unknown, or the state of the sample does
-  not permit the change, a method raises ValueError and changes nothing.
+  Writers are created by `ReplayStore.at`. If several attempts (starts of the run) have issued a
+  sample, its uid denotes the newest. If a uid is unknown, or the sample's state does not permit the
+  change, a method raises ValueError and changes nothing.
   """
 
   def __init__(self, connection: Connection, step: int):
@@ -57,8 +59,8 @@ class StepWriter:
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Stores tasks with prompt, truth and media in the taskset partition. A task that is already
-    stored stays as it is, and recovery after a crash does not remove it.
+    """Lists tasks, with prompt, truth and media, in the taskset partition. A task that is already
+    listed stays as it is. Recovery after a crash does not remove tasks.
     """
 
     def content(task):
@@ -76,8 +78,8 @@ class StepWriter:
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue]) -> None:
-    """Records rows of static data that join a batch. They are issued and admitted at once, and have
-    no bytes in the store.
+    """Records rows of static data that join a batch. They become issued and admitted at once. The
+    store does not contain their bytes.
 
     Static data may join several batches, so a row that is already recorded stays as it is.
     `max_uses` does not apply to these rows.
@@ -100,7 +102,7 @@ class StepWriter:
       self._insert(new, 'expert', State.ADMITTED)
 
   def extend(self, spans: Mapping[str, Span]) -> None:
-    """Stores a further span of samples that a later iteration continues, keyed by uid."""
+    """Stores one more span for each of these partial samples, keyed by uid."""
     with self._connection.transaction():
       known = self._connection.entries(spans)
       self._db.executemany(
@@ -110,8 +112,8 @@ class StepWriter:
       self._move(list(spans), State.PARTIAL, '')
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Accepts generated samples and returns the accepted uids. If a sample is no longer unfinished,
-    the result is not accepted and only counted as a duplicate.
+    """Stores finished samples. Returns the uids of those that were accepted. A sample that was
+    already finished is not accepted, but counted as a duplicate.
     """
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
@@ -218,12 +220,12 @@ class StepWriter:
       self._move(uids, State.EXPIRED, '')
 
   def evict(self, *, before_version: int | None, capacity: int | None) -> dict[str, int]:
-    """Expires groups that wait to be drawn: first those of old versions, then the oldest of the
-    remaining groups if they exceed the capacity.
+    """Expires groups that wait to be drawn: those of old versions, and then the oldest of the
+    others if there are more than `capacity`.
 
-    A group expires as a whole or not at all. It cannot expire if any of its samples was trained on,
-    was sealed (because a batch drew it) or is not admitted yet. Such groups do not count towards
-    the capacity either.
+    A group expires as a whole or not at all. It cannot expire, and does not count towards the
+    capacity, if any of its samples was trained on, was sealed (because a batch drew it) or is not
+    admitted yet.
 
     Args:
       before_version: groups of a version older than this expire. If None, age does not matter.
@@ -242,8 +244,8 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals samples that are admitted or trained. Those that are still in the open segment move to
-    a new sealed segment. Returns the file and row of each of the given samples, keyed by uid.
+    """Seals samples that are admitted or trained: those that are still in the open segment move to
+    a new sealed segment. Returns (file name, row) of all given samples, keyed by uid.
     """
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
@@ -286,8 +288,8 @@ class StepWriter:
   def trained(self, uids: Sequence[str]) -> None:
     """Records that the batch of this step trained on these samples.
 
-    Each sample must be an expert row, or sealed and trained on by fewer than `max_uses` batches
-    before.
+    A sample of the policy must be sealed, and fewer than `max_uses` earlier batches may have
+    trained on it.
     """
     with self._connection.transaction():
       refs = self._connection.places(uids)
@@ -312,9 +314,9 @@ class StepWriter:
       )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
-    """Inserts new samples as `issued`, then moves them to `state` at once if that is another state.
+    """Inserts new samples as `issued`, and then moves them to `state` if that is another state.
 
-    The caller's transaction covers both.
+    Both happen inside the caller's transaction.
     """
     for row in rows:
       if row.partition != partition:
