@@ -1,9 +1,9 @@
-"""Tokens of examples, and which of them the loss covers.
+"""Tokenizes examples, and determines which tokens enter the loss.
 
-The tokens are those of the whole row, encoded once: of a conversation what `apply_chat_template` of
-transformers gives, of other rows their text and the end token. Where an answer begins and ends is
-established on the tokens: the text up to there, encoded by itself, must give the first tokens of
-the row. So training continues exactly the tokens that a policy is prompted with.
+A row is encoded as a whole: a conversation as transformers' `apply_chat_template` renders it, any
+other row as its text and the end token. To locate the beginning or end of an answer, the text
+before it is encoded by itself, and the result must be equal to the first tokens of the row. Hence
+the policy learns to continue exactly the tokens with which it will be prompted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from jaxrl_llm.tasks.rendering import Rendered
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _ALL = ((0, None),)
-"""Range of all tokens of a row."""
+"""List of one range, which contains all tokens of a row."""
 _SEQUENCES = ('corrupt', 'too_long', 'truncated', 'without_loss', 'sequences')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExampleTokens:
-  """Tokens of an example."""
+  """Tokens of an example and their loss mask."""
 
   tokens: Int32[np.ndarray, 'time']
   loss_mask: Bool[np.ndarray, 'time']
@@ -51,14 +51,15 @@ class ExampleTokens:
 def example_samples(
   examples: ExampleSet, tokenizer: Tokenizer, longest: int
 ) -> tuple[list[Sample], dict[str, int]]:
-  """Converts examples to samples of at most `longest` tokens.
+  """Converts examples to samples of at most `longest` tokens each.
 
-  Returns the samples, and counts: of rows that are corrupt because their answers cannot be located,
-  too_long (left out), truncated, or without_loss (no token in the loss is left); and of sequences.
+  Returns the samples and five counts, keyed by name: the rows that are `corrupt` (their answers
+  cannot be located), left out as `too_long`, `truncated`, or `without_loss` (no token is left for
+  the loss), and the resulting `sequences`.
 
   Raises:
-    UserError: a row is corrupt and `on_corrupt` is 'fail', or too long and `too_long` is 'fail'; no
-      sequence is left.
+    UserError: a row is corrupt and `on_corrupt` is 'fail'; a row is too long and `too_long` is
+      'fail'; or no sequence is left.
   """
   config, counts = examples.config, dict.fromkeys(_SEQUENCES, 0)
   if config.chat_template is not None:
@@ -147,7 +148,9 @@ def example_tokens(
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-  """Encodes a text, which the end token ends. As in TRL, it is not added twice."""
+  """Encodes a text with the end token behind it, unless the text already ends with that token (as
+  in TRL).
+  """
   end = '' if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
   return tokenizer.encode(text + end, add_special_tokens=True)
 
@@ -172,7 +175,7 @@ def _encode_conversation(
       starts[i] = _prefix(tokenizer, prompt, tokens, f'messages[{i}]')
   alone = first is not None and len(starts) == len(messages) - first
   if alone or loss_on == 'completions':
-    # All that follows the prompt is the completion, as in TRL.
+    # Everything after the prompt is the completion, as in TRL.
     answers = [(starts[first], len(tokens))]
   elif marks:
     _check_marks(messages, text, marks, functools.partial(render, add_generation_prompt=False))
@@ -202,10 +205,11 @@ def _check_marks(
   marks: Sequence[tuple[int, int]],
   render: Callable[[Sequence[ChatMessage]], Rendered],
 ) -> None:
-  """Raises ValueError if the template marks text of messages between the assistant's turns.
+  """Raises ValueError if the chat template marks text of other messages as the assistant's.
 
-  These messages lie between two renderings. Where a template renders the messages before them
-  differently once others follow, their place is unknown and is not checked.
+  The text of messages between two assistant turns is found by rendering the conversation up to
+  their beginning and up to their end. If these texts are not prefixes of the whole text, the
+  messages are not checked.
   """
   at = 0
   for answers, turn in itertools.groupby(messages, lambda message: message['role'] == 'assistant'):
@@ -231,7 +235,9 @@ def _marked(
   *,
   from_token: int,
 ) -> list[tuple[int, int]]:
-  """Returns the ranges of tokens that the template marks, as far as they follow `from_token`."""
+  """Returns the ranges of tokens that the chat template marks as the assistant's. Tokens before
+  `from_token` are left out.
+  """
   edges = [
     [_prefix(tokenizer, tokenizer.encode(text[:at]), tokens, 'an edge of an answer') for at in mark]
     for mark in marks
@@ -246,14 +252,15 @@ def _prefix(
   what: str,
   remedy: str = 'use a chat template of which later messages change no earlier token',
 ) -> int:
-  """Returns the number of tokens before a part of the row.
+  """Returns the number of tokens before a part of a row, such as an answer.
 
   Args:
-    before: the tokens before the part, rendered and encoded without it.
-    tokens: the tokens of the row, which must begin with those before the part.
-    what: name of the part.
+    before: tokens of the text before the part, encoded without the part.
+    tokens: tokens of the whole row.
+    what: name of the part, for the error message.
+    remedy: advice in the error message.
 
-  Raises ValueError if they begin otherwise.
+  Raises ValueError if the row does not begin with the tokens in `before`.
   """
   count = len(before)
   if tokens[:count] == before:
@@ -274,10 +281,13 @@ def _check_answer(
   tokens: Sequence[int],
   answers: Sequence[tuple[int, int]],
 ) -> None:
-  """Raises ValueError if none of the answers has a token, or they lack a tool call of the message.
+  """Raises ValueError if the answer has no token, or if a tool call of the message is missing in
+  it.
 
   Args:
-    answers: ranges of tokens of this message.
+    i: index of the message in the conversation.
+    message: message of the assistant.
+    answers: ranges of the message's tokens.
   """
   answer = tokenizer.decode([token for start, end in answers for token in tokens[start:end]])
   if not any(start < end for start, end in answers):

@@ -1,8 +1,9 @@
-"""Examples: rows to imitate, which are conversations, prompts with completions, or texts.
+"""Examples: rows that the policy imitates. A row is a conversation, a prompt with a completion, or
+a text.
 
-Every row read is counted in exactly one of `kept, corrupt, duplicate, other_split`, so the counts
-add up to `read`. Rows with equal prompts are kept unless `deduplicate` says otherwise; they are
-always in the same split.
+Every row is counted in `read` and in exactly one of `kept`, `corrupt`, `duplicate` and
+`other_split`. Rows with equal prompts are always in the same split. By default, all of them are
+kept (see `deduplicate`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _RESERVED = frozenset(
     *('add_generation_prompt', 'continue_final_message', 'return_assistant_tokens_mask'),
   )
 )
-"""Names that `chat_template_kwargs` may not set, because they are arguments of the rendering."""
+"""Names that `chat_template_kwargs` may not set, because the rendering itself uses them."""
 
 
 LossOn = Literal['answers', 'completions', 'all']
@@ -39,58 +40,60 @@ LossOn = Literal['answers', 'completions', 'all']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExamplesConfig:
-  """Rows to imitate: their source, form and split, and what to do with rows that do not fit.
+  """Configuration of an example set: its source, form and split, and the treatment of unsuitable
+  rows.
 
   Without templates, the first of these forms that a row has is used: (1) a conversation in
-  `messages` or `conversations`; (2) `prompt` and `completion`, each text or messages; (3) `text`.
+  `messages` or `conversations`; (2) `prompt` and `completion`, each a text or messages; (3) `text`.
   The loss covers the assistant's turns of (1), the completion of (2) and all tokens of (3).
   """
 
   name: str
   source: str
-  """A path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
+  """Path of a .jsonl or .parquet file, or 'datasets:<directory or hub id>[#split]'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Arguments passed to `datasets.load_dataset`; files take none."""
+  """Arguments passed to `datasets.load_dataset`. A path as source has no options."""
   domain: str = 'general'
-  """Domain of rows without an `ability`."""
+  """Domain of the rows that have no field `ability`."""
   size: int | None = None
   """Maximum number of rows to read."""
   messages_key: str = 'messages'
-  """Name of the column that holds conversations."""
+  """Name of the column with the conversations."""
   prompt: str | None = None
-  """Template of a user message, for rows of another form; `completion` is the template of its
-  answer. Templates are `str.format` over row fields, see `tasks.templates`.
+  """Template of a user message, which makes a conversation of a row of another form. `completion`
+  is the template of the answer. Templates are Python format strings over the row's fields (see
+  `tasks.templates`).
   """
   completion: str | None = None
-  """Template of the answer to `prompt`."""
+  """Template of the assistant's answer to `prompt`."""
   text: str | None = None
   """Template of a text, for rows of another form."""
   system: str | None = None
-  """System message of conversations; None: the row's own, if any."""
+  """System message of all conversations. If None, a conversation keeps its own."""
   chat_template: str | None = None
-  """File with a chat template (Jinja) for these conversations, such as a variant that marks the
-  assistant's turns by `{% generation %}`; None: the tokenizer's own.
+  """File with a Jinja chat template for these conversations, for example one that marks the
+  assistant's turns with `{% generation %}`. If None, the tokenizer's template is used.
   """
   loss_on: LossOn = 'answers'
-  """Tokens in the loss. 'answers': as above; 'completions': the completion of (2), all tokens of
-  other rows; 'all': all tokens of every row.
+  """Tokens in the loss. 'answers': the assistant's turns, completions and texts, as described
+  above. 'completions': only completions, and all tokens of other rows. 'all': all tokens.
   """
   deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
-  """Which rows are dropped as duplicates of an earlier one: none, equal rows, or rows with an
-  equal prompt.
+  """Rows that are dropped as duplicates: 'none', those equal to an earlier row ('rows'), or those
+  with the prompt of an earlier row ('prompts').
   """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of prompts in 'eval', in [0, 1). A taskset with this holdout holds out the same
-  prompts.
+  """Fraction of the prompts that form the split 'eval', in [0, 1). A taskset with the same holdout
+  holds out the same prompts.
   """
   too_long: Literal['truncate', 'split', 'skip', 'fail'] = 'truncate'
-  """Treatment of a row with more tokens than a sequence may have. truncate: only its start is kept.
-  split: it becomes several sequences. skip: it is left out. fail: the run does not begin.
+  """Treatment of a row with more tokens than a sequence may have. truncate: only its beginning is
+  kept. split: it becomes several sequences. skip: it is left out. fail: the run does not start.
   """
   on_corrupt: Literal['fail', 'skip'] = 'fail'
-  """Treatment of a row that has no known form, or whose answers cannot be located among its tokens.
-  fail: the run does not begin. skip: the row is left out and counted.
+  """Treatment of a row that has no known form or whose answers cannot be located among its tokens.
+  fail: the run does not start. skip: the row is left out and counted.
   """
 
   def __post_init__(self):
@@ -118,22 +121,22 @@ class ExamplesConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-  """Messages, with what the chat template reads besides them."""
+  """Messages of a conversation, and the tools and variables that its chat template uses."""
 
   messages: tuple[ChatMessage, ...]
   prompt_messages: int | None = None
-  """Number of messages that are the prompt of the others; None: the assistant's turns are the
-  answers, wherever they are.
+  """Number of messages at the beginning that form the prompt. If None, the conversation has no
+  fixed prompt, and every turn of the assistant is an answer.
   """
   tools: tuple[Json, ...] | None = None
-  """Descriptions of the tools, as JSON schemas; None: there are none."""
+  """Descriptions of the available tools, as JSON schemas; None if there are no tools."""
   variables: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Further variables of the chat template, such as `enable_thinking`."""
+  """Further variables for the chat template, such as `enable_thinking`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """A text prompt and its completion, without a chat template."""
+  """A prompt and its completion as plain texts, without a chat template."""
 
   prompt: str
   completion: str
@@ -141,7 +144,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-  """A text to model as a whole."""
+  """A text of which all tokens are learned, without a prompt."""
 
   text: str
 
@@ -151,40 +154,44 @@ Content = Conversation | Completion | Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-  """A row to imitate."""
+  """A row that the policy imitates."""
 
   uid: str
-  """Name of the examples and number of the row, from 0: `chat:17`."""
+  """Name of the example set and number of the row, counted from 0, for example `chat:17`."""
   where: str
-  """File and line, or dataset and index, for messages."""
+  """Location of the row for messages: file and line, or dataset and index."""
   name: str
-  """Name of the examples."""
+  """Name of the example set."""
   domain: str
   digest: str
-  """Digest of the prompt, equal to that of a task with the same prompt: see `prompt_digest`."""
+  """Digest of the prompt (see `prompt_digest`). A task with the same prompt has the same digest."""
   content: Content
 
   @property
   def task_id(self) -> str:
-    """Identifier of a task with the same prompt, in a taskset with the name of the example set."""
+    """Identifier that a task with the same prompt has in a taskset with the name of this example
+    set.
+    """
     return f'{self.name}:{self.digest[:16]}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExampleSet:
-  """Examples in source order, and counts of the rows read."""
+  """Examples in the order of their source, and counts of the rows."""
 
   config: ExamplesConfig
   examples: tuple[Example, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and those kept, corrupt, duplicate or in other_split."""
+  """Number of rows `read`, and of these the numbers `kept`, `corrupt`, `duplicate` and in
+  `other_split`.
+  """
 
 
 def load_examples(config: ExamplesConfig) -> ExampleSet:
   """Reads, deduplicates and splits examples.
 
   Raises:
-    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no row is
+    UserError: the source cannot be read, a row is corrupt and `on_corrupt` is 'fail', or no row is
       left.
   """
   counts = dict.fromkeys(_COUNTS, 0)
@@ -210,7 +217,7 @@ def load_examples(config: ExamplesConfig) -> ExampleSet:
 
 
 def example_texts(examples: ExampleSet) -> Iterator[str]:
-  """Yields the texts from which to build a tokenizer."""
+  """Yields the texts of all examples, from which a tokenizer can be built."""
   for example in examples.examples:
     match example.content:
       case Conversation(messages=messages):
@@ -222,7 +229,9 @@ def example_texts(examples: ExampleSet) -> Iterator[str]:
 
 
 def _fate(example: Example, config: ExamplesConfig, seen: set[str]) -> str:
-  """Returns the name of the count that includes the example; adds its key to `seen`."""
+  """Returns the count to which an example belongs ('kept', 'duplicate' or 'other_split'), and adds
+  the example to `seen`.
+  """
   if config.deduplicate != 'none':
     key = example.digest if config.deduplicate == 'prompts' else _content_digest(example.content)
     if key in seen:
@@ -240,7 +249,7 @@ def _content_digest(content: Content) -> str:
 
 
 def _example(row: sources.SourceRow, config: ExamplesConfig, number: int) -> Example:
-  """Converts a row. Raises ValueError if that is not possible."""
+  """Converts a row of the source to an example. Raises ValueError if that is not possible."""
   content = _content(row.fields, config)
   ability = row.fields.get('ability')
   return Example(
@@ -254,7 +263,7 @@ def _example(row: sources.SourceRow, config: ExamplesConfig, number: int) -> Exa
 
 
 def _prompt(content: Content) -> tuple[Mapping[str, str], ...]:
-  """Returns the prompt as messages of text, in the form in which a task has it."""
+  """Returns the prompt as text messages, in the form in which a task stores its prompt."""
   match content:
     case Completion(prompt=text) | Text(text=text):
       return ({'role': 'user', 'content': text},)
@@ -268,7 +277,9 @@ def _prompt(content: Content) -> tuple[Mapping[str, str], ...]:
 
 
 def _content(fields: Mapping[str, Json], config: ExamplesConfig) -> Content:
-  """Converts a row. Raises ValueError if it has none of the forms, or the form is broken."""
+  """Converts the fields of a row. Raises ValueError if they have none of the known forms, or a
+  broken one.
+  """
   if config.text is not None:
     return _text_of(templates.render(config.text, fields))
   if config.prompt is not None:
@@ -354,7 +365,9 @@ def _conversation(
 
 
 def _tools(value: Json) -> tuple[Json, ...] | None:
-  """Returns a row's tools. They may also be given as JSON text, for Arrow has one type a column."""
+  """Returns a row's tools. They may also be given as JSON text, because an Arrow column can have
+  only one type.
+  """
   if isinstance(value, str):
     try:
       value = parse_json(value) if value.strip() else None

@@ -1,10 +1,10 @@
-"""Media of taskset rows, read and validated when the taskset loads: a run never starts with a
-missing, changed or invalid image.
+"""Media of taskset rows. They are read and validated when the taskset loads, so a run never starts
+with a missing, changed or invalid image.
 
 A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`. `path` is relative to the
-directory of the taskset's file and must stay inside that directory; `bytes` holds base64 (in
-Parquet: bytes); `digest` is the xxh3-128 of the bytes in hexadecimal. `images`, as in verl's data,
-is a list of paths or of `{bytes | path}`.
+directory of the taskset's file and must stay inside that directory. `bytes` is base64 text or, in
+Parquet, bytes. `digest` is the hexadecimal xxh3-128 digest of the bytes. A row may instead have
+`images` as in verl's data, a list of paths or of `{bytes | path}`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_BYTES = 32 << 20
 
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
-  """Reads the bytes to which a `Media.reference` refers; paths are relative to `root`. Raises
+  """Reads the bytes that a `Media.reference` refers to. Paths are relative to `root`. Raises
   ValueError if the reference is invalid.
   """
   if reference.startswith(_DATA):
@@ -57,8 +57,8 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
 
 
 def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:
-  """Reads and validates the media of a row. Raises ValueError, with a one-line message, for an
-  invalid item.
+  """Reads and validates the media of a row. Raises ValueError with a one-line message if an item is
+  invalid.
   """
   if 'media' in fields and fields['media'] is not None:
     listed, key = fields['media'], 'media'

@@ -1,4 +1,4 @@
-"""Messages of a row from outside: checked, and reduced to what a chat template reads."""
+"""Reads the chat messages of a row: checks them, and keeps what a chat template uses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from jaxrl_llm.core.types import Json
 _ROLES = ('system', 'user', 'assistant', 'tool')
 _CHAT_ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant'}
-"""Roles of ShareGPT's messages {from, value}, with those of chat templates."""
+"""Names of roles in ShareGPT's messages ({from, value}), mapped to those of chat templates."""
 _REASONING = ('reasoning_content', 'reasoning', 'thinking')
-"""Keys of an assistant message that may hold its reasoning."""
+"""Keys under which an assistant message may contain its reasoning."""
 
 
 def text_messages(name: str, value: list[Json]) -> list[Message]:
-  """Returns messages of text. Raises ValueError if there is another kind; `name` is the field."""
+  """Returns messages with a role and text only. Raises ValueError if the row has other messages.
+
+  Args:
+    name: name of the field, for the error message.
+    value: list of messages.
+  """
   messages = []
   for item in value:
     if (
@@ -34,18 +39,18 @@ def text_messages(name: str, value: list[Json]) -> list[Message]:
 
 
 def chat_messages(name: str, value: list[Json]) -> list[ChatMessage]:
-  """Returns messages that may also have tool calls, reasoning and further keys.
+  """Returns messages, which may also have tool calls, reasoning and further keys.
 
-  Keys whose value is null are left out, as `apply_chat_template` of transformers leaves them out.
-  ShareGPT's messages {from, value} get the keys of the others. Content that is a list of texts
-  becomes one text, its parts joined by line breaks, as vLLM joins them.
+  Keys whose value is null are left out, as in transformers' `apply_chat_template`. ShareGPT's
+  messages ({from, value}) are converted to {role, content}. Content that is a list of texts becomes
+  one text, with line breaks between the parts as in vLLM.
 
   Args:
-    name: name of the field, for messages.
+    name: name of the field, for the error message.
 
   Raises:
-    ValueError: a message has another role, content that is not text, or an assistant's message has
-      neither content nor tool calls.
+    ValueError: a message has an unknown role or content that is not text, or a message of the
+      assistant has neither content nor tool calls.
   """
   return [_chat_message(f'{name}[{i}]', item) for i, item in enumerate(value)]
 
@@ -113,7 +118,9 @@ def _check_tool_calls(where: str, role: Json, calls: Json) -> None:
 
 
 def called_name(call: Json) -> str | None:
-  """Returns the name in a tool call, or in a tool's description; None if it has none."""
+  """Returns the name of the tool in a tool call or in a tool's description; None if there is
+  none.
+  """
   inner = call.get('function', call) if isinstance(call, Mapping) else None
   name = inner.get('name') if isinstance(inner, Mapping) else None
   return name if isinstance(name, str) and name else None

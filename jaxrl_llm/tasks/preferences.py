@@ -1,9 +1,9 @@
-"""Preference pairs: source rows converted to prompts with a chosen and a rejected answer, split by
-question.
+"""Preference pairs: prompts with a chosen and a rejected answer, read from rows of a source and
+split by question.
 
-Every row read is counted in exactly one of `kept, corrupt, identical, duplicate, other_split`, so
-the counts add up to `read`. A pair's split depends on its group alone, so no question is in two
-splits, however many pairs it has.
+Every row is counted in `read` and in exactly one of `kept`, `corrupt`, `identical`, `duplicate` and
+`other_split`. A pair's split depends only on its group (for example its prompt), so all pairs of a
+question are in the same split.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferencesConfig:
-  """Source, templates and split of preference pairs. Templates are `str.format` over row fields,
-  see `tasks.templates`.
+  """Source, templates and split of preference pairs. Templates are Python format strings over the
+  fields of a row (see `tasks.templates`).
 
-  Without templates, a row has one of three forms: (1) text in `prompt`, `chosen` and `rejected`;
-  (2) messages in `prompt`, with text or one assistant message in each of `chosen` and `rejected`;
-  (3) whole conversations in `chosen` and `rejected` that differ only in the last message: the
-  earlier messages are the prompt, and a text `prompt` is ignored.
+  Without templates, a row must have one of three forms: (1) texts in `prompt`, `chosen` and
+  `rejected`; (2) messages in `prompt`, and a text or one assistant message in each of `chosen` and
+  `rejected`; (3) whole conversations in `chosen` and `rejected` that differ only in the last
+  message. In form (3), the earlier messages are the prompt, and a text `prompt` is ignored.
   """
 
   name: str
   source: str
-  """A path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]', or
+  """Path of a .jsonl or .parquet file, 'datasets:<directory or hub id>[#split]', or
   'taskset:<name>'.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Arguments passed to `datasets.load_dataset`; files take none."""
+  """Arguments passed to `datasets.load_dataset`. A path as source has no options."""
   domain: str = 'general'
-  """Domain of rows without an `ability`."""
+  """Domain of the rows that have no field `ability`."""
   size: int | None = None
   """Maximum number of rows to read."""
   prompt: str | None = None
-  """Template of the prompt; None: the row's own."""
+  """Template of the prompt. If None, the row's own prompt is used."""
   chosen: str | None = None
-  """Template of the better answer; None: the row's own."""
+  """Template of the better answer. If None, the row's `chosen` is used."""
   rejected: str | None = None
-  """Template of the worse answer; None: the row's own."""
+  """Template of the worse answer. If None, the row's `rejected` is used."""
   group: str | None = None
-  """Template of a row's group, such as '{question_id}'; a group is kept in one split. None: the
-  prompt is the group.
+  """Template of a row's group, such as '{question_id}'. All rows of a group are in the same split.
+  If None, rows with equal prompts form a group.
   """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of groups in 'eval', in [0, 1). Without `group`, a taskset with this holdout holds out
-  the same prompts.
+  """Fraction of the groups that form the split 'eval', in [0, 1). Without `group`, a taskset with
+  the same holdout holds out the same prompts.
   """
   fold: int | None = None
-  """Cross-validation: 'eval' is the fold with this index, 'train' the other `folds` − 1 folds;
-  None: use `holdout`.
+  """Cross-validation: the split 'eval' is the fold with this index, and 'train' the other `folds` −
+  1 folds. If None, `holdout` is used instead.
   """
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
-  """Who made the judgements; recorded as the samples' source."""
+  """Origin of the judgements. It is recorded as the samples' source."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
 
   def __post_init__(self):
@@ -116,25 +116,29 @@ class Pair:
   """A prompt with a chosen and a rejected answer."""
 
   uid: str
-  """Identifier that is the same in all runs: the preferences' name and half of the digest of prompt
-  and answers.
+  """Identifier, the same in all runs: the name of the preferences and half of the digest of the
+  prompt and answers.
   """
   task: Task
   chosen: str
   rejected: str
   group: str
-  """Pairs with the same group are in the same split and are not independent observations."""
+  """Group of the pair. Pairs of a group are in the same split and are not independent
+  observations.
+  """
   origin: Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preferences:
-  """Distinct preference pairs in source order, and counts of the rows read."""
+  """Distinct preference pairs in the order of their source, and counts of the rows."""
 
   name: str
   pairs: tuple[Pair, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and those kept, corrupt, identical (same answers), duplicate or in other_split."""
+  """Number of rows `read`, and of these the numbers `kept`, `corrupt`, `identical` (both answers
+  are equal), `duplicate` and in `other_split`.
+  """
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:
@@ -142,7 +146,7 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
 
   Raises:
     UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; a prompt is
-      in two groups, so that a split might put it on both sides; no pair is left.
+      in two groups and so might be in both splits; or no pair is left.
   """
   if config.source.startswith('taskset:'):
     raise ValueError(
@@ -176,13 +180,14 @@ def pairs_of_tasks(
   name: str | None = None,
 ) -> Preferences:
   """Creates preference pairs from templates: a right and a wrong answer to each of the first
-  `count` tasks (None: all).
+  `count` tasks, or to all tasks if `count` is None.
 
   The choice among the `rejected` templates depends only on the seed and the task's prompt. Tasks
-  whose two answers are equal are omitted and counted as identical. A pair's group is its prompt.
+  whose two answers are equal are left out and counted as `identical`. A pair's group is its prompt.
 
   Args:
-    name: name of the preferences, which prefixes the pairs' uids; None: the taskset's name.
+    name: name of the preferences, with which the pairs' uids start. If None, the taskset's name is
+      used.
   """
   name = taskset.name if name is None else name
   count = len(taskset.tasks) if count is None else count
@@ -212,8 +217,8 @@ def pairs_of_tasks(
 
 
 def preference_samples(pair: Pair, tokenizer: Tokenizer) -> tuple[Sample, Sample]:
-  """Converts a pair to samples (chosen, rejected) whose answer tokens are in the loss and marked as
-  not sampled.
+  """Converts a pair to two samples (chosen, rejected). Their answer tokens are in the loss and are
+  marked as not sampled by the policy.
   """
   return _sample(pair, 'chosen', pair.chosen, 0, tokenizer), _sample(
     pair, 'rejected', pair.rejected, 1, tokenizer
@@ -258,8 +263,8 @@ def _preferences(
 def _check_group(
   where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig
 ) -> None:
-  """Raises UserError if a split could put one prompt on both sides; records the prompt's group in
-  `group_of`.
+  """Raises UserError if the pair's prompt also occurs in another group, because a split could then
+  put it on both sides. Records the group of the prompt in `group_of`.
   """
   group = group_of.setdefault(pair.task.digest, pair.group)
   if config.split != 'all' and group != pair.group:
@@ -271,7 +276,9 @@ def _check_group(
 
 
 def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
-  """Returns the name of the count that includes the pair; adds the pair's uid to `seen`."""
+  """Returns the count to which a pair belongs ('kept', 'identical', 'duplicate' or 'other_split'),
+  and adds the pair's uid to `seen`.
+  """
   if pair.chosen == pair.rejected:
     return 'identical'
   if pair.uid in seen:
@@ -285,8 +292,8 @@ def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
 
 
 def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
-  # Without `config.group`, the pair's group already is the digest of its prompt. A taskset with the
-  # same holdout then holds out the same prompts.
+  # Without `config.group`, the group is the digest of the prompt, by which a taskset with the same
+  # holdout also splits. Hence both hold out the same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
   if config.fold is None:
     return is_held_out(digest, config.holdout)
@@ -294,7 +301,7 @@ def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
 
 
 def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:
-  """Converts a row to a pair. Raises ValueError if that is not possible."""
+  """Converts a row of the source to a pair. Raises ValueError if that is not possible."""
   before, chosen = _conversation(fields, 'chosen', config.chosen)
   before_rejected, rejected = _conversation(fields, 'rejected', config.rejected)
   if before != before_rejected:
@@ -324,7 +331,7 @@ def _pair(name: str, task: Task, chosen: str, rejected: str, *, group: str, orig
 def _conversation(
   fields: Mapping[str, Json], name: str, template: str | None
 ) -> tuple[list[Message], str]:
-  """Returns the messages before an answer, if any, and the answer's text."""
+  """Returns (messages before an answer, text of the answer). There may be no messages."""
   value = _own(fields, name) if template is None else templates.render(template, fields)
   messages = _as_messages(name, value, role='assistant')
   if not messages or messages[-1]['role'] != 'assistant':
@@ -371,7 +378,7 @@ def _own(fields: Mapping[str, Json], name: str) -> Json:
 
 
 def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
-  """Returns messages unchanged, and text as one message with the given role."""
+  """Returns messages unchanged, and a text as one message with the given role."""
   if isinstance(value, str):
     return [{'role': role, 'content': value}]
   if isinstance(value, list):

@@ -1,8 +1,7 @@
-"""Task processors: filters, applied in order, that drop tasks from a taskset before any rollout.
+"""Task processors: filters that drop tasks from a taskset before any rollout.
 
-A processor is called with each task in order, and returns the reason to drop it or an empty string;
-it never modifies tasks. A processor's kept and dropped counts add up to the number of its input
-tasks.
+The processors of a taskset run one after the other. A processor is called with each task in order,
+and returns a reason to drop the task, or an empty string to keep it. It does not modify tasks.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]
-"""Function called once per task, in order; returns the reason to drop the task, or an empty string
-to keep it.
+"""Function that is called with each task in order. It returns the reason to drop the task, or an
+empty string to keep it.
 """
 
 
 class Passed(NamedTuple):
-  """Counts of the tasks that a processor was given and of those it dropped."""
+  """Number of tasks that a processor was given, and numbers of those that it dropped."""
 
   name: str
   given: int
@@ -44,29 +43,29 @@ class Passed(NamedTuple):
 
 
 class ProcessorContext(NamedTuple):
-  """What a processor's decisions may depend on besides its tasks."""
+  """Data other than its tasks on which a processor's decisions may depend."""
 
   others: Sequence[Task]
   """Tasks of the tasksets processed before this one."""
   length_of: Callable[[Task], int]
-  """Returns the length of a task's prompt in tokens."""
+  """Function that returns the length of a task's prompt in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks that occur earlier in this taskset, in an evaluation taskset, or in a taskset
+  """Drops tasks that already occur in this taskset, in an evaluation taskset, or in a taskset
   configured before it.
   """
 
   near: bool = True
-  """Whether to drop also tasks that differ from another only in case, spacing, sentence punctuation
-  or the system message.
+  """Whether to drop also tasks that differ from an earlier one only in case, spacing, sentence
+  punctuation or the system message.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-  """Drops tasks whose prompt length in tokens is outside the limits."""
+  """Drops tasks whose prompts are shorter or longer than the limits, in tokens."""
 
   min_tokens: int = 0
   max_tokens: int | None = None
@@ -80,11 +79,11 @@ class LengthConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerKindConfig:
-  """Drops tasks with kinds of answers easily guessed (Kimi k1.5, arXiv:2501.12599, 2.1)."""
+  """Drops tasks whose answers are easily guessed (Kimi k1.5, arXiv:2501.12599, 2.1)."""
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
-  """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false,
-  yes or no.
+  """Kinds of answers to drop. choice: the answer is one of the prompt's lettered options. boolean:
+  the answer is true, false, yes or no.
   """
 
 
@@ -110,21 +109,21 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Matches sentence punctuation, except within numbers (1.5, 12:30) and signs of formulas (5!, y',
-2-1, brackets).
+"""Matches sentence punctuation, but not the points and colons in numbers (1.5, 12:30), and not
+signs that occur in formulas (5!, y', 2-1, brackets).
 """
 
 
 def in_order(names: Iterable[str], measured: Collection[str]) -> list[str]:
-  """Returns the names of tasksets in the order in which they are processed: those of evaluations
-  first, so that tasks that occur in both are dropped from training.
+  """Returns the names of tasksets in the order in which they are processed. Those of evaluations
+  come first, so a task in both is dropped from training.
   """
   return sorted(names, key=lambda name: name not in measured)
 
 
 def normalised(task: Task) -> str:
-  """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the
-  system message.
+  """Returns a prompt's text and the digests of its media, without case, spacing, sentence
+  punctuation and the system message. Near duplicates have equal results.
   """
   texts = (
     f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}'
@@ -177,11 +176,11 @@ PROCESSORS: Mapping[str, tuple[type, Callable[[Any, ProcessorContext], Processor
 `TasksetConfig.processors`.
 """
 COMPARING = ('dedup',)
-"""Names of the processors whose decisions depend on the tasksets processed before theirs."""
+"""Names of the processors whose decisions depend on previously processed tasksets."""
 
 
 class Outcomes(NamedTuple):
-  """Counts of a task's scorable and correct attempts."""
+  """Numbers of a task's scorable attempts and of its correct attempts."""
 
   correct: int
   attempts: int
@@ -192,8 +191,10 @@ class Outcomes(NamedTuple):
 
 
 def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> Processor:
-  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1); `outcomes` is keyed by task
-  uid.
+  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1).
+
+  Args:
+    outcomes: counts of past attempts, keyed by task uid.
   """
 
   def why(task: Task) -> str:
@@ -209,13 +210,13 @@ def guessable(outcomes: Mapping[str, Outcomes]) -> Processor:
   """Drops tasks that were answered correctly without reasoning (Kimi k1.5, 2.1).
 
   Args:
-    outcomes: results of the guesses, keyed by task uid.
+    outcomes: counts of the answers without reasoning, keyed by task uid.
   """
   return lambda task: 'guessed' if outcomes[task.uid].correct else ''
 
 
 def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[Task, ...], Passed]:
-  """Applies a processor; returns the kept tasks and the counts."""
+  """Applies a processor to tasks. Returns the kept tasks and the counts."""
   kept, dropped, given = [], {}, 0
   for task in tasks:
     given += 1
@@ -229,7 +230,8 @@ def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[T
 def process(
   taskset: Taskset, configs: Sequence[TaskProcessorConfig], context: ProcessorContext
 ) -> Taskset:
-  """Applies the configured processors; dropped tasks are counted as '<processor>/<reason>'.
+  """Applies the configured processors to a taskset. Dropped tasks are counted under
+  '<processor>/<reason>'.
 
   Raises:
     UserError: a processor or one of its options is unknown; no task is left.

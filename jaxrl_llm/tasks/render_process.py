@@ -1,8 +1,8 @@
-"""Program run by `tasks.rendering`: reads requests and writes replies, one JSON line each, on its
-standard streams.
+"""Program that `tasks.rendering` runs to render chat templates. It reads requests from stdin and
+writes replies to stdout, one JSON line each.
 
-It runs as a program and is never imported, so that the process holds no data except the
-conversation that it renders. A rendering that exceeds its CPU time limit ends the process.
+It is run and not imported, so that the process has no data except the conversation that it renders.
+A rendering that exceeds its CPU time limit ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 
 def main() -> None:
-  # Ctrl-C reaches the whole process group; the parent handles it.
+  # Ctrl-C reaches the whole process group. Only the parent handles it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   orders, answers = os.fdopen(0, 'rb', closefd=False), os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)  # Keeps other output off the reply stream.
@@ -28,7 +28,7 @@ def main() -> None:
   _write(answers, {})
   for line in orders:
     order = json.loads(line)
-    # SIGPROF ends the process, even within one long operation.
+    # When the CPU time is used up, SIGPROF ends the process, even within one long operation.
     signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])
     try:
       (text,), marks = render_jinja_template(
@@ -41,7 +41,8 @@ def main() -> None:
       )
       if len(text) > limits['characters']:
         raise ValueError(f'gives {len(text):,} characters, wanted at most {limits["characters"]:,}')
-      # What a template renders into a variable may be marked where the text has already ended.
+      # A template can also mark text that it renders into a variable, so a mark may lie behind the
+      # end of the rendered text.
       inside = [[start, min(end, len(text))] for start, end in marks[0]]
       answer = {'text': text, 'marks': [[start, end] for start, end in inside if start < end]}
     except Exception as error:

@@ -1,8 +1,8 @@
 """Renders untrusted chat templates in a separate process.
 
-Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a
-template may call, but not how long it loops (`range` within `range`) or how much it allocates
-(`'x' * 10**10`), and neither can be interrupted from within a process.
+Invariant: a template cannot block this process or exhaust its memory. Jinja's sandbox restricts
+what a template may call, but not how long it loops (`range` within `range`) or how much it
+allocates (`'x' * 10**10`). Neither can be interrupted from within the same process.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class RenderingLimits:
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Address space in bytes that the process may use in addition to that at its start."""
+  """Address space in bytes that the process may use, in addition to that at its start."""
   characters: int = 16 << 20
   """Maximum length of the rendered text in characters."""
   start_s: float = 120.0
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock seconds for a reply; then the process is stopped, whatever CPU time it used."""
+  """Wall-clock limit in seconds for a reply. The process is then stopped, whatever CPU time it has
+  used.
+  """
 
 
 LIMITS = RenderingLimits()
@@ -54,13 +56,15 @@ class Rendered(NamedTuple):
 
   text: str
   marks: tuple[tuple[int, int], ...]
-  """Ranges [start, end) of the characters that the template marks as the assistant's, with
-  `{% generation %}`; empty if it marks none.
+  """Ranges [start, end) of the characters that the template marks as the assistant's by `{%
+  generation %}`. Empty if it marks none.
   """
 
 
 class TemplateProcess:
-  """Renders one template in a process started for the first rendering and ends with this object."""
+  """Renders a template in a separate process. The process starts with the first rendering and ends
+  with this object.
+  """
 
   def __init__(self, template: str, limits: RenderingLimits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits
@@ -82,8 +86,9 @@ class TemplateProcess:
     Args:
       messages: conversation to render.
       add_generation_prompt: whether to end the text with the opening of an assistant message.
-      tools: descriptions of the tools, as JSON schemas; None: there are none.
-      variables: further template variables, JSON only, such as special tokens.
+      tools: descriptions of the tools, as JSON schemas; None if there are no tools.
+      variables: further variables for the template, such as special tokens. They must be JSON
+        values.
 
     Raises:
       RenderError: the template fails or exceeds a limit.
@@ -116,12 +121,13 @@ class TemplateProcess:
   def _start(self) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-      # Unused threads of a numerical library would take address space.
+      # Numerical libraries would start threads, which are not used but need address space.
       environment = os.environ | {
         'OPENBLAS_NUM_THREADS': '1',
         'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1',
       }
-      # -P: the program's directory has modules that would shadow the standard library's.
+      # The option -P keeps the program's directory out of the module search path, because some of
+      # its modules have the names of standard ones.
       process = subprocess.Popen(
         [sys.executable, '-P', str(_PROGRAM)],
         stdin=theirs,

@@ -1,5 +1,5 @@
-"""Draws tasks across tasksets. The whole state is JSON, and a restored sampler continues exactly
-where it was saved.
+"""Draws the next tasks of a stage from its tasksets. The state is JSON, and a restored sampler
+continues exactly where it was saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl_llm.tasks.taskset import Taskset
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterWeights:
   from_batch: int
-  """First batch of the stage, counted from 0, whose tasks are drawn with these weights."""
+  """Number, counted from 0, of the stage's first batch for which these weights are used."""
   weights: Mapping[str, float]
 
 
@@ -31,32 +31,35 @@ class SamplerConfig:
   """Order in which a stage draws its tasks."""
 
   order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
-  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: tasks are
-  weighted by 1 − success rate. difficulty: tasks are weighted by how close their success rate is to
-  `target`.
+  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: a task's
+  weight is 1 − its success rate. difficulty: a task's weight is larger the closer its success rate
+  is to `target`.
   """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Relative share of each taskset in the draws. Tasksets take turns by these shares, not at
-  random, and each has its own order. Empty: the tasks of all tasksets form one pool.
+  """Relative share of each taskset in the draws. Tasksets take turns by their shares, not at
+  random, and each taskset has its own order. If empty, the tasks of all tasksets form one pool.
   """
   schedule: tuple[LaterWeights, ...] = ()
-  """Weights for later batches, ordered by their first batch."""
+  """Weights that replace `weights` in later batches, ordered by their first batch."""
   hardness: str | None = None
-  """Order `easy_to_hard`: name of the numeric row field that holds a task's difficulty."""
+  """For the order `easy_to_hard`: name of the numeric row field with the difficulty of a task."""
   prior: float = 0.5
-  """Order `prioritised`: assumed success rate of a task that was never attempted."""
+  """For the order `prioritised`: success rate assumed for a task that was never attempted."""
   newest: float = 0.5
-  """Order `prioritised`: weight of the newest group in the moving average of a task's success rate.
+  """For the order `prioritised`: weight of the newest group in the moving average of a task's
+  success rate.
   """
   floor: float = 0.05
-  """Order `prioritised`: minimum weight of a task, however often it is solved."""
+  """For the order `prioritised`: minimum weight of a task, however often it is solved."""
   target: float = 0.5
-  """Order `difficulty`: target success rate."""
+  """For the order `difficulty`: success rate at which a task's weight is largest."""
   temperature: float = 0.1
-  """Order `difficulty`: distance from the target at which a task's weight falls by a factor of e.
+  """For the order `difficulty`: distance from `target` at which a task's weight falls by a factor
+  of e.
   """
   discount: float = 0.2
-  """Order `difficulty`: share of the past evidence that a task's posterior forgets with each group.
+  """For the order `difficulty`: share of the past results that the estimate of a task's success
+  rate forgets with each new group.
   """
 
   def __post_init__(self):
@@ -87,8 +90,8 @@ class SamplerConfig:
         )
 
   def check_tasksets(self, names: Sequence[str], where: str = '') -> None:
-    """Raises UserError unless the weights name exactly these tasksets; `where` prefixes the
-    message.
+    """Raises UserError unless the weights name exactly these tasksets. The message starts with
+    `where`.
     """
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and set(weights) != set(names):
@@ -99,7 +102,7 @@ class SamplerConfig:
 
 
 class TaskSampler:
-  """Draws tasks from several tasksets, endlessly."""
+  """Draws tasks from several tasksets, without an end."""
 
   def __init__(self, tasksets: Sequence[Taskset], config: SamplerConfig, *, seed: int):
     names = [taskset.name for taskset in tasksets]
@@ -115,7 +118,8 @@ class TaskSampler:
       raise UserError(f'sampler.weights: taskset {empty[0]} holds no task; remove it')
     self._names = names if config.weights else ['']
     self._starts = [sum(map(len, pools[:i])) for i in range(len(pools))]
-    # Each pool has its own seed, or tasksets of equal size would be drawn in the same order.
+    # Each pool has its own seed. Otherwise, tasksets of equal size would be drawn in the same
+    # order.
     self._pools = [_selector(pool, config, seed=seed + i) for i, pool in enumerate(pools)]
     self._credits = [0.0] * len(pools)
     uids = [task.uid for task in self._tasks]
@@ -134,9 +138,9 @@ class TaskSampler:
   def next(self) -> tuple[Task, int]:
     """Returns the next task and its visit number.
 
-    Two tasks with the same prompt and visit number would draw the same noise. Hence, if n tasksets
-    share a prompt, the visits of its first task are numbered 0, n, 2n, …, those of its second task
-    1, n + 1, …, and so on.
+    Two tasks with the same prompt and the same visit number would get the same random numbers.
+    Hence, if n tasksets have a prompt in common, the visits of its first task are numbered 0, n,
+    2n, …, those of its second task 1, n + 1, …, and so on.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
@@ -145,11 +149,11 @@ class TaskSampler:
     return self._tasks[number], visit * count + rank
 
   def task(self, uid: str) -> Task | None:
-    """Returns the task with this uid; None if there is none."""
+    """Returns the task with this uid, or None if there is none."""
     return self._tasks[self._numbers[uid]] if uid in self._numbers else None
 
   def _pool(self) -> int:
-    """Selects the pool that is furthest behind its share."""
+    """Selects the pool of tasks that is furthest behind its share of the draws."""
     if len(self._pools) == 1:
       return 0
     weights = [self._weights()[name] for name in self._names]
@@ -167,17 +171,21 @@ class TaskSampler:
     return begun[-1] if begun else self._config.weights
 
   def advance(self, batch: int) -> None:
-    """Sets the batch of the stage to which later draws belong. The batch determines the weights."""
+    """Sets the number of the stage's batch for which tasks are drawn next. It determines the
+    weights.
+    """
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:
-    """Records the results of attempts at a task; call it in the order that groups were drawn."""
+    """Records the results of a group of attempts at a task. Call this in the order in which groups
+    were drawn.
+    """
     number = self._numbers[uid]
     pool = max(i for i, start in enumerate(self._starts) if start <= number)
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
 
   def state(self) -> dict[str, Json]:
-    """Returns the state as JSON; a sampler that restores it draws the same tasks as this one."""
+    """Returns the state as JSON. A sampler that restores it draws the same tasks as this one."""
     pools = [pool.state() for pool in self._pools]
     return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 
@@ -231,8 +239,8 @@ def _hardness(task: Task, field: str) -> float:
 
 
 def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
-  """Returns, for each prompt, how many equal prompts precede it, and how many there are in
-  total.
+  """Returns for each prompt the number of equal prompts before it and the number of equal prompts
+  in total.
   """
   counts, seen, ranks = collections.Counter(prompts), collections.Counter(), []
   for prompt in prompts:

@@ -1,7 +1,8 @@
-"""Selectors that draw the next task, in passes or weighted by the results of past attempts.
+"""Selectors: draw the next task, in passes over all tasks or weighted by the results of past
+attempts.
 
-What a selector draws is a function of its seed, its past draws and the feedback it got; its state
-is JSON.
+The drawn task depends only on the selector's seed, its past draws and the feedback that it got. The
+state is JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from jaxrl_llm.core.types import Json
 
 @runtime_checkable
 class Selector(Protocol):
-  """Draws tasks, numbered from 0."""
+  """Draws tasks, which are numbered from 0."""
 
   def next(self) -> tuple[int, int]:
-    """Draws a task; returns its number and how often it had been drawn before."""
+    """Draws a task. Returns its number and the number of times that it had been drawn before."""
     ...
 
   def feedback(self, task: int, successes: int, attempts: int) -> None:
@@ -35,13 +36,15 @@ class Selector(Protocol):
 
 
 class Passes:
-  """Draws each task once per pass, in a fixed order or reshuffled each time; ignores feedback."""
+  """Draws each task once per pass, in a fixed order or reshuffled in each pass. Ignores
+  feedback.
+  """
 
   def __init__(self, order: Sequence[int], *, seed: int | None):
     """
     Args:
-      order: the tasks, in the order of a pass.
-      seed: seed for reshuffling the order in each pass; None: use `order` itself.
+      order: numbers of the tasks, in the order of a pass.
+      seed: seed for reshuffling the order in each pass. If None, every pass uses `order` itself.
     """
     self._order = order
     indices = grain.MapDataset.range(len(order))
@@ -68,21 +71,26 @@ class Estimate(Protocol):
   """Estimates a task's success rate and derives its sampling weight."""
 
   def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
-    """Returns task statistics after a group of attempts; `before` is None for the first group."""
+    """Returns a task's new statistics after a group of attempts. `before` are its previous
+    statistics, or None for its first group.
+    """
     ...
 
   def weight(self, known: Sequence[float] | None) -> float: ...
 
 
 class FailureRate:
-  """P ∝ 1 − s, where s is a task's moving success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
+  """Drawing probability P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi
+  k1.5, arXiv:2501.12599, 2.3.4).
+  """
 
   def __init__(self, *, prior: float, newest: float, floor: float):
     """
     Args:
-      prior: s of a task that was never attempted.
-      newest: weight of the newest group in the average; the first group sets the average.
-      floor: minimum weight of a task, so that solved tasks are drawn again.
+      prior: value of s for a task that was never attempted.
+      newest: weight of the newest group in the moving average. The first group alone sets the
+        average.
+      floor: minimum weight of a task, so that solved tasks can be drawn again.
     """
     self._prior, self._newest, self._floor = prior, newest, floor
 
@@ -98,9 +106,9 @@ class TargetRate:
   """Drawing probability P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta
   posterior that discounts past evidence.
 
-  α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence
-  of BOTS (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not
-  drawn keep their posterior.
+  After each group: α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, where λ is
+  `discount` and α = β = 1 at first. This is the explicit evidence of BOTS (arXiv:2510.26374), as in
+  Trinity-RFT's difficulty-based selector. Tasks that were not drawn keep their posterior.
   """
 
   def __init__(self, *, target: float, temperature: float, discount: float):
@@ -120,8 +128,8 @@ class TargetRate:
 
 
 class Weighted:
-  """Draws independently, with probabilities proportional to the tasks' weights; draw n depends on
-  the seed, n and the current weights.
+  """Draws tasks independently, with probabilities proportional to their weights. The n-th draw
+  depends only on the seed, n and the current weights.
   """
 
   def __init__(self, tasks: int, estimate: Estimate, *, seed: int):

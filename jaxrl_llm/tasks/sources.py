@@ -1,7 +1,7 @@
-"""Sources of rows: procedural tasks, files, Hugging Face datasets.
+"""Sources of rows: procedural tasks, files and Hugging Face datasets.
 
-Every source yields one `SourceRow` or `Corrupt` for each item read, in a fixed order, and drops
-nothing. A row is JSON of bounded size and depth.
+A source yields one `SourceRow` or `Corrupt` for each of its items, in a fixed order. The fields of
+a row are JSON values of bounded size and depth.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ SOURCES: Mapping[str, str] = {
   '<path>.parquet': 'the same rows',
   'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
 }
-"""Descriptions of the forms of source names, keyed by form."""
+"""Description of each form of source name, keyed by form."""
 
 FORMS = (
   "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub "
   "id>[#split]'"
 )
 MEDIA = ('media', 'images')
-"""Names of the columns that hold images, see `tasks.media`."""
+"""Names of the columns that may contain images (see `tasks.media`)."""
 _PARQUET_ROWS = 1024
 _CORRUPT_SHOWN = 20
-"""Maximum number of corrupt rows of a reader that are logged."""
+"""Maximum number of corrupt rows that are logged per reader."""
 MAX_ROW_BYTES = 64 << 20
 """Maximum length of a line in a .jsonl file, in bytes."""
 
@@ -64,7 +64,7 @@ class SourceRow:
   """A row of a source, as JSON values."""
 
   where: str
-  """File and line, or dataset and index, for messages."""
+  """Location of the row for messages: file and line, or dataset and index."""
   fields: Mapping[str, Json]
 
 
@@ -74,7 +74,7 @@ class Corrupt:
 
   where: str
   reason: str
-  """Why the item is not a valid row, in one line."""
+  """Reason why the item is not a valid row, in one line."""
 
   def __post_init__(self):
     object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
@@ -83,14 +83,14 @@ class Corrupt:
 def read_rows(
   source: str, *, options: Mapping[str, Any], size: int | None, seed: int
 ) -> Iterator[SourceRow | Corrupt]:
-  """Reads the first `size` rows of a source (None: all rows).
+  """Reads the first `size` rows of a source, or all rows if `size` is None.
 
   Args:
     source: name in one of the forms in `SOURCES`.
-    options: source-specific parameters: reasoning-gym's configuration or `datasets.load_dataset`'s
-      arguments.
-    size: number of items to draw from a procedural source, which is endless; otherwise the maximum
-      number of rows.
+    options: parameters of the source: the configuration of a reasoning-gym dataset, or arguments of
+      `datasets.load_dataset`.
+    size: number of items to generate with a procedural source, which is endless. For other sources,
+      the maximum number of rows.
     seed: seed of a procedural source.
 
   Raises:
@@ -121,11 +121,12 @@ def read_rows(
 
 
 def report_corrupt(corrupt: Corrupt, reader: str, on_corrupt: str, count: int) -> None:
-  """Raises UserError for a corrupt row if `on_corrupt` is 'fail'; otherwise logs the first ones.
+  """Reports a corrupt row: raises UserError if `on_corrupt` is 'fail', and otherwise logs the first
+  few.
 
   Args:
-    reader: what reads the rows, such as 'taskset train'.
-    count: number of the reader's corrupt rows so far, with this one.
+    reader: name of the reader for messages, such as 'taskset train'.
+    count: number of corrupt rows that this reader has found so far, including this one.
   """
   if on_corrupt == 'fail':
     raise UserError(
@@ -143,12 +144,13 @@ def converted(
   reader: str,
   on_corrupt: str,
 ) -> Iterator[tuple[str, T]]:
-  """Yields where a row is and what it converts to, for rows that are not corrupt.
+  """Converts rows. Yields (location of the row, converted value) for each row that is not corrupt.
 
   Args:
-    convert: converts a row, or raises ValueError if it is corrupt.
-    counts: gets the numbers of rows `read` and `corrupt`; `read` includes the row being converted.
-    reader: what reads the rows, such as 'taskset train'.
+    convert: converts a row, or raises ValueError if the row is corrupt.
+    counts: numbers of rows `read` and `corrupt`, which are increased here. `read` includes the row
+      being converted.
+    reader: name of the reader for messages, such as 'taskset train'.
 
   Raises:
     UserError: a row is corrupt and `on_corrupt` is 'fail'.
@@ -169,16 +171,16 @@ def converted(
 
 
 def listed(counts: Mapping[str, int]) -> str:
-  """Returns the counts of a reader in one line, without most of those that are 0."""
+  """Returns the counts of a reader in one line. Counts of 0 are left out, except `read` and
+  `kept`.
+  """
   return ', '.join(
     f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept')
   )
 
 
 def directory(source: str) -> pathlib.Path | None:
-  """Returns the directory that paths in rows are relative to; None if the source is neither file
-  nor directory.
-  """
+  """Returns the directory to which paths in rows are relative, or None if the source has none."""
   scheme, _, rest = source.partition(':')
   if scheme in ('reasoning_gym', 'datasets'):
     path = pathlib.Path(rest.partition('#')[0])
@@ -187,7 +189,7 @@ def directory(source: str) -> pathlib.Path | None:
 
 
 def missing_file(path: pathlib.Path) -> str:
-  """Describes a missing file in one line, suggesting the closest name in its directory."""
+  """Describes a missing file in one line, and suggests the most similar name in its directory."""
   if not path.parent.is_dir():
     return f'{path}: no such file, and its directory {path.parent} does not exist either'
   near = difflib.get_close_matches(
@@ -199,12 +201,12 @@ def missing_file(path: pathlib.Path) -> str:
 def _procedural_rows(
   name: str, options: Mapping[str, Any], size: int | None, seed: int
 ) -> Iterator[SourceRow]:
-  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so that
-  a second reading yields the same items.
+  """Yields items 0 to size - 1 of a reasoning-gym dataset. Item i is generated with Random(seed +
+  i), so a second reading yields the same items.
   """
   where = f'reasoning_gym:{name}'
   check_library('reasoning_gym', where)
-  # imported here because the import takes 1 s
+  # This import takes a second, so it is delayed until it is needed.
   from reasoning_gym.factory import DATASETS, create_dataset
 
   if name not in DATASETS:
@@ -239,8 +241,8 @@ def _procedural_rows(
 
 
 def _check_verifier(where: str, dataset: Any) -> None:
-  """Raises UserError if the verifier scores an entry differently after a JSON round trip, which
-  turns tuples into lists.
+  """Raises UserError if the dataset's verifier scores an entry differently after it was stored as
+  JSON, which turns tuples into lists.
   """
   entry = dataset[0]
   before = dataset.score_answer(entry['answer'], entry)
@@ -302,7 +304,9 @@ def _parsed(where: str, line: bytes) -> SourceRow | Corrupt:
 
 
 def _row(where: str, fields: dict[str, Json]) -> SourceRow:
-  """Creates a row. Raises ValueError if it has 'reasoning_gym' without a reasoning-gym entry."""
+  """Creates a row. Raises ValueError if the field 'reasoning_gym' comes without the entry of a
+  reasoning-gym dataset.
+  """
   entry = fields.get('entry')
   if 'reasoning_gym' in fields and not (
     isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)
@@ -343,7 +347,7 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
       _check_json(datasets.load_dataset_builder(name, **options))
       loaded = datasets.load_dataset(name, split=split or None, **options)
   except Exception as error:  # A damaged file can make the library raise anything.
-    # DatasetGenerationError only says that there was an error; its cause says which.
+    # DatasetGenerationError only says that there was an error. Its cause names the error.
     cause = (
       isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
     ) or error
@@ -359,8 +363,8 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
 
 
 def _check_json(builder: Any) -> None:
-  """Raises ValueError if a local JSON file that the builder reads is nested too deeply: deep
-  nesting would end this process within pyarrow.
+  """Raises ValueError if a local JSON file for the builder is nested too deeply. Deep nesting would
+  crash this process inside pyarrow.
   """
   listed = (builder.config.data_files or {}) if builder.name == 'json' else {}
   for path in itertools.chain.from_iterable(listed.values()):
@@ -371,8 +375,8 @@ def _check_json(builder: Any) -> None:
 def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
   """Loads a saved dataset or one split of it.
 
-  Raises ArrowInvalid for a damaged file, which could cause out-of-bounds reads, and the library's
-  errors.
+  Raises ArrowInvalid for a damaged file, because reading it could access memory out of bounds. May
+  also raise the library's own errors.
   """
   import datasets
 
@@ -384,7 +388,9 @@ def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_saved(directory: pathlib.Path) -> None:
-  """Raises ValueError if a saved dataset names a path that is no regular file in its directory."""
+  """Raises ValueError if a saved dataset refers to a path that is not a regular file in its
+  directory.
+  """
   parts = [directory]
   if (directory / 'dataset_dict.json').is_file():
     parts = [
@@ -415,7 +421,7 @@ def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
 def _loaded_rows(where: str, loaded: Any) -> Iterator[SourceRow | Corrupt]:
   rows = iter(loaded)
   if loaded.features and any(_names_files(field.type) for field in loaded.features.arrow_schema):
-    # Read undecoded: to decode an image, datasets would open any file that a row names.
+    # Images are not decoded here: to decode one, the library would open any file that a row names.
     tables = loaded.with_format('arrow').iter(_PARQUET_ROWS)
     rows = (fields for table in tables for fields in table.to_pylist())
   try:
@@ -428,7 +434,9 @@ def _loaded_rows(where: str, loaded: Any) -> Iterator[SourceRow | Corrupt]:
 
 
 def _names_files(kind: pyarrow.DataType) -> bool:
-  """Whether values of a type contain media that datasets decodes: images, audio, video."""
+  """Whether a data type contains media that the library `datasets` would decode: images, audio or
+  video.
+  """
   if pyarrow.types.is_struct(kind):
     return {'bytes', 'path'} <= {field.name for field in kind} or any(
       _names_files(field.type) for field in kind
@@ -442,7 +450,7 @@ def _names_files(kind: pyarrow.DataType) -> bool:
 
 
 def _with_text(items: Any) -> Any:
-  """Encodes the raw bytes in a media column as base64 text for JSON."""
+  """Converts the raw bytes in a media column to base64 text, so that rows are JSON."""
   if not isinstance(items, list):
     return items
 
@@ -466,7 +474,7 @@ def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
 
 
 def check_text(fields: Mapping[str, Json]) -> None:
-  """Raises ValueError if a row has text that UTF-8 cannot encode, as a lone surrogate."""
+  """Raises ValueError if a row has text that UTF-8 cannot encode, such as a lone surrogate."""
   try:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:

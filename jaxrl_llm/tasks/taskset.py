@@ -1,9 +1,10 @@
-"""Tasksets: rows of a source converted to Tasks with distinct prompts, split by digest.
+"""Tasksets: tasks with distinct prompts, converted from the rows of a source and split by a digest
+of the prompt.
 
-Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split,
-too_long`, or under the reason of the processor that dropped it (`tasks.processors`): the counts add
-up to `read`. A task's split depends only on its prompt, so training and evaluation tasks are
-disjoint whatever the seeds.
+Every row is counted in `read` and in exactly one of `kept`, `corrupt`, `unmatched`, `duplicate`,
+`other_split` and `too_long`, or under the reason of the processor that dropped it
+(`tasks.processors`). A task's split depends only on its prompt, so training and evaluation tasks
+are disjoint for all seeds.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskProcessorConfig:
-  """A processor of a taskset's tasks, by name."""
+  """Selects a processor for the tasks of a taskset."""
 
   name: str
-  """Key of `tasks.processors.PROCESSORS` (`jaxrl train --list`)."""
+  """Name of the processor, a key of `tasks.processors.PROCESSORS` (`jaxrl train --list` shows
+  them).
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of the processor's configuration."""
+  """Values for the fields of the processor's configuration class."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,47 +52,51 @@ class Shot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksetConfig:
-  """Source, templates and filters of a taskset. Templates are `str.format` over row fields, see
-  `tasks.templates`.
+  """Source, templates and filters of a taskset. Templates are Python format strings over the fields
+  of a row (see `tasks.templates`).
   """
 
   name: str
   source: str
-  """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub
-  id>[#split]'.
+  """'reasoning_gym:<dataset>', the path of a .jsonl or .parquet file, or 'datasets:<directory or
+  hub id>[#split]'.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Parameters of the source: reasoning-gym's configuration, or arguments of
-  `datasets.load_dataset`; files take none.
+  """Parameters of the source: the configuration of a reasoning-gym dataset, or arguments of
+  `datasets.load_dataset`. A path as source has no options.
   """
   domain: str = 'general'
-  """Domain of rows without an `ability`."""
+  """Domain of the rows that have no field `ability`."""
   size: int | None = None
-  """Procedural sources (required): number of items to draw, including duplicates. Others: maximum
-  number of rows.
+  """For procedural sources, which need it: number of items to generate, duplicates included. For
+  other sources: maximum number of rows.
   """
   seed: int = 0
-  """Seed of a procedural source. Item i is from Random(seed + i), so nearby seeds share items."""
+  """Seed of a procedural source. Item i is generated with Random(seed + i), so nearby seeds share
+  items.
+  """
   prompt: str | None = None
-  """Template of the prompt; None: the row's `prompt` or `question`."""
+  """Template of the prompt. If None, the row's `prompt` or `question` is used."""
   truth: str | None = None
-  """Template of the reference answer; None: the row's `reward_model.ground_truth` or `answer`."""
+  """Template of the reference answer. If None, the row's `reward_model.ground_truth` or `answer` is
+  used.
+  """
   system: str | None = None
-  """System message; None: the row's own, if any."""
+  """System message of all tasks. If None, a row keeps its own."""
   shots: tuple[Shot, ...] = ()
-  """Solved examples that each prompt shows as earlier turns of the chat, between the system message
-  and the task's own messages.
+  """Solved examples that each prompt contains as earlier turns of the chat (few-shot prompting).
+  They follow the system message.
   """
   match: str | None = None
-  """Regular expression. Tasks are dropped if it does not match the whole last message of their
-  prompt. None: no task is dropped.
+  """Regular expression that must match the whole last message of a task's prompt; other tasks are
+  dropped. If None, all tasks are kept.
   """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of prompts in 'eval', in [0, 1); the rest is 'train'."""
+  """Fraction of the prompts that form the split 'eval', in [0, 1). The others form 'train'."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
   processors: tuple[TaskProcessorConfig, ...] = ()
-  """Processors that drop tasks from the loaded taskset, in this order."""
+  """Processors that drop tasks from the loaded taskset. They run in this order."""
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
@@ -115,27 +122,27 @@ class TasksetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taskset:
-  """Tasks with distinct prompts in source order, and counts of the rows read."""
+  """Tasks with distinct prompts in the order of their source, and counts of the rows."""
 
   name: str
   tasks: tuple[Task, ...]
   counts: Mapping[str, int]
-  """Rows `read`, and how many were kept, corrupt, unmatched, duplicate, other_split, too_long or
-  dropped by processors.
+  """Number of rows `read`, and of these the numbers kept, corrupt, unmatched, duplicate,
+  other_split, too_long and dropped by each processor.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationsConfig:
-  """Demonstrations made from templates: each task is answered with one template, chosen at random
-  by weight.
+  """Demonstrations made from templates. For each task, one template is chosen at random by weight
+  and filled to give the answer.
   """
 
   templates: tuple[str, ...]
   weights: tuple[float, ...] = (1.0,)
   """Relative probability of each template, in the order of the templates."""
   count: int | None = None
-  """Number of tasks to answer, from the start of the taskset; None: all."""
+  """Number of tasks to answer, from the start of the taskset. If None, all tasks are answered."""
   seed: int = 0
 
   def __post_init__(self):
@@ -152,10 +159,10 @@ class DemonstrationsConfig:
 
 
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
-  """Returns a function that returns the taskset with a given name and loads each taskset only
+  """Returns a function that returns the taskset with a given name. Each taskset is loaded only
   once.
 
-  Rows that several tasksets read, such as the two sides of a split, are also read only once.
+  Rows that several tasksets share, such as the two sides of a split, are also read only once.
   """
   named = {config.name: config for config in configs}
   readers = collections.Counter(_reading(config) for config in named.values())
@@ -170,14 +177,14 @@ def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]
         return load_taskset(config)
       shared[reading] = [*_rows(config)]
     readers[reading] -= 1
-    # The last taskset that reads them frees them.
+    # The last taskset that needs the shared rows frees them.
     return load_taskset(config, shared[reading] if readers[reading] else shared.pop(reading))
 
   return load
 
 
 def _reading(config: TasksetConfig) -> str:
-  """Identifies the rows that a taskset reads."""
+  """Returns a text that is equal for tasksets that read the same rows."""
   return json.dumps([config.source, dict(config.options), config.size, config.seed], default=repr)
 
 
@@ -193,10 +200,10 @@ def load_taskset(
   """Reads, filters, deduplicates and splits a taskset.
 
   Args:
-    rows: rows of its source; None: they are read.
+    rows: rows of the source. If None, they are read here.
 
   Raises:
-    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is
+    UserError: the source cannot be read, a row is corrupt and `on_corrupt` is 'fail', or no task is
       left.
   """
   counts = dict.fromkeys(
@@ -228,7 +235,7 @@ def load_taskset(
 
 
 def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) -> Taskset:
-  """Drops the tasks whose prompt is longer than `limit` tokens and counts them as too_long."""
+  """Drops the tasks whose prompts are longer than `limit` tokens, and counts them as `too_long`."""
   kept = tuple(task for task in taskset.tasks if length_of(task) <= limit)
   dropped = len(taskset.tasks) - len(kept)
   if not dropped:
@@ -245,8 +252,8 @@ def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) ->
 
 
 def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
-  """Returns (task, answer) for the first `count` tasks; the template depends only on the seed and
-  the task's prompt.
+  """Returns (task, answer) for each of the first `count` tasks. The choice of the answer's template
+  depends only on the seed and the task's prompt.
   """
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
@@ -264,7 +271,7 @@ def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple
 
 
 def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
-  """Raises UserError, with an example, if the tasksets share a prompt."""
+  """Raises UserError if the tasksets have a prompt in common. The message contains an example."""
   digests = {task.digest for task in train.tasks}
   common = [task for task in evaluation.tasks if task.digest in digests]
   if common:
@@ -277,7 +284,9 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
-  """Returns the name of the count that includes the task; adds the task's digest to `seen`."""
+  """Returns the count to which a task belongs ('kept', 'unmatched', 'duplicate' or 'other_split'),
+  and adds the task's digest to `seen`.
+  """
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
     return 'unmatched'
   digest = task.digest
@@ -301,7 +310,7 @@ def _choice(task: Task, config: DemonstrationsConfig) -> str:
 
 
 def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
-  """Converts a row to a task. Raises ValueError if that is not possible."""
+  """Converts the fields of a row to a task. Raises ValueError if that is not possible."""
   ability = fields.get('ability')
   task = Task(
     taskset=config.name,
@@ -311,7 +320,7 @@ def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
     fields=fields,
     media=read_media(fields, sources.directory(config.source)),
   )
-  # Raises for text from templates that UTF-8 cannot encode.
+  # A template may yield text that UTF-8 cannot encode. It raises an error here.
   f'{task.digest}{task.truth}'.encode()
   return task
 
@@ -350,7 +359,7 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
 
 
 def own_messages(fields: Mapping[str, Json]) -> list[Message]:
-  """Returns a row's own prompt as messages. Raises ValueError if it has none."""
+  """Returns the prompt in a row's own fields as messages. Raises ValueError if the row has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   for key in ('prompt', 'question'):
     value = source.get(key)
@@ -364,7 +373,7 @@ def own_messages(fields: Mapping[str, Json]) -> list[Message]:
 
 
 def own_truth(fields: Mapping[str, Json]) -> str | None:
-  """Returns a row's own reference answer as text; None if the row has none."""
+  """Returns the reference answer in a row's own fields as text, or None if the row has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   reward_model = source.get('reward_model')
   value = (

@@ -1,9 +1,8 @@
-"""Text templates over a row's fields: Python's `str.format` with one flat set of names, whatever
-the source.
+"""Text templates: Python format strings over the fields of a row, such as 'What is {a} plus {b}?'.
 
-There are two additional format specs: `{numbers:csv}` joins a list with commas and drops '.0' from
-whole numbers (['61.0', 33] -> '61,33'); `{answer:after ####}` is the stripped text after the last
-'####'.
+There are two additional format specs. `{numbers:csv}` joins a list with commas and drops '.0' from
+whole numbers: ['61.0', 33] gives '61,33'. `{answer:after ####}` is the text after the last '####',
+without white space around it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _WHOLE = re.compile(r'(-?\d+)\.0+')
 
 
 def names(fields: Mapping[str, Json]) -> dict[str, Json]:
-  """Returns the names that a template may use for a row with these fields, and their values.
+  """Returns the values that a template may use for a row, keyed by name.
 
-  For a reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. For any other
-  row: the keys of its `extra_info`, the `ground_truth` in its `reward_model`, and its own keys. If
-  a name occurs twice, the value listed later wins.
+  For a reasoning-gym entry, the names are the keys of its metadata, and `metadata`, `question` and
+  `answer`. For any other row, they are the keys of its `extra_info`, the `ground_truth` in its
+  `reward_model`, and its own keys. If a name occurs twice, the value listed later wins.
   """
   if 'reasoning_gym' in fields:
     entry = fields['entry']
@@ -39,8 +38,8 @@ def names(fields: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def render(template: str, fields: Mapping[str, Json]) -> str:
-  """Fills `names(fields)` into the template. Raises ValueError for an unknown name or a bad format
-  spec.
+  """Fills a template with the values in `names(fields)`. Raises ValueError for an unknown name or a
+  bad format spec.
   """
   known = names(fields)
   try:

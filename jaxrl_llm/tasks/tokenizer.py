@@ -1,7 +1,7 @@
-"""Converts between text and tokens with the model's tokenizer and chat template.
+"""Converts text to tokens and back, with the model's tokenizer and chat template.
 
-Rollouts, expert data and preference data all use `render_prompt` or `render_answer`, which tokenize
-a prompt in the same way.
+Rollouts use `render_prompt`, and demonstrations and preference data use `render_answer`. Both
+tokenize a prompt in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Silences the advisory that transformers prints at import without PyTorch, which is not needed
+# Silences the advice that transformers prints at import if PyTorch is missing, which is not needed
 # here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
@@ -73,18 +73,19 @@ class TokenizerConfig:
   """An existing tokenizer, or one to train on the tasks' text."""
 
   path: str | None = None
-  """Directory of an existing tokenizer, for which the other fields are ignored; None: one is built.
+  """Directory of an existing tokenizer; the other fields are then ignored. If None, a tokenizer is
+  built.
   """
   kind: Literal['character', 'bpe'] = 'character'
   template: Template = 'plain'
   vocab_size: int = 1024
-  """Vocabulary size for 'bpe', including special tokens; with 'character', the characters determine
-  it.
+  """Vocabulary size of a 'bpe' tokenizer, including special tokens. For 'character', the characters
+  determine the size.
   """
 
 
 class Tokenizer:
-  """Read-only tokenizer backed by a `PreTrainedTokenizerFast` directory."""
+  """Tokenizer that cannot be changed, loaded from the directory of a `PreTrainedTokenizerFast`."""
 
   def __init__(
     self,
@@ -103,7 +104,8 @@ class Tokenizer:
     self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
     model = json.loads(files['tokenizer.json'])['model']
-    # The built-in templates terminate; others are rendered in a process that can be killed.
+    # The built-in templates are known to terminate. Others are rendered in a process that can be
+    # killed.
     template = fast.get_chat_template()
     self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
     specials = [token.content for token in fast.added_tokens_decoder.values()]
@@ -143,8 +145,8 @@ class Tokenizer:
     return cls(fast, files=files, stop_ids=_generation_stops(path, fast), name=str(path))
 
   def with_template(self, file: str | pathlib.Path) -> Tokenizer:
-    """Returns this tokenizer with the chat template in a file. Raises UserError if it cannot be
-    read.
+    """Returns a copy of this tokenizer with the chat template in a file. Raises UserError if the
+    file cannot be read.
     """
     try:
       template = read_bytes(file, _FILE_BYTES).decode()
@@ -156,23 +158,23 @@ class Tokenizer:
 
   @property
   def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The vocabulary: token IDs keyed by token, and the IDs that end a completion."""
+    """Token ids keyed by token, and the ids of the tokens that end a completion."""
     return self._fast.get_vocab(), tuple(self.stop_ids)
 
   @property
   def renders_elsewhere(self) -> bool:
-    """Whether another process renders the chat template, so that `render_prompt` may block."""
+    """Whether another process renders the chat template. If so, `render_prompt` may block."""
     return self._process is not None
 
   def check_fits(self, vocab_size: int, model: str) -> None:
     """Raises UserError if an end, stop or padding token is outside a model's vocabulary of
     `vocab_size` tokens.
 
-    Other tokens outside it cause only a warning, since many tokenizers have tokens to which no text
-    is encoded.
+    Other tokens outside the model's vocabulary cause only a warning, because many tokenizers have
+    tokens that no text is encoded to.
 
     Args:
-      model: the model's name in messages.
+      model: name of the model for messages.
     """
     lacking = sorted(token for token in self._fast.get_vocab().values() if token >= vocab_size)
     if not lacking:
@@ -191,17 +193,17 @@ class Tokenizer:
     """Encodes text.
 
     Args:
-      add_special_tokens: whether to add what the tokenizer adds to a text of its own accord, such
-        as a token of its beginning. A chat template adds it itself.
+      add_special_tokens: whether to add the special tokens that the tokenizer itself puts around a
+        text, such as a BOS token. A chat template already contains them.
 
-    Raises UserError if that fails, for example for unknown characters.
+    Raises UserError if the text cannot be encoded, for example because of unknown characters.
     """
     if self._alphabet is not None and not self._alphabet.issuperset(text):
       self._check_characters(text)
     try:
       with _panics_raised():
         return self._fast.encode(text, add_special_tokens=add_special_tokens)
-    # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
+    # The tokenizers library raises plain Exception, and TypeError for a lone surrogate.
     except Exception as error:
       raise UserError(
         f'tokenizer {self._name}: cannot encode {one_line(repr(text), 100)}: {one_line(error)}; '
@@ -214,7 +216,9 @@ class Tokenizer:
     )
 
   def token_text(self, token: int) -> str:
-    """Returns one token as text, special or not; partial characters show as U+FFFD."""
+    """Returns a token as text, also if it is a special token. Partial characters are shown as
+    U+FFFD.
+    """
     return self.decode([token], skip_special=False)
 
   def render_chat(
@@ -225,12 +229,12 @@ class Tokenizer:
     tools: Sequence[Json] | None = None,
     variables: Mapping[str, Json] | None = None,
   ) -> Rendered:
-    """Renders messages, which may have tool calls, by the chat template.
+    """Renders messages, which may have tool calls, with the chat template.
 
     Args:
       add_generation_prompt: whether to end the text with the opening of an answer.
-      tools: descriptions of the tools, as JSON schemas; None: there are none.
-      variables: further variables of the template; they replace special tokens of the same name.
+      tools: descriptions of the tools, as JSON schemas; None if there are no tools.
+      variables: further variables for the template. They replace special tokens of the same name.
 
     Raises UserError if the template fails.
     """
@@ -260,16 +264,16 @@ class Tokenizer:
       ) from error
 
   def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-    """Returns the token IDs of the messages followed by the opening of an answer (the generation
-    prompt).
+    """Returns the token ids of a prompt: the messages, followed by the opening of an answer (the
+    generation prompt).
     """
     return self.encode(self._render(messages, add_generation_prompt=True))
 
   def render_answer(self, messages: Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
-    """Returns the token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up
-    to its stop token.
+    """Returns (token ids of the prompt, token ids of the answer with its stop token). The prompt is
+    the same as in `render_prompt`.
 
-    The two are encoded separately, as in a rollout: no token straddles the boundary.
+    The two are encoded separately, as in a rollout, so no token contains text of both.
     """
     prompt = self._render(messages, add_generation_prompt=True)
     whole = self._render(
@@ -293,13 +297,11 @@ class Tokenizer:
 
   @property
   def files(self) -> dict[str, bytes]:
-    """Contents, keyed by file name, of the files from which `from_directory` loads this
-    tokenizer.
-    """
+    """Contents of the tokenizer's files, keyed by file name. `from_directory` can load them."""
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes the tokenizer's files unchanged."""
+    """Writes the tokenizer's files, unchanged, to a directory."""
     path = pathlib.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, data in self._files.items():
@@ -322,7 +324,9 @@ class Tokenizer:
 
 
 def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
-  """Yields the texts to build a tokenizer from: the tasks' messages and reference answers."""
+  """Yields the texts from which a tokenizer is built: the messages and reference answers of all
+  tasks.
+  """
   for task in tasks:
     for message in task.prompt:
       yield message['content']
@@ -333,7 +337,7 @@ def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
 def build_tokenizer(
   config: TokenizerConfig, texts: Iterable[str], directory: str | pathlib.Path
 ) -> Tokenizer:
-  """Loads the tokenizer at `config.path` or builds one from `texts`, and writes its files to
+  """Loads the tokenizer at `config.path`, or builds one from `texts`. Writes its files to
   `directory`.
   """
   if config.path is not None:
@@ -350,9 +354,10 @@ def build_tokenizer(
 def build_character_tokenizer(
   texts: Iterable[str], directory: str | pathlib.Path, *, template: Template
 ) -> Tokenizer:
-  """Builds a tokenizer with one token per Unicode character in the texts and the template.
+  """Builds a tokenizer with one token for each Unicode character in the texts and the chat
+  template.
 
-  The characters are ordered by code point; special tokens follow.
+  The characters are ordered by code point, and special tokens follow them.
   """
   characters = set(_SCAFFOLD[template]).union(*texts)
   if not characters:
@@ -398,8 +403,8 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
     chat_template=_TEMPLATES[template],
   )
   fast.save_pretrained(str(directory))
-  # transformers 5 writes its new class name here, which version 4 cannot load. Both versions accept
-  # the old name.
+  # transformers 5 writes a new class name into this file, which version 4 cannot load. Both
+  # versions accept the old name.
   path = directory / 'tokenizer_config.json'
   config = {**json.loads(path.read_text()), 'tokenizer_class': 'PreTrainedTokenizerFast'}
   path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
@@ -407,8 +412,8 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
-  """Returns the contents of the tokenizer's files, keyed by name. Raises UserError for irregular
-  files and invalid JSON.
+  """Returns the contents of a tokenizer's files, keyed by name. Raises UserError if one is not a
+  regular file or not valid JSON.
   """
   files = {}
   try:
@@ -430,8 +435,8 @@ def _read_files(path: pathlib.Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _panics_raised() -> Iterator[None]:
-  """Turns a panic of the tokenizers library, which no `except Exception` catches, into
-  ValueError.
+  """Converts a panic (a Rust error) of the tokenizers library into ValueError, because `except
+  Exception` does not catch panics.
   """
   try:
     yield
@@ -442,7 +447,7 @@ def _panics_raised() -> Iterator[None]:
 
 
 def _parse_object(path: pathlib.Path, data: bytes) -> dict[str, Any]:
-  """Parses a JSON object. For anything else, raises a ValueError that names the file."""
+  """Parses a JSON object. Raises ValueError, with the path, if the data are not a JSON object."""
   try:
     value = parse_json(data.decode())
   except ValueError as error:
@@ -460,7 +465,9 @@ def _has_template(fast: PreTrainedTokenizerFast) -> bool:
 
 
 def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list[int]:
-  """Returns the stop tokens in generation_config.json, whose `eos_token_id` is one ID or a list."""
+  """Returns the ids of the stop tokens in generation_config.json. Its `eos_token_id` is one id or a
+  list.
+  """
   config = path / _GENERATION
   if not config.exists():
     return []
