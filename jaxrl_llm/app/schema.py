@@ -694,12 +694,19 @@ class Config:
     for stage in self.stages:
       source, where = stage.source, f'stages.{stage.name}.source'
       if not reason and isinstance(source, Rollouts):
-        if source.bound:
-          reason = f'{where}.bound {source.bound}; wanted 0'
+        in_hand = source.groups_per_batch * (source.bound + 1)
+        if not source.bound and rollout.partial.loss != 'current_only':
+          reason = (
+            f'{where}.bound 0 and loss {rollout.partial.loss!r}, which trains on tokens of older '
+            "weights; wanted loss 'current_only', or a bound above 0"
+          )
         elif source.past is not None:
           reason = f'{where}.past; remove it'
-        elif rollout.partial.max_groups(source.groups_per_batch) < source.groups_per_batch:
-          reason = f'{where}.groups_per_batch above rollout.partial.groups; raise the latter'
+        elif rollout.partial.max_groups(source.groups_per_batch, source.bound) < in_hand:
+          reason = (
+            f'{where}.groups_per_batch times bound + 1 = {in_hand} above rollout.partial.groups; '
+            'raise the latter'
+          )
         elif source.selection.kind not in ('all', 'mixed'):
           reason = f"{where}.selection {source.selection.kind!r}; wanted 'all' or 'mixed'"
     if reason:

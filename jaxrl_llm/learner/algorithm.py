@@ -147,6 +147,10 @@ class Algorithm(NamedTuple):
   """Loss on the critic's values. If None, the algorithm has no critic."""
   critic_warmup: int = 0
   """Number of batches at the beginning of the stage that train only the critic."""
+  corrects: bool = False
+  """Whether the loss corrects each token for the difference between the weights that sampled it and
+  the trained ones, by the token's behaviour logprob.
+  """
   no_effect: tuple[str, ...] = ()
   """Messages about options that are set but have no effect. They are logged when a stage is built.
   """

@@ -66,6 +66,27 @@ def test_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path):
 
 
 @pytest.mark.acceptance
+def test_above_bound_0_older_spans_are_trained_on_and_a_kill_loses_no_sample(tmp_path):
+  flags = (
+    '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4, 'loss': 'all'}),
+    PARTIAL[1],
+    '--config.stages.grpo.source.bound=1',
+  )
+  workdir = tmp_path / 'run'
+  process = job.start(workdir, *flags)
+  job.wait_for_rows(workdir, 16, process)
+  job.kill(process)
+  job.train(workdir, *flags)
+  rows = [row for row in job.rows(workdir) if 'partial/cut' in row]
+  assert len(rows) == 8 and max(row['partial/spans/max'] for row in rows) >= 2
+  assert all(row['partial/trained_ratio'] == 1 for row in rows)
+  assert max(row['staleness/max'] for row in rows) > 1, 'older than what the bound lets start'
+  report = audit(workdir / 'replay')
+  assert report.ok and report.live == (), report.lines
+  assert set(report.uses) == {1} and report.states['trained'] == 8 * 6 * 4
+
+
+@pytest.mark.acceptance
 @pytest.mark.parametrize('seed', range(3))
 def test_five_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path, seed):
   kill_and_resume(tmp_path / 'run', kills=5, seed=seed)

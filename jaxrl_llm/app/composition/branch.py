@@ -176,6 +176,7 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
   try:
     origin = find_origin(branch, config)
     taken = take_over(origin, config, workdir)
+    _check_parked(origin, config, taken.host)
     prepared = prepare(config, workdir.path, load)
     mesh = build_mesh(config.learner.mesh)
     stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
@@ -304,6 +305,19 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
         )
 
 
+def _check_parked(origin: Fork, config: Config, host: Mapping[str, Any]) -> None:
+  """Raises UserError if groups wait to be continued and the branch would not continue them."""
+  if config.rollout.partial is not None or 'data' in origin.branch.reset:
+    return
+  parked = sum(group.get('parked', False) for group in _groups(host['batches']))
+  if parked:
+    raise UserError(
+      f'--branch_from={origin.branch.run}:{origin.step}: {parked} groups of this commit wait to be '
+      'continued, and the configuration has no rollout.partial; leave it as the parent has it, or '
+      'add --reset_data'
+    )
+
+
 def _checkpoints(path: pathlib.Path) -> Checkpoints:
   return Checkpoints(path / 'checkpoints', CheckpointConfig(), leads=True)
 
@@ -378,9 +392,14 @@ def _forget_ended(batches: Any) -> None:
   """Marks groups in flight as not ended, so that they are rolled out again, since a new store does
   not contain them. Parked groups stay parked and begin anew when their turn comes.
   """
-  state = batches.get('rollouts', batches)
-  for group in state.get('explorer', {}).get('groups', ()):
+  for group in _groups(batches):
     group['ended'] = False
+
+
+def _groups(batches: Any) -> Sequence[dict[str, Any]]:
+  """Returns the groups in flight of a stage's committed state, none for static data."""
+  state = (batches or {}).get('rollouts', batches or {})
+  return state.get('explorer', {}).get('groups', ())
 
 
 def _algorithm(config: Mapping[str, Any], stage_name: str) -> str:

@@ -210,6 +210,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     )
   if isinstance(source, Rollouts):
     _check_rollouts(stage, source, config)
+    _check_partial(stage, config, algorithm)
   if (
     selection in ('all', 'mixed')
     and not expert_rows
@@ -244,6 +245,16 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
       f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that '
       f'each must divide evenly; group_size {source.group_size} does not divide into '
       f'{stage.minibatches} minibatches'
+    )
+
+
+def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
+  partial = config.rollout.partial
+  if partial is not None and partial.loss != 'current_only' and not algorithm.corrects:
+    raise UserError(
+      f'stages.{stage.name}.algorithm: rollout.partial.loss {partial.loss!r} trains on tokens of '
+      f'older weights, which {stage.algorithm.name} does not correct here; set its rollout_is to '
+      "'token', or loss to 'current_only'"
     )
 
 

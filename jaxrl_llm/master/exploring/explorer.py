@@ -189,6 +189,7 @@ class Explorer:
     self._give_up_surplus()
     self._round.clear()
     self._form_round()
+    self._progress.set()  # The last batch has made room, and the parked groups are queued.
     self._sampler.advance(served)
     self._gate.advance(served)
 
@@ -238,17 +239,14 @@ class Explorer:
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
     first = self._first()
-    # With partial rollouts, groups do not finish in order of start: a parked group may be older
-    # than the batch's last group, and a finished one newer. No group is in progress now, so all
-    # outcomes are reported.
-    self._report_outcomes(first[-1] if self._config.partial is None else self._started)
     groups = [self._groups.pop(number) for number in first]
+    self._report_outcomes(first[-1])
     batch = [member for group in groups for member in group.chosen]
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
     )
     self._returned = {self._name(group.task, group.visit) for group in groups}
-    if self._gate.is_full:
+    if self._gate.is_full and not any(group.is_running for group in self._groups.values()):
       self._give_up_parked()
     if self._config.partial is not None:
       self._counts.update({'partial/cut': 0, 'partial/continued': 0})  # Both keys are present.
@@ -273,15 +271,17 @@ class Explorer:
 
   def _report_outcomes(self, last: int) -> None:
     """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
-    number.
+    number. With partial rollouts, groups do not finish in order of start, so the outcomes of all
+    groups that are no longer in hand are reported instead.
 
-    All of these groups have finished, except for parked ones. If the gate's bound is 0, the sampler
-    has drawn all tasks of this batch and none of the next, so its choices do not depend on timing.
-    If the bound is larger, they may: the replacement of a dropped group of a later batch may be
-    drawn before or after this report.
+    If the gate's bound is 0, the sampler has drawn all tasks of this batch and none of the next, so
+    its choices do not depend on timing. If the bound is larger, they may: the replacement of a
+    dropped group of a later batch may be drawn before or after this report.
     """
-    for number in sorted(number for number in self._outcomes if number <= last):
-      self._sampler.feedback(*self._outcomes.pop(number))
+    partial = self._config.partial is not None
+    for number in sorted(self._outcomes):
+      if number not in self._groups if partial else number <= last:
+        self._sampler.feedback(*self._outcomes.pop(number))
 
   def _give_up_parked(self) -> None:
     """Drops the parked groups, because the stage has no later batch to continue them."""
@@ -338,11 +338,8 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
-        self._issue(self._unknown_parked())
-        self._start(
-          groups,
-          {number: group for number, group in self._groups.items() if group.is_running},
-        )
+        self._issue(self._unknown())
+        self._start(groups, [number for number, g in self._groups.items() if g.is_running])
         while True:
           admitted = await self._gate.admit()
           parked, count = self._next_groups(admitted)
@@ -351,7 +348,8 @@ class Explorer:
           new = {self._started + i: self._draw() for i in range(count)}
           self._started += count
           self._groups |= new
-          self._start(groups, new)
+          self._issue([*new.values()])
+          self._start(groups, [*new])
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
@@ -376,35 +374,38 @@ class Explorer:
     """
     if self._config.partial is None:
       return [], admitted
-    room = self._config.partial.max_groups(self._config.groups_per_batch) - len(self._groups)
+    most = self._config.partial.max_groups(self._config.groups_per_batch, self._config.bound)
+    room = most - len(self._groups)
     if room <= 0 and not self._round and not any(g.is_running for g in self._groups.values()):
       self._form_round()
     parked = [self._round.popleft() for _ in range(min(admitted, len(self._round)))]
     return parked, max(0, min(admitted - len(parked), room))
 
-  def _unknown_parked(self) -> list[_Group]:
-    """Returns the parked groups that are not in the store, as in a branch with a new store. They
-    start again from their prompts.
+  def _unknown(self) -> list[_Group]:
+    """Returns the unfinished groups that have no live samples in the store: those of which a kill
+    left nothing, and all in a branch with a new store. They start again from their prompts.
     """
-    parked = [group for group in self._groups.values() if group.is_parked]
-    known = {entry.group_id for entry in self._store.live()} if parked else set()
-    return [group for group in parked if self._name(group.task, group.visit) not in known]
+    unfinished = [group for group in self._groups.values() if group.chosen is None]
+    known = {entry.group_id for entry in self._store.live()} if unfinished else set()
+    return [group for group in unfinished if self._name(group.task, group.visit) not in known]
 
   def _form_round(self) -> None:
-    self._round.extend(number for number, group in self._groups.items() if group.is_parked)
+    self._round.extend(sorted(number for number, g in self._groups.items() if g.is_parked))
 
   def _continue(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
+    """Continues parked groups. Each takes the place of a group that starts now, so that the batch
+    that takes it is within the gate's bound.
+    """
     for number in numbers:
-      group = self._groups[number]
+      group = self._groups[number] = self._groups.pop(number)
       group.is_parked = False
-      self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
-      tasks.create_task(self._group(number, group.task, group.visit))
+    self._start(tasks, numbers)
     if numbers:
       self._counts['partial/continued'] += len(numbers)
 
-  def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
-    self._issue([*groups.values()])
-    for number, group in groups.items():
+  def _start(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
+    for number in numbers:
+      group = self._groups[number]
       self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
       tasks.create_task(self._group(number, group.task, group.visit))
 

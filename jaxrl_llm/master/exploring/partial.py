@@ -40,20 +40,43 @@ class PartialConfig:
   """
   groups: int | None = None
   """Maximum number of groups that are being generated, wait to be continued, or have finished for
-  the current batch. If None, twice the number of groups per batch.
+  coming batches. If None, the number of groups per batch times the stage's bound + 2.
   """
-  loss: Literal['current_only'] = 'current_only'
-  """Tokens that enter the loss. 'current_only': only those sampled by the weights that the batch
-  updates, which are a sample's last span. Earlier spans serve as context.
+  loss: Literal['current_only', 'last_k', 'all'] = 'current_only'
+  """Tokens that enter the loss. Other tokens serve as context.
+
+  'current_only': only those sampled by the newest weights with which their group was sampled; at
+  bound 0, the weights that the batch updates. 'last_k': those sampled by weights that are less than
+  `last_k` updates older than these. 'all': all tokens, each corrected for the difference between
+  the weights that sampled it and the weights that the batch updates. The last two need a bound
+  above 0.
+  """
+  last_k: int | None = None
+  """Number of consecutive versions of the weights whose tokens enter the loss. Only for loss
+  last_k, which needs it; 1 is current_only.
   """
 
   def __post_init__(self):
-    for name in ('budget', 'max_spans'):
-      if getattr(self, name) < 1:
-        raise UserError(f'rollout.partial.{name}: got {getattr(self, name)}, wanted at least 1')
+    for name in ('budget', 'max_spans', 'last_k'):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise UserError(f'rollout.partial.{name}: got {value}, wanted at least 1')
+    if (self.last_k is not None) != (self.loss == 'last_k'):
+      raise UserError(
+        f'rollout.partial.last_k: got {self.last_k} with loss {self.loss!r}; wanted a number with '
+        "loss 'last_k', none otherwise"
+      )
 
-  def max_groups(self, groups_per_batch: int) -> int:
-    return 2 * groups_per_batch if self.groups is None else self.groups
+  def max_groups(self, groups_per_batch: int, bound: int) -> int:
+    return (bound + 2) * groups_per_batch if self.groups is None else self.groups
+
+  def oldest(self, newest: int) -> int:
+    """Returns the step of the oldest weights whose tokens enter the loss.
+
+    Args:
+      newest: step of the newest weights with which the group was sampled.
+    """
+    return {'current_only': newest, 'last_k': newest + 1 - (self.last_k or 1), 'all': 0}[self.loss]
 
 
 class GroupCut(Exception):
@@ -135,24 +158,24 @@ async def continue_group(
     )
     for index, span in enumerate(whole)
   ]
-  return [(sample, workflow.text(sample)) for sample in current_only(samples)]
+  return [(sample, workflow.text(sample)) for sample in mask_older(samples, config)]
 
 
-def current_only(samples: Sequence[Sample]) -> list[Sample]:
-  """Returns a group's samples with only the tokens of the newest weights in their loss masks. These
-  are the newest weights that generated any sample of the group.
+def mask_older(samples: Sequence[Sample], config: PartialConfig) -> list[Sample]:
+  """Returns a group's samples with only those tokens in their loss masks that `config.loss` trains
+  on. It counts from the newest weights that generated any sample of the group.
   """
-  newest = max(segment.version.step for sample in samples for segment in sample.segments)
+  oldest = config.oldest(max(s.version.step for sample in samples for s in sample.segments))
   return [
-    dataclasses.replace(sample, loss_mask=sample.loss_mask & _sampled_at(sample, newest))
+    dataclasses.replace(sample, loss_mask=sample.loss_mask & _sampled_since(sample, oldest))
     for sample in samples
   ]
 
 
-def _sampled_at(sample: Sample, step: int) -> np.ndarray:
+def _sampled_since(sample: Sample, step: int) -> np.ndarray:
   mask = np.zeros(len(sample.tokens), bool)
   for segment in sample.segments:
-    mask[segment.start : segment.end] = segment.version.step == step
+    mask[segment.start : segment.end] = segment.version.step >= step
   return mask
 
 

@@ -21,9 +21,11 @@ from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.tasks.taskset import taskset_loader
@@ -213,6 +215,24 @@ def test_parked_groups_wait_for_their_turn_in_a_new_store_too():
   branches._forget_ended(batches)
   assert batches['gate']['parked'] == 1
   assert groups == [{'number': 1, 'ended': False, 'parked': True}, {'number': 2, 'ended': False}]
+
+
+def test_a_branch_that_would_leave_parked_groups_behind_is_refused_in_one_line(parent, config):
+  groups = [{'number': 1, 'ended': False, 'parked': True}, {'number': 2, 'ended': True}]
+  batches = {'explorer': {'groups': groups}}
+  branch = Branch(run=parent)
+  fork = branches.Fork(branch=branch, step=2, config={}, changes=())
+  for found in (batches, {'rollouts': batches, 'experts': {}}):
+    with pytest.raises(UserError, match=r':2: 1 groups of this commit wait .* --reset_data$'):
+      branches._check_parked(fork, config, {'batches': found})
+  anew = dataclasses.replace(fork, branch=dataclasses.replace(branch, reset=('data',)))
+  partial = PartialConfig(budget=4)
+  rollout = dataclasses.replace(config.rollout, partial=partial, embedded=EmbeddedConfig())
+  continues = dataclasses.replace(config, rollout=rollout)
+  branches._check_parked(anew, config, {'batches': batches})
+  branches._check_parked(fork, continues, {'batches': batches})
+  for nothing in (None, {'stream': 3}, {'explorer': {'groups': groups[1:]}}):
+    branches._check_parked(fork, config, {'batches': nothing})
 
 
 def test_a_parent_writes_nothing_outside_of_its_branch(parent, config, tmp_path):

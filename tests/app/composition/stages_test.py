@@ -17,12 +17,14 @@ from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import all_rows, sample_lengths
+from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 REFERENCE = {'kl_loss_coef': 0.1, 'reference': {'every': 1}}
@@ -65,6 +67,28 @@ def test_an_option_without_effect_is_a_warning(caplog):
     record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()
   ]
   assert line.startswith('stages.') and '.algorithm: dapo.gamma: 0.9 has no effect without' in line
+
+
+@pytest.mark.parametrize(
+  ('algorithm', 'is_refused'),
+  [
+    (AlgorithmConfig(name='grpo'), False),
+    (AlgorithmConfig(name='grpo', options={'bypass_old_logprobs': True}), False),
+    (AlgorithmConfig(name='grpo', options={'rollout_is': 'none'}), True),
+    (AlgorithmConfig(name='opmd'), True),
+  ],
+)
+def test_tokens_of_older_weights_need_an_algorithm_that_corrects_them(algorithm, is_refused):
+  config = changed('quickstart.py', source={'bound': 1}, algorithm=algorithm)
+  rollout = dataclasses.replace(
+    config.rollout, partial=PartialConfig(budget=4, loss='all'), embedded=EmbeddedConfig()
+  )
+  config = dataclasses.replace(config, rollout=rollout)
+  if is_refused:
+    with pytest.raises(UserError, match="loss 'all' trains on tokens of older weights, which"):
+      built(config)
+  else:
+    built(config)
 
 
 def test_a_schedule_counts_the_updates_that_are_taken():

@@ -11,15 +11,17 @@ import json
 import random
 
 import exploring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from clocks import simulated
+from stored import make_sample
 
 from jaxrl_llm.app.schema import Config, PastConfig
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
-from jaxrl_llm.core.records.span import Span
+from jaxrl_llm.core.records.span import Span, joined
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring import partial as partials
@@ -27,6 +29,7 @@ from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.records import _partial_metrics
+from jaxrl_llm.objectives.correction import importance_weights
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import history, summary
 from jaxrl_llm.replay.index import open_store
@@ -34,10 +37,14 @@ from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.workflow import WorkflowConfig
+from jaxrl_llm.rollout.workflow import WorkflowConfig, rollout_sample
 from jaxrl_llm.runtime.metrics import resolve
 
 BUDGETED = PartialConfig(budget=3, max_spans=4)
+LAST_2, ALL = (
+  dataclasses.replace(BUDGETED, loss='last_k', last_k=2),
+  dataclasses.replace(BUDGETED, loss='all'),
+)
 LONGEST = 8
 
 
@@ -82,7 +89,7 @@ class Run:
   """Batches of two groups of two, one after the other, with what a commit would hold after each."""
 
   def __init__(self, tokenizer, store, length, *, delays=0, attempt=0, batches=None, **config):
-    self.scored = collections.Counter()
+    self.scored, self.training = collections.Counter(), 0
     self.engine = Scripted(tokenizer, length, delays=delays)
     self.store, self.attempt = store, attempt
     self.exploration = exploring.Exploration(
@@ -115,6 +122,8 @@ class Run:
         batch, counts = await self.explorer.collect()
         uids = [member.sample.uid for member in batch]
         self.store.at(step).seal(uids)
+        for _ in range(self.training):  # The next batches are generated meanwhile.
+          await asyncio.sleep(0)
         self.explorer.complete(uids)
         self.states[step + 1] = json.dumps(self.explorer.state())
         found.append((batch, counts))
@@ -239,6 +248,123 @@ def test_a_run_that_was_killed_with_partials_open_goes_on_as_if_it_had_not_been(
   assert report.live == () and report.states['partial'] == 0
   assert set(report.uses) == {1} and report.states['trained'] == 24
   store.close()
+
+
+@pytest.mark.parametrize('bound', [1, 2])
+@pytest.mark.parametrize('loss', [BUDGETED, LAST_2, ALL], ids=lambda partial: partial.loss)
+def test_above_bound_0_parked_groups_continue_under_newer_weights_within_the_bound(
+  tokenizer, tmp_path, bound, loss
+):
+  lags, versions = set(), set()
+  for delays in range(2):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    run = Run(tokenizer, store, various, delays=delays, batches=8, bound=bound, partial=loss)
+    run.training = 10 * delays
+    for step, (batch, _) in enumerate(run.batches(0, 8)):
+      for member in batch:
+        sample = member.sample
+        trained = [s for s in sample.segments if sample.loss_mask[s.start : s.end].any()]
+        lags |= {step - s.version.step for s in trained}
+        versions.add(len({s.version.step for s in sample.segments}))
+    report = audit(store)
+    assert report.ok and report.live == (), report.lines
+    assert (set(report.uses), report.states['trained']) == ({1}, 32)
+    assert set(run.scored.values()) == {1}
+    store.close()
+  assert max(versions) >= 2
+  assert max(lags) <= bound + {'current_only': 0, 'last_k': 1, 'all': LONGEST}[loss.loss]
+  assert loss is BUDGETED or max(lags) > bound, 'older spans are trained on'
+
+
+def test_above_bound_0_a_group_that_a_kill_finds_in_a_later_span_goes_on_from_its_spans(
+  tokenizer, tmp_path
+):
+  store = exploring.new_store(tmp_path)
+  run = Run(tokenizer, store, one_long, bound=1, batches=5)
+  run.engine.hold = lambda request: request.begun > 0
+  run.batches(0, 2)
+  state = json.loads(run.states[2])
+  assert [(g['number'], g['parked'], g['ended']) for g in state['explorer']['groups']][:1] == [
+    (0, False, False)
+  ]
+  store.close()
+  store = open_store(tmp_path, synchronous='normal')
+  store.recover(2)
+  again = Run(tokenizer, store, one_long, bound=1, batches=5, attempt=store.attempt)
+  again.explorer.restore(state)
+  members = [member for batch, _ in again.batches(2, 5) for member in batch]
+  long = members[names(again, members).index((0, 1))].sample
+  assert [span[:2] for span in spans(long)] == [(0, 3), (3, 6), (6, 7)]
+  assert spans(long)[0] == (0, 3, 0, BUDGET)
+  asked = [r.begun for r in again.engine.requests if r.uid == long.group_id]
+  assert asked == [3, 6], 'the first span is not generated again'
+  report = audit(store)
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+  assert report.states['trained'] == 20
+  store.close()
+
+
+@pytest.mark.parametrize(
+  ('config', 'wanted'),
+  [
+    (BUDGETED, [[0, 0, 0, 0], [0, 0, 1, 1]]),
+    (LAST_2, [[0, 0, 1, 1], [0, 0, 1, 1]]),
+    (dataclasses.replace(LAST_2, last_k=4), [[1, 1, 1, 1], [0, 1, 1, 1]]),
+    (ALL, [[1, 1, 1, 1], [1, 1, 1, 1]]),
+  ],
+)
+def test_which_tokens_enter_the_loss(config, wanted):
+  """Of two answers of four tokens. The newest weights are those of step 5."""
+
+  def sample(uid, *steps):
+    segments = [
+      Segment(start=4 + i, end=5 + i, version=Version(1, step), engine='e', finish=BUDGET)
+      for i, step in enumerate(steps)
+    ]
+    return dataclasses.replace(make_sample(uid, 8), segments=tuple(segments))
+
+  samples = partials.mask_older([sample('g/0', 2, 2, 4, 4), sample('g/1', 1, 3, 5, 5)], config)
+  assert [s.loss_mask[4:].astype(int).tolist() for s in samples] == wanted
+
+
+def test_each_token_is_corrected_by_the_weights_that_sampled_it():
+  """The weights that are trained give every token a probability of 1/2. The first span gave each
+  1/2, the second 1/8, the third 1: ratios of 1, 4 (truncated to 2) and 1/2.
+  """
+  spans = [
+    Span(
+      tokens=np.array([5, 6], np.int32),
+      logprobs=np.log(np.full(2, p, np.float32)),
+      segments=(Segment(start=0, end=2, version=Version(0, step), engine='e', finish=BUDGET),),
+      finish=Finish.STOP if step == 2 else None,
+    )
+    for step, p in enumerate((0.5, 0.125, 1.0))
+  ]
+  whole = joined(spans)
+  completion = Completion(
+    tokens=whole.tokens, logprobs=whole.logprobs, finish=whole.finish, segments=whole.segments
+  )
+  task = exploring.make_tasks(1)[0]
+  sample = rollout_sample(task, 0, 0, [1, 2], completion, group='grpo/t/0', temperature=1.0)
+  for partial, counted in ((ALL, [1, 1, 2, 2, 0.5, 0.5]), (LAST_2, [2, 2, 0.5, 0.5])):
+    (kept,) = partials.mask_older([sample], partial)
+    weights = importance_weights(
+      jnp.full((1, 8), jnp.log(0.5)),
+      jnp.array(kept.behaviour_logprobs[None]),
+      jnp.array((kept.loss_mask & kept.sampled)[None]),
+      jnp.ones((1, 8), int),
+      segments=1,
+      mode='token',
+    )
+    np.testing.assert_allclose(weights[0, kept.loss_mask], counted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'fields', [{'loss': 'last_k'}, {'last_k': 2}, {'loss': 'all', 'last_k': 2}]
+)
+def test_last_k_goes_with_its_number(fields):
+  with pytest.raises(UserError, match=r'rollout\.partial\.last_k: got .* with loss '):
+    PartialConfig(budget=4, **fields)
 
 
 def test_in_its_last_span_an_answer_is_generated_to_its_end(tokenizer, store):
@@ -385,14 +511,15 @@ def test_a_budget_that_means_nothing_is_refused(fields):
     ({'explorers': ExplorersConfig()}, {}, 'rollout.explorers; remove it'),
     ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'wanted single_turn without options'),
     ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
-    ({}, {'bound': 1}, 'stages.grpo.source.bound 1; wanted 0'),
+    ({'partial': LAST_2}, {'bound': 0}, "stages.grpo.source.bound 0 and loss 'last_k'"),
+    ({'partial': PartialConfig(budget=4, groups=31)}, {'bound': 1}, 'bound + 1 = 32 above rollout'),
     ({}, {'past': PastConfig(groups=1, max_uses=2)}, 'stages.grpo.source.past; remove it'),
     (
       {},
       {'selection': SelectionConfig(kind='pairs')},
       "selection 'pairs'; wanted 'all' or 'mixed'",
     ),
-    ({'partial': PartialConfig(budget=4, groups=3)}, {}, 'groups_per_batch above rollout.partial'),
+    ({'partial': PartialConfig(budget=4, groups=3)}, {}, 'bound + 1 = 16 above rollout.partial'),
   ],
 )
 def test_what_partial_rollouts_do_not_support_is_refused_in_one_line(rollout, source, line):
