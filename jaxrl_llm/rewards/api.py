@@ -1,7 +1,7 @@
 """Defines scorers and their configuration, and combines scores into a reward.
 
-A scorer assesses either single attempts or whole groups of attempts. It is in force for a task if
-its configuration includes the task's domain and taskset.
+A scorer assesses either single attempts (completions) or whole groups of them. It is in force for a
+task if its configuration includes the task's domain and taskset.
 
 Invariants: a scorer sees the attempts at one task and nothing else. The reward is None if any
 scorer in force returned no value, so a sample that cannot be scored never gets 0 by accident. This
@@ -40,14 +40,14 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored through no
-  fault of the completion.
+  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored and the
+  completion is not to blame.
   """
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   turn_values: tuple[float, ...] = ()
-  """Values of the individual turns, in order, which count in addition to `value`."""
+  """Values of the individual turns, in order. The turns get these values in addition to `value`."""
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
@@ -75,7 +75,8 @@ class OverrunIsZero:
 
 
 DISCOVERING = ('code', 'http', 'judge')
-"""Names of the scorers with the option `discover`, which finds their servers in the run's registry.
+"""Names of the scorers with the option `discover`, which finds their servers in the run's
+registry.
 """
 
 
@@ -90,13 +91,16 @@ class Discovers:
 
   @classmethod
   def of(cls, kind: str, pattern: str | None) -> Discovers | None:
-    """Returns the selection; None if `pattern` is None, so that the scorer has fixed addresses."""
+    """Returns the selection, or None if `pattern` is None and the scorer therefore has fixed
+    addresses.
+    """
     return None if pattern is None else cls(kind, pattern)
 
 
 @dataclasses.dataclass(frozen=True)
 class Awaited:
-  """A scorer that waits for another process, such as a judge, an endpoint or a sandbox host.
+  """A scorer that waits for another process, such as a judge model, an HTTP endpoint or a sandbox
+  host.
 
   The process that owns the scorer pool awaits such a scorer on its own event loop, so the scorer
   occupies no worker process.
@@ -105,25 +109,27 @@ class Awaited:
   open: Callable[
     [], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]
   ]
-  """Returns a context manager that yields the function that scores an attempt. The pool enters the
-  context when it starts and leaves the context when it closes.
+  """Returns a context manager that yields the scoring function. The scorer pool enters the context
+  when it starts, and leaves it when it closes.
   """
   concurrency: int = 16
   """Maximum number of concurrent calls."""
   discovers: Discovers | None = None
-  """Services in the run's registry that the scorer calls; `open` must then yield an `Addressed`. If
+  """Services in the run's registry that the scorer calls. `open` must then yield an `Addressed`. If
   None, the scorer has fixed addresses.
   """
 
 
 @runtime_checkable
 class Addressed(Protocol):
-  """What `Awaited.open` yields if the addresses of the scorer can change during the run."""
+  """Scoring function whose server addresses can change during the run. `Awaited.open` yields one if
+  the scorer discovers its servers.
+  """
 
   def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends later calls to these addresses. Calls in flight are unaffected.
+    """Directs later calls to these addresses. Calls in flight are unaffected.
 
     Raises UserError for an invalid address.
     """
@@ -137,8 +143,8 @@ class PerGroup:
   """
 
   scorer: Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], tuple[Verdict, ...]]
-  """Maps the group's attempts and the per-sample scores of each attempt to one Verdict per attempt,
-  in order.
+  """Function of (attempts of the group, per-sample scores of each attempt). It returns one Verdict
+  per attempt, in order.
   """
 
 
@@ -152,8 +158,8 @@ class AwaitedGroup:
       Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
     ],
   ]
-  """Returns a context manager that yields the function that scores a group, which may be an
-  `Addressed`. The pool enters the context when it starts and leaves the context when it closes.
+  """Returns a context manager that yields the function that scores a group; it may be an
+  `Addressed`. The scorer pool enters the context when it starts, and leaves it when it closes.
   """
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
@@ -184,14 +190,13 @@ class ScorerConfig:
   it applies to all tasksets.
   """
   retries: int = 0
-  """Maximum number of retries after a failed call, that is, one that raised an exception, missed
-  its deadline, or whose process died.
+  """Maximum number of retries of a failed call. A call fails if it raises an exception or misses
+  its deadline, or if its process dies.
   """
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
-  """What happens to an attempt if the last call for it failed. unscorable: the attempt gets no
-  value; drop_group: the attempt gets no value, and its whole group is dropped; zero: the attempt
-  gets the value 0. If the completion caused the failure (`OverrunIsZero`), the value is 0 in any
-  case.
+  """Treatment of an attempt whose last call failed. unscorable: the attempt gets no value;
+  drop_group: the attempt gets no value, and its whole group is dropped; zero: the attempt gets the
+  value 0. If the completion caused the failure (`OverrunIsZero`), the value is 0 in any case.
   """
 
   @property
@@ -200,8 +205,8 @@ class ScorerConfig:
 
 
 _MAX_WEIGHT = 1e6
-"""Maximum magnitude of a weight, which keeps rewards (weighted sums of scores) and their squares
-finite in float32.
+"""Maximum magnitude of a weight. It keeps rewards, which are weighted sums of scores, and their
+squares finite in float32.
 """
 
 
@@ -217,12 +222,12 @@ class RewardsConfig:
   the first scorer in force for the sample decides.
   """
   memory_limit_mib: int = 4096
-  """Address-space limit of a worker in MiB, which stops a scorer that a completion causes to
-  allocate memory without end. 0 means no limit.
+  """Address-space limit of a worker in MiB, in case a completion makes a scorer allocate memory
+  without end. 0 means no limit.
   """
   environment: tuple[str, ...] = ()
-  """Environment variables that workers inherit although their names suggest secrets, such as
-  OPENAI_API_KEY. Workers do not inherit other variables with such names.
+  """Environment variables that workers inherit although their names suggest secrets, for example
+  OPENAI_API_KEY. Other variables with such names are not passed on to workers.
   """
 
   def __post_init__(self):
@@ -262,7 +267,7 @@ def in_force(
 ) -> tuple[ScorerConfig, ...]:
   """Returns the scorers that apply to tasks of `domain` in `taskset`.
 
-  Raises UserError if there are none, since tasks without a reward teach nothing.
+  Raises UserError if there are none, because nothing is learned from a task without a reward.
   """
 
   def applies(config):
@@ -344,7 +349,7 @@ def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) 
   """Parses a scorer's options into the dataclass `kind`. Raises UserError for an unknown name or a
   value of the wrong type.
   """
-  # `from_json` expects lists, since JSON has no tuples. Options from a saved configuration are
+  # `from_json` expects JSON values, so tuples become lists. Options from a saved configuration are
   # lists already.
   plain = {
     name: list(value) if isinstance(value, tuple) else value for name, value in options.items()

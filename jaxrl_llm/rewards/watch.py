@@ -1,8 +1,9 @@
-"""Refuses forbidden operations of verifiers, which should only compare text.
+"""Forbids operations such as evaluating code or using files to verifiers, which should only compare
+text.
 
-A verifier is the function with which a task generator checks an answer. The watch is an audit hook
-of the interpreter, which calls it before each audited operation, such as starting a process. The
-hook cannot be removed. A process in which an operation was refused must be discarded.
+A verifier is the function with which a task generator checks an answer. It is watched by an audit
+hook, which the interpreter calls before operations such as starting a process. The hook cannot be
+removed. A process in which an operation was refused must be discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BadSign(RuntimeError):
 
 
 class _Watch:
-  """State of the watch. At any time, the watch covers at most one thread of the process."""
+  """State of the audit hook. At any time, it watches at most one thread of the process."""
 
   installed = False
   thread: int | None = None
@@ -82,10 +83,10 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """Forbids the current thread some operations inside the block.
+  """Forbids some operations to the current thread inside the block.
 
-  These are compiling text, importing further third-party libraries, writing or deleting files,
-  reading /proc, using the network, and starting threads or processes.
+  The forbidden operations are compiling text, importing further third-party libraries, writing or
+  deleting files, reading /proc, using the network, and starting threads or processes.
 
   Args:
     name: the verifier's name, for the error message.

@@ -1,7 +1,8 @@
-"""Runs, on the event loop, the scorers that wait for another process.
+"""Runs scorers that wait for another process. They run on the event loop instead of in worker
+processes.
 
 Invariants: at most `concurrency` calls of a scorer are in flight. A call ends at its deadline even
-if the scorer ignores its cancellation. Exceptions of a scorer are returned as data.
+if the scorer ignores its cancellation. An exception of a scorer is returned as a `CallOutcome`.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class AwaitedScorer:
       ) from error
 
   async def _hold(self, ready: asyncio.Future) -> None:
-    """Enters the scorer's context, waits until the scorer is to be closed, and leaves the context.
+    """Enters the scorer's context, waits until `close` is called, and leaves the context.
 
-    One task does all of this, because a cancel scope must be left in the task that entered it.
+    A single asyncio task does all of this, because a cancel scope must be left in the task that
+    entered it.
     """
     try:
       async with self._scorer.open() as call:
@@ -77,8 +79,8 @@ class AwaitedScorer:
       raise
     except BaseException as error:
       if not ready.done():
-        # A SystemExit in `ready` would end the event loop. A CancelledError would look like a
-        # cancellation of the task that awaits `ready`.
+        # The exception is replaced: a SystemExit in `ready` would end the event loop, and a
+        # CancelledError would look like a cancellation of the task that awaits `ready`.
         failure = RuntimeError(f'{type(error).__name__}: {error}')
         ready.set_exception(error if isinstance(error, Exception) else failure)
       elif isinstance(error, asyncio.CancelledError):
@@ -104,7 +106,7 @@ class AwaitedScorer:
 
   @property
   def addressed(self) -> bool:
-    """Whether the scorer's addresses can be changed; False until the scorer is open."""
+    """Whether the scorer's server addresses can be changed. False until the scorer is open."""
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
@@ -155,7 +157,8 @@ async def _call_scorer(
   *,
   per_group: bool,
 ) -> CallOutcome:
-  """Calls the scorer and returns its exceptions as data, including CancelledError and SystemExit.
+  """Calls the scorer. An exception of the scorer, even CancelledError or SystemExit, is returned as
+  the outcome of the call.
 
   A SystemExit would otherwise end the event loop. Only KeyboardInterrupt and GeneratorExit are
   raised.

@@ -1,6 +1,6 @@
 """Updates the addresses of scorers when their services enter or leave a registry.
 
-The new addresses are applied in the same way as those in the file `scorers.json`.
+New addresses take effect in the same way as those in the file `scorers.json`.
 
 Invariant: all services that a scorer calls have the same fingerprint, because scores of two models
 must not be mixed. A service whose fingerprint differs from that of the scorer's first service is
@@ -23,21 +23,22 @@ from jaxrl_llm.rewards.api import Discovers
 from jaxrl_llm.rewards.pool.live import Live
 
 SERVICES_DEADLINE_S = 900.0
-"""How many seconds a run waits at its start until every scorer that discovers its services has one.
+"""Maximum seconds for which a run waits at its start until every scorer that discovers its services
+has found one.
 """
 _LOOK_S = LOOK_S
 
 
 @dataclasses.dataclass
 class _Followed:
-  """A scorer and its services, as last seen in the registry."""
+  """A scorer, and its services as last seen in the registry."""
 
   name: str
   discovers: Discovers
   first: Lease | None = None
-  """First service that was found, whose fingerprint the other services must have."""
+  """First service that was found. Other services must have the same fingerprint."""
   addresses: tuple[str, ...] = ()
-  """Addresses that were applied last; empty if no service is registered."""
+  """Addresses that the scorer got last; empty if no service is registered."""
   refused: set[str] = dataclasses.field(default_factory=set)
   """IDs of the registry entries (leases) that are ignored because their fingerprints differ."""
 
@@ -54,8 +55,7 @@ class Discovered:
     """
     Args:
       scorers: selection of the services that each scorer calls, keyed by the scorer's name.
-      apply: changes the addresses of a scorer; raises UserError for addresses that cannot be
-        used.
+      apply: gives new addresses to a scorer. It raises UserError if they cannot be used.
     """
     self._registry, self._apply = registry, apply
     self._scorers = [_Followed(name, discovers) for name, discovers in scorers.items()]
@@ -85,7 +85,7 @@ class Discovered:
 
   async def _first_services(self) -> None:
     await self._check()
-    # wait services: from outside
+    # wait services: SERVICES_DEADLINE_S, by the caller
     while not all(followed.addresses for followed in self._scorers):
       await asyncio.sleep(_LOOK_S)
       await self._check()
@@ -94,7 +94,7 @@ class Discovered:
     """Stops watching the registry, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # wait live_file: as for scorers.json
+      # wait live_file: the change in progress, as for scorers.json
       await self._following
 
   async def _follow(self) -> None:

@@ -2,7 +2,7 @@
 scorers' servers during a run.
 
 Invariants: an unreadable or invalid file changes nothing, and one line is logged. If one part of
-the file is applied and a later part is refused, this line says which part is in force.
+the file is applied and a later part is refused, the line says which part is in force.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class LiveFile:
   def __init__(self, path: pathlib.Path, apply: Callable[[Live], Awaitable[None]]):
     """
     Args:
-      path: the file; it need not exist.
-      apply: applies the content; raises UserError if nothing was applied, and Partly if only a
-        part of the content was applied.
+      path: path of the file, which need not exist.
+      apply: applies the content. It raises UserError if nothing was applied, and Partly if only a
+        part was applied.
     """
     self._path, self._apply = path, apply
     self._seen: tuple[int, ...] | None = None

@@ -36,7 +36,7 @@ class PipeLock:
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-    """Acquires the lock; returns whether this thread holds it now.
+    """Acquires the lock. Returns whether this thread holds it now.
 
     Args:
       block: whether to wait if another thread or process holds the lock.

@@ -1,5 +1,4 @@
-"""The scorer pool, which scores attempts as soon as they finish, concurrently with the rest of the
-run.
+"""The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
 
 Invariants: every call results in exactly one Score per attempt. If a scorer hangs, raises an
 exception or crashes its process, only its own scores are affected, and the scorer's option
@@ -207,7 +206,7 @@ class ScorerPool:
     return list(scores)
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns, as metrics, the numbers of failures since the last call of this method.
+    """Returns metrics: the numbers of failures since the last call of this method.
 
     Kinds of failure that have not occurred in the run are left out.
     """
@@ -235,8 +234,7 @@ class ScorerPool:
   ) -> tuple[Score, ...]:
     """Calls a scorer and returns one Score per attempt.
 
-    A failed call is repeated up to `retries` times, unless the completion is to blame for the
-    failure.
+    A failed call is repeated up to `retries` times, unless the completion has caused the failure.
     """
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
@@ -275,8 +273,8 @@ class ScorerPool:
     *,
     blamed: bool,
   ) -> tuple[Score, ...]:
-    """Returns the scores of attempts whose last call failed. The value is 0 if the completion is to
-    blame; otherwise the scorer's `on_failure` decides.
+    """Returns the scores of attempts whose last call failed. The value is 0 if the completion is
+    `blamed` for the failure. Otherwise the scorer's `on_failure` decides.
     """
     value = 0.0 if blamed or config.on_failure == 'zero' else None
     evidence = {
@@ -311,8 +309,8 @@ class ScorerPool:
     *,
     last: bool,
   ) -> None:
-    """Logs the 1st, 2nd, 4th, 8th, … failure of each scorer with each status, so that a persistent
-    failure does not flood the log.
+    """Logs a failure, but only the 1st, 2nd, 4th, 8th, … of each scorer and status, so that a
+    persistent failure does not flood the log.
     """
     so_far = self.counts[f'{config.name}/{outcome.status.value}']
     if so_far & (so_far - 1) == 0:

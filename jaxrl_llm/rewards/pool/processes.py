@@ -5,11 +5,10 @@ Invariants: every call ends in exactly one `CallOutcome`. A scorer that hangs, r
 or crashes its process affects only its own call. No worker outlives the process that owns it.
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
-worker is replaced in milliseconds. A process has only one fork server, which imports what the first
-pool of the process needs. Workers of a later pool import any other libraries when they start,
-before the deadline of a call begins. `multiprocessing` executes the top level of the main module in
-every new worker, so a launch script should keep its heavy imports under
-`if __name__ == '__main__':`.
+worker is replaced in milliseconds. A process has only one fork server, with the libraries of the
+first pool. Workers of a later pool import any other libraries when they start, before the deadline
+of a call begins. `multiprocessing` executes the top level of the main module in every new worker,
+so a launch script should keep its heavy imports under `if __name__ == '__main__':`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""How many times the whole pool may break before a call has an outcome again. One more break stops
-the run.
+"""Maximum number of times in a row that the whole pool may break before any call finishes. One more
+break stops the run.
 """
 
 
@@ -85,8 +84,8 @@ class Workers:
     self._places = tuple(
       name for name in os.environ if job.is_place(name) and name not in environment
     )
-    """Environment variables that state this process's place in a job, which workers must not
-    inherit.
+    """Environment variables that give this process's place in a job, such as its rank. Workers must
+    not inherit them.
     """
     self.count, self._counts = count, counts
     # Limits the calls in flight to twice the number of workers, so that each worker has its next
@@ -96,8 +95,8 @@ class Workers:
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
     self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
-    """Pools that `resize` replaced and that still finish their last calls. Each is keyed by the
-    task that waits for its end.
+    """Pools that `resize` has replaced and that still finish their last calls, keyed by the asyncio
+    task that waits for their end.
     """
 
   async def start(self) -> None:
@@ -168,7 +167,7 @@ class Workers:
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
-      # Wakes the first call that waits for the old semaphore. That call moves to the new semaphore
+      # Wakes the first call that waits for the old semaphore. That call then waits for the new one
       # and releases the old one, which wakes the next call.
       full.release()
 
@@ -188,8 +187,8 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> CallOutcome | None:
-    """Makes one call and returns its outcome, or None if the pool broke during the call. The broken
-    pool has then been replaced, so the call can be repeated.
+    """Makes one call. Returns its outcome, or None if the pool broke during the call. In that case
+    the pool has been replaced, and the call can be repeated.
     """
     pool = self._pool
     if pool is None:
@@ -212,8 +211,8 @@ class Workers:
       return None
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
-    """Replaces a broken pool. If several calls failed because of the same pool, it is replaced
-    once.
+    """Replaces a broken pool. If several calls have failed because of the same pool, it is replaced
+    only once.
     """
     async with self._changing:
       if self._pool is not broken:
@@ -227,7 +226,7 @@ class Workers:
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)
-      # If the new pool is broken, too, the next call finds out and counts another break.
+      # If the new pool is broken too, the next call notices it and counts another break.
       with contextlib.suppress(BrokenProcessPool):
         await _started(new)
       if self._pool is not broken:  # The pool was closed meanwhile.
@@ -299,7 +298,7 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # The workers may still start later, so a thread stops them.
+    # The workers may still start later, so a thread stops them then.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 
@@ -320,7 +319,7 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
 
 
 async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:
-  """Stops the workers. Calls in flight first have at most `answers_s` seconds to finish.
+  """Stops the workers. Calls in flight first get up to `answers_s` seconds to finish.
 
   Raises:
     WaitExpired: the workers do not end.

@@ -1,7 +1,7 @@
 """Code that runs in the worker processes of a scorer pool.
 
-A worker process has all scorers of the pool that run in workers, has resource limits, and ends when
-the process that owns the pool ends.
+A worker process contains all scorers of the pool that run in workers. It has resource limits, and
+ends when the process that owns the pool ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxrl_llm.rewards.watch import BadSign
 HEAVY = ('jax', 'torch')
 
 DISCARDED = 70
-"""Exit code of a worker that ends because a verifier did more than compare text."""
+"""Exit code of a worker that ended itself after a verifier had attempted a forbidden operation."""
 
 _PACKAGE = 'jaxrl_llm.rewards.'
 _ADAPTERS = 'adapters'
@@ -89,10 +89,10 @@ def _known_libraries() -> set[str]:
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Returns the modules that a built-in scorer needs, or None for a user's scorer.
+  """Returns the names of the modules that a built-in scorer needs, or None for a user's scorer.
 
-  These are the scorer's own module and its libraries. The libraries are those in the attribute
-  `libraries` of the scorer's options, if it exists, else those in the module's `LIBRARIES`.
+  They are the scorer's own module and its libraries. If the scorer's options have an attribute
+  `libraries`, it lists the libraries; otherwise, the module's `LIBRARIES` does.
   """
   options: Any = None
   while isinstance(scorer, OverrunIsZero | PerGroup | functools.partial):
@@ -151,8 +151,8 @@ def initialise(
   _die_with_owner()
   # Ctrl-C reaches the whole process group, but only the owner reacts to it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # A Python handler would run only after C code has returned. The pool waits for a worker that it
-  # stops, so all workers would be blocked until then.
+  # SIGTERM must end a worker at once. A Python handler would run only after C code has returned,
+  # and the pool, which waits for a worker that it stops, would be blocked until then.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for name in withheld:
@@ -170,10 +170,10 @@ def heavy_modules() -> list[str]:
 def call(
   name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
 ) -> CallOutcome:
-  """Calls scorer `name` and returns its exceptions as data.
+  """Calls scorer `name`. An exception of the scorer is returned as the outcome of the call.
 
-  This includes SystemExit, which would end the pool's owner. After a `BadSign`, this process exits,
-  since its results can no longer be trusted.
+  This includes SystemExit, which would otherwise end the pool's owner. After a `BadSign` (forbidden
+  operation of a verifier), this process exits, because its results can no longer be trusted.
 
   Args:
     attempts: a group for a `PerGroup` scorer, else one attempt.
@@ -193,8 +193,8 @@ def call(
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # Frees the objects to which the frames of the traceback refer. If these objects fill the
-    # memory, no memory is left for the outcome.
+    # Frees the objects to which the traceback refers. If they fill the memory, no memory is left
+    # for the outcome.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)

@@ -26,9 +26,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""With 'auto', programs are isolated with namespaces if the kernel permits them, else with
-bubblewrap; if neither works, NoIsolation is raised. With 'none', programs have resource limits but
-are not isolated.
+"""How programs are isolated. auto: with namespaces if the kernel permits them, else with
+bubblewrap; if neither works, NoIsolation is raised. none: programs have resource limits, but are
+not isolated.
 """
 
 START_S = 30.0
@@ -84,7 +84,7 @@ NOTHING = Preload()
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-  """Returns the host paths that programs may read: system programs and libraries, and Python."""
+  """Returns the host paths that programs may read: system programs, system libraries and Python."""
   paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
   for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
     if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
@@ -113,7 +113,7 @@ def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
 
 
 def first_words(control: socket.socket) -> str:
-  """Waits for a sandbox to start; returns its error, or '' when it is ready."""
+  """Waits for a sandbox to start. Returns its error, or '' once it is ready."""
   control.settimeout(START_S)
   try:
     return Channel(control).receive().get('failed', '')
@@ -222,14 +222,14 @@ class Bubblewrap:
       '--dev',
       '/dev',
     ]
-    # Hide two files: /proc/cmdline describes the host, and a shared mapping of /dev/zero is memory
-    # that no limit counts.
+    # Two files are hidden: /proc/cmdline describes the host, and a shared mapping of /dev/zero is
+    # memory that no limit counts.
     for path in ('/proc/cmdline', '/dev/zero'):
       self._command += ['--ro-bind', '/dev/null', path]
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
-    # /proc is read-only, too: if root starts bwrap, programs are root outside the sandbox, and root
+    # /proc is read-only too. If root starts bwrap, programs are root outside the sandbox, and root
     # may change the kernel's settings there.
     for path in ('/dev', '/proc', '/'):
       self._command += ['--remount-ro', path]

@@ -29,11 +29,11 @@ from jaxrl_llm.rewards.sandbox.isolation import (
 )
 
 _GRACE_S = 15.0
-"""Seconds that the sandbox has, after a program's wall-clock limit, to report the outcome."""
+"""Seconds after a program's wall-clock limit within which the sandbox must report the outcome."""
 
 
 class SandboxError(RuntimeError):
-  """The sandbox itself failed, rather than the program in it."""
+  """The sandbox failed, and not the program in it."""
 
 
 class Ending(enum.StrEnum):
@@ -47,7 +47,7 @@ class Ending(enum.StrEnum):
   """The program exited with a nonzero code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """The program reached the wall-clock limit, and not because the machine was busy."""
+  """The program reached the wall-clock limit for another reason than a busy machine."""
   CPU = 'cpu'
   """The program used up its processor time."""
   MEMORY = 'memory'
@@ -101,7 +101,7 @@ class Limits:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
   ended: Ending
-  """How the first test that did not pass ended; PASSED if all passed."""
+  """Ending of the first test that did not pass; PASSED if all passed."""
   passed: int
   total: int
   isolation: str
@@ -146,7 +146,7 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """Lets `set` end the sandbox behind `connection` during the block.
+    """During the block, `set` ends the sandbox behind `connection`.
 
     Raises SandboxError if `set` was called before.
     """
@@ -218,7 +218,7 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
-        # All cases together share these limits, so no time is left for the remaining cases.
+        # These limits apply to all cases together, so no time is left for the remaining ones.
         if result['ended'] in ('wall', 'cpu'):
           break
       ended = (
@@ -233,7 +233,7 @@ class Sandboxes:
     return self._in_sandbox(run, len(cases), stop)
 
   def output(self, program: str, stdin: str) -> tuple[ProgramOutcome, str]:
-    """Runs the program once; returns its outcome and its standard output.
+    """Runs the program once. Returns its outcome and its standard output.
 
     The ending is PASSED if the exit code is 0. The output is cut off at its limit.
     """

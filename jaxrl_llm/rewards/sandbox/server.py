@@ -59,7 +59,8 @@ class Order:
 
 
 class SandboxServer:
-  """Serves requests to run programs. At most `at_once` programs run at a time; other requests wait.
+  """Serves requests to run programs. At most `at_once` programs run at a time, and other requests
+  wait.
 
   Raises:
     NoIsolation: if this machine cannot isolate as requested.
@@ -94,7 +95,7 @@ class SandboxServer:
   async def _run(self, request: web.Request) -> web.Response:
     try:
       order = from_json(await request.json(), Order, 'body')
-      # Run this in a thread, since the first request with these limits starts sandboxes.
+      # This runs in a thread, because the first request with these limits starts sandboxes.
       sandboxes = await asyncio.get_running_loop().run_in_executor(
         self._threads, self._sandboxes, order.limits
       )

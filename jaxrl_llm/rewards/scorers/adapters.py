@@ -1,10 +1,10 @@
 """Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, and
 plain Python functions.
 
-Invariants: a function gets the arguments that its own framework would pass, under the same names;
-docs/guides/rewards.md lists those that are not available here. The function's result becomes the
-Verdict. An exception, or a result of an unexpected form, counts as a failure of the scorer and
-never as a value.
+Invariants: a function gets the arguments that its own framework would pass, under the same names
+(docs/guides/rewards.md lists arguments that are not available). Its result becomes the Verdict. An
+exception, or a result of an unexpected form, counts as a failure of the scorer and never as a
+value.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TrlOptions:
   """The function, as `module:attribute` or `path/to/file.py:attribute`."""
   form: Literal['row', 'plain', 'conversational'] = 'row'
   """Form in which the function gets prompts and completions. plain: text; conversational: lists of
-  messages; row: the form that the prompt has in the task's dataset row.
+  messages; row: the form of the prompt in the task's dataset row.
   """
   truth_column: str = 'ground_truth'
-  """Name of the column in which the function gets the truth (the reference answer). If the row has
-  a field with this name, the function gets that field instead.
+  """Name of the argument in which the function gets the truth (the reference answer). If the row
+  has a field of this name, the function gets that field instead.
   """
   per_group: bool = False
   """Whether to call the function once per group instead of once per attempt. Functions that compare
@@ -149,8 +149,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
 def ground_truth(task: Task) -> Json:
   """Returns the task's truth with the type that it has in the dataset row.
 
-  If the taskset derived the truth instead of copying it from the row, returns the text of the
-  truth.
+  If the taskset has derived the truth instead of copying it from the row, the truth is text.
   """
   reward_model = task.fields.get('reward_model')
   values = [
@@ -257,8 +256,8 @@ def score_verl(
 
 
 def verl_scorer(**options: Any) -> Scorer:
-  """An unchanged function for verl: compute_score(data_source, solution_str, ground_truth,
-  extra_info). The options are `VerlOptions`.
+  """Calls an unchanged reward function for verl: compute_score(data_source, solution_str,
+  ground_truth, extra_info). The options are `VerlOptions`.
   """
   read = from_json(dict(options), VerlOptions, "options of scorer 'verl'")
   return functools.partial(
@@ -281,8 +280,8 @@ def score_python(
 
 
 def python_scorer(**options: Any) -> Scorer:
-  """A plain Python function f(prompt, completion, truth) that returns a number, a bool or a dict.
-  The options are `PythonOptions`.
+  """Calls a plain Python function f(prompt, completion, truth) that returns a number, a bool or a
+  dict. The options are `PythonOptions`.
   """
   read = from_json(dict(options), PythonOptions, "options of scorer 'python'")
   return functools.partial(
@@ -291,7 +290,7 @@ def python_scorer(**options: Any) -> Scorer:
 
 
 class UnknownTokens(Sequence):
-  """Stands in for a completion's token IDs, since scorers know only the number of tokens."""
+  """Placeholder for a completion's token ids, because scorers know only the number of tokens."""
 
   def __init__(self, count: int):
     self._count = count
@@ -317,7 +316,7 @@ def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[J
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns those arguments in `given` for which the function has parameters."""
+  """Returns the arguments in `given` for which the function has parameters."""
   parameters = inspect.signature(function).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return dict(given)
@@ -397,8 +396,8 @@ def score_trl_group(
 
 
 def trl_scorer(**options: Any) -> Scorer | PerGroup:
-  """An unchanged function for TRL: reward_func(prompts, completions, **columns), which returns a
-  list. The options are `TrlOptions`.
+  """Calls an unchanged reward function for TRL: reward_func(prompts, completions, **columns), which
+  returns a list. The options are `TrlOptions`.
   """
   read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
   function = UserFunction(read.function, 'trl')

@@ -1,4 +1,4 @@
-"""Scorer that runs the completion's program against the task's tests, in a sandbox.
+"""Scorer `code`: runs the completion's program against the task's tests, in a sandbox.
 
 The value is 1.0 if all tests pass. Otherwise it is 0.0 or, with the option `credit='fraction'`, the
 fraction of the tests that pass. The value is None only if the task has no valid tests. A program
@@ -39,15 +39,15 @@ class CodeOptions(DiscoveringOptions):
   the programs run on this machine, unless `discover` is set.
   """
   isolation: Isolation = 'auto'
-  """How programs that run on this machine are isolated."""
+  """Isolation of programs that run on this machine."""
   wall_s: float = Limits.wall_s
   """Wall-clock limit in seconds for a program with all of its tests.
 
   The limit must be below the scorer's deadline_s, so that the program, not the scorer, is blamed
   for a timeout.
 
-  If the limit is not configured, it is the default or four fifths of deadline_s, whichever is
-  lower. With sandbox hosts, four fifths of request_deadline_s also bound it (`options_within`).
+  If it is not configured, it is the default or four fifths of deadline_s, whichever is lower. With
+  sandbox hosts, it is also at most four fifths of request_deadline_s (see `options_within`).
   """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
@@ -63,7 +63,7 @@ class CodeOptions(DiscoveringOptions):
 
 
 _FENCE = re.compile(
-  # Possessive quantifiers keep the search from rescanning a long line from each of its characters.
+  # Possessive quantifiers prevent quadratic time on a long line.
   r'^(?P<indent>[ ]{0,3})(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n'
   r'(?P<code>.*?)(?:^[ ]{0,3}(?P=fence)[`~]*+[ \t\r]*+$|\Z)',
   re.MULTILINE | re.DOTALL,
@@ -136,7 +136,7 @@ def _stands_alone(tree: ast.Module) -> bool:
 
 
 def program_of(completion: str, prompt: str) -> str | None:
-  """Extracts the program from a completion; None if the program is blank.
+  """Extracts the program from a completion. Returns None if the program is blank.
 
   The program is the last fenced block of the answer after the thoughts, or the whole answer if
   there is no such block. Code in the prompt is put before the program in two cases: if the program
@@ -160,7 +160,8 @@ _ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
 
 
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
-  """Reads the tests of a task into a `Work` whose program is empty; None if the task has no tests.
+  """Reads the tests of a task into a `Work` with an empty program. Returns None if the task has no
+  tests.
 
   Raises ValueError if the tests are malformed.
   """
@@ -224,7 +225,7 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """Returns the sandboxes of this process for these limits and this isolation. They end with the
+  """Returns the sandboxes of this process with these limits and this isolation. They end with the
   process.
   """
   return Sandboxes(limits, isolation=isolation)
@@ -246,7 +247,7 @@ class SandboxHosts(ServiceClient):
     self._limits, self._credit = options.limits, options.credit
 
   async def __call__(self, attempt: Attempt) -> Verdict:
-    # This runs in a thread, since parsing a long completion would block the event loop.
+    # This runs in a thread, because parsing a long completion would block the event loop.
     work = await asyncio.to_thread(read_work, attempt)
     if isinstance(work, Verdict):
       return work
@@ -286,8 +287,8 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
 
 
 def code_scorer(**options: Any) -> Scorer | Awaited:
-  """Whether the completion's program passes the task's tests, which run in a sandbox. The options
-  are `CodeOptions`.
+  """Scores whether the completion's program passes the task's tests, which run in a sandbox. The
+  options are `CodeOptions`.
   """
   read = from_json(dict(options), CodeOptions, "options of scorer 'code'")
   limits = read.limits
@@ -305,7 +306,7 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
       concurrency=read.concurrency,
       discovers=Discovers.of('sandbox', read.discover),
     )
-  # Opening a sandbox here reports, when the scorer is built, that a machine cannot isolate
-  # programs.
+  # A sandbox is opened here so that a machine that cannot isolate programs is reported when the
+  # scorer is built.
   Sandboxes(limits, isolation=read.isolation).close()
   return functools.partial(score_code, options=read)

@@ -1,4 +1,5 @@
-"""A scorer behind HTTP: posts each attempt as JSON and reads the verdict from the response.
+"""Scorer `http`: posts each attempt as JSON to an HTTP server, and reads the verdict from the
+response.
 
 The request is `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is
 a list of chat messages. The response is `{value, parts, evidence}`, where `parts` and `evidence`
@@ -68,7 +69,7 @@ def read_verdict(answer: Json) -> Verdict:
 
 
 class Endpoint(ServiceClient):
-  """Scorer that posts attempts to the endpoint."""
+  """Scorer that posts attempts to HTTP servers."""
 
   def __init__(self, options: EndpointOptions):
     super().__init__(options, "scorer 'http'")
@@ -78,8 +79,8 @@ class Endpoint(ServiceClient):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """An HTTP endpoint that receives each attempt and responds with its value. The options are
-  `EndpointOptions`.
+  """Calls an HTTP endpoint, which receives each attempt and responds with its value. The options
+  are `EndpointOptions`.
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")

@@ -54,8 +54,8 @@ def score_k12(
 
 
 def k12_scorer(**options: Any) -> Scorer:
-  """School questions, compared with a reference answer by their kind (choice, numeric, text, …).
-  The options are `K12Options`.
+  """Scores school questions, which are compared with a reference answer by their kind (choice,
+  numeric, text, …). The options are `K12Options`.
   """
   read = read_options(K12Options, options, 'k12')
   for library in LIBRARIES:

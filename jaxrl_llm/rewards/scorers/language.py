@@ -1,8 +1,8 @@
 """Language-consistency scorer: the share of a text's words that are in the target language.
 
 Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2) rewards the proportion of target-language
-words in the reasoning. The paper does not define a word; these rules are ours, deterministic and
-without a model:
+words in the reasoning. The paper does not define a word. These rules are our own; they are
+deterministic and need no model:
 
 1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`,
    commands), tags and URLs are removed. A fenced block that is never closed extends to the end of
@@ -226,8 +226,8 @@ def score_language(
 
 
 def language_scorer(**options: Any) -> Scorer:
-  """Share of target-language words in the reasoning (R1's language consistency). The options are
-  `LanguageOptions`.
+  """Scores the share of target-language words in the reasoning (R1's language consistency). The
+  options are `LanguageOptions`.
   """
   read = read_options(LanguageOptions, options, 'language')
   pieces = read_template(read.template, 'language') if read.field else ()

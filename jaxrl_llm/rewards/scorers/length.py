@@ -1,10 +1,10 @@
-"""Scorers for the length of responses: DAPO's overlong penalty, given to single samples, and Kimi's
-length reward, given within a group.
+"""Scorers for the length of responses: DAPO's overlong penalty for single samples, and Kimi's
+length reward, which compares the samples of a group.
 
 The formulas are those of `advantages.shaping`. Algorithms have options that add the same rewards
 (`overlong_buffer_len`, `length_reward_weight`), so use either the scorer or the option, but not
-both. Kimi's warm-up of the reward counts steps, which a scorer does not know, so only the
-algorithm's option has the warm-up.
+both. Kimi's length reward has a warm-up in steps, which only the option can provide, because a
+scorer does not know the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
 
 
 def overlong_scorer(**options: Any) -> Scorer:
-  """DAPO's penalty for responses near the limit, in [-factor, 0]. The options are
+  """Penalises responses near the length limit as DAPO does, in [-factor, 0]. The options are
   `OverlongOptions`.
   """
   read = read_options(OverlongOptions, options, 'overlong')
@@ -86,8 +86,8 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
 
 
 def length_scorer(**options: Any) -> PerGroup:
-  """Kimi's length reward: in a group, shorter correct answers gain and longer answers lose. The
-  options are `LengthOptions`.
+  """Gives Kimi's length reward: in a group, shorter correct answers gain and longer answers lose.
+  The options are `LengthOptions`.
   """
   return PerGroup(
     functools.partial(score_length, options=read_options(LengthOptions, options, 'length'))

@@ -1,4 +1,4 @@
-"""Scorer that penalises repeated n-grams of words.
+"""Scorer `repetition`: penalises repeated n-grams of words.
 
 The penalty is −max · (1 − distinct n-grams / all n-grams), where max is the option `max_penalty`.
 Upper and lower case count as the same. If the completion has fewer than n words, the penalty is 0.
@@ -55,7 +55,7 @@ def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict
 
 
 def repetition_scorer(**options: Any) -> Scorer:
-  """Penalty in [-max_penalty, 0] for repeated n-grams of words. The options are
+  """Penalises repeated n-grams of words, in [-max_penalty, 0]. The options are
   `RepetitionOptions`.
   """
   return functools.partial(

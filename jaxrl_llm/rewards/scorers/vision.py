@@ -1,9 +1,9 @@
 """Scorers for visual grounding: one scores a box by its IoU (intersection over union) with the true
 box, the other scores whether a point is in the true region.
 
-Coordinates are compared as they are written; the task defines their unit (pixels or thousandths).
-All arithmetic is exact. The scorers `answer` and `k12` are for questions about images whose answer
-is a number, a letter or words.
+Coordinates are compared as they are written, in the unit that the task defines (pixels or
+thousandths). All arithmetic is exact. The scorers `answer` and `k12` are for questions about images
+whose answer is a number, a letter or words.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
   if box is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
   overlap = iou(truth, box)
-  # The threshold is converted from its text, since Fraction(0.7) is slightly less than 7/10.
+  # The threshold is converted through its text, because Fraction(0.7) is slightly less than 7/10.
   value = (
     float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
   )
@@ -196,12 +196,14 @@ def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
 
 
 def box_iou_scorer(**options: Any) -> Scorer:
-  """Intersection over union of a box `[x1, y1, x2, y2]` with the true box. The options are
-  `BoxOptions`.
+  """Scores a box `[x1, y1, x2, y2]` by its intersection over union with the true box. The options
+  are `BoxOptions`.
   """
   return functools.partial(score_box_iou, options=read_options(BoxOptions, options, 'box_iou'))
 
 
 def point_scorer(**options: Any) -> Scorer:
-  """Whether a point `(x, y)` is in the true box or polygon. The options are `PointOptions`."""
+  """Scores whether a point `(x, y)` is in the true box or polygon. The options are
+  `PointOptions`.
+  """
   return functools.partial(score_point, options=read_options(PointOptions, options, 'point'))

@@ -1,8 +1,8 @@
 """Code of the untrusted program's process: runs the program, then answers the tests' process.
 
-Nothing here is trusted, since the program can change all of it. The program can reach only its own
-process, a socket to the tests' process (which accepts only answers and calls of the tests'
-functions), and two pipes for its output.
+No other process trusts this one, because the program can change all of it. The program can reach
+only its own process, a socket to the tests' process (which accepts only answers and calls of the
+tests' functions), and two pipes for its output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
   module.__dict__.update(namespace)
   sys.modules[name] = module  # Dataclasses and pickle look up a class's module there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  # With dont_inherit, this module's __future__ imports do not apply to the program.
+  # dont_inherit keeps this module's __future__ imports from applying to the program.
   exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)
   return module.__dict__
 
@@ -58,7 +58,7 @@ def _operations(kind: type) -> list[str]:
 
 
 def _inherited(kind: type, base: type) -> list[str]:
-  """Returns the operations for which a class inherits the implementation of `base`."""
+  """Returns the special methods that a class inherits unchanged from `base`."""
   first = {
     name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS
   }
@@ -109,9 +109,9 @@ class Candidate:
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Locked during a call of a function of the tests, so that only one call runs at a time."""
+    """Held during a call of a function of the tests, so that only one such call runs at a time."""
     self._theirs: list[tuple[BaseException, int]] = []
-    """Exceptions raised by the tests' functions, with their numbers in the tests' process."""
+    """Exceptions raised by the tests' functions, each with its number in the tests' process."""
     self._loop: Any = None
 
   def serve(self) -> None:
@@ -208,7 +208,7 @@ class Candidate:
     """Builds the reply to a call.
 
     An object whose class derives from a built-in type is normally sent as a value of that type.
-    With `whole`, the object is lent instead.
+    With `whole`, a reference to the object is sent instead.
     """
     if value is NotImplemented:
       return {'absent': True}

@@ -2,9 +2,9 @@
 never sees the tests.
 
 Invariant: a verdict depends only on plain values rebuilt here and on permitted uses of the
-program's objects (`inside.remote`). With its messages, the program can select only those modules,
-classes and functions of this process that are listed here. It cannot end an iteration of the tests
-early, and it cannot disguise a failure as an exception that the tests catch. A test fails if the
+program's objects (`inside.remote`). The program's messages can name only those modules, classes and
+functions of this process that are listed here. The program cannot end an iteration of the tests
+early, and cannot make a failure look like an exception that the tests catch. A test fails if the
 program ends during the test or sends an invalid message.
 """
 
@@ -36,28 +36,32 @@ _ALIASED = frozenset({
 the program imports them (`import datetime as dt`).
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be constructed from a text. Their built-in base class is raised
+"""Exception classes that cannot be constructed from a text. Their built-in base class is raised
 instead.
 """
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Exceptions that cannot be constructed from a text, unless a subclass overrides `__init__`."""
+"""Exception classes that cannot be constructed from a text, unless a subclass overrides
+`__init__`.
+"""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
-"""Exceptions that end an iteration silently: if `f` raised one, `all(map(f, …))` would be true."""
+"""Exceptions that end an iteration silently. If the program's `f` could raise one in the tests,
+`all(map(f, …))` would be true.
+"""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exceptions to which no name of the program may refer: otherwise, `except Own` in a test could
-catch the test's failure.
+"""Exception classes that a name of the program cannot denote. Otherwise, `except Own` in a test
+could catch the test's own failure.
 """
 
 _READING = frozenset(
   {'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'}
 )
-"""Methods that do not change the object."""
+"""Special methods that do not change their object."""
 _IS_SAME = '__is_same__'
 """Name of `is_same` in the tests' namespace. The program cannot replace it, since names with two
 leading underscores are never requested from the program.
 """
 _MOST_RAISED = 1000
-"""Maximum number of exceptions of the tests' functions that are kept. Each of them keeps other
+"""Maximum number of exceptions of the tests' functions that are kept, because each keeps other
 objects alive.
 """
 _SHOWN = '_shown'
@@ -98,7 +102,7 @@ class Examiner:
     program does not catch such an exception, the tests get the same exception back.
     """
     self._failure: BaseException | None = None
-    """Error that fails the current test even if the test caught it."""
+    """Error that makes the current test fail, even if the test has caught it."""
     self.error: dict[str, Any] | None = None
     """Error of the first test that failed; None if no test has failed."""
 
@@ -141,9 +145,9 @@ class Examiner:
 
   @contextlib.contextmanager
   def _fatal(self) -> Iterator[None]:
-    """Fails the test if the program ends or sends an invalid message within the block.
+    """Makes the current test fail if the program ends or sends an invalid message within the block.
 
-    The test then fails even if it catches the error.
+    The test fails even if it catches the error.
     """
     try:
       yield
@@ -160,7 +164,7 @@ class Examiner:
     that the module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # The tests may call a name before they define it. Such a call means the program's function.
+    # A call of a name that the tests define only later means the program's function.
     if (
       self._names.ambiguous
       and not (values.keys() & self._names.called) - self._names.modules.keys()
@@ -205,7 +209,9 @@ class Examiner:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both objects and made at least one of the two."""
+    """Whether the tests name the classes of both objects and have created at least one of the
+    two.
+    """
     made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {
       left._remote_origin,
       right._remote_origin,
@@ -252,8 +258,8 @@ class Examiner:
     return self._value(self._ask(request), origin, name, ends=ends)
 
   def _ask(self, request: Message) -> Message:
-    """Sends a request. If the tests have replaced standard streams, the program's input and output
-    go through the replacements.
+    """Sends a request to the program. If the tests have replaced standard streams, the program's
+    input and output use the replacements.
     """
     capture = [
       name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)
@@ -287,8 +293,8 @@ class Examiner:
     return self._rebuilt(reply['value'], origin, name)
 
   def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
-    """Rebuilds the value of a message. An object that is the whole value gets `origin`; objects
-    within the value get RESULT.
+    """Rebuilds the value in a message. If the value is an object of the program, its proxy gets
+    `origin`. Objects inside a value get RESULT.
     """
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
@@ -328,7 +334,7 @@ class Examiner:
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that represents an exception class of the program here.
+    """Returns the class that represents an exception class of the program in this process.
 
     It is a built-in or standard-library class, or an imitation of the program's class.
 
@@ -352,7 +358,7 @@ class Examiner:
       methods = {
         '__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)
       }
-      # The base may require arguments other than a text.
+      # The constructor of the base class may not accept a single text.
       if standard or issubclass(base, _UNICODE):
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
@@ -402,7 +408,7 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    # `functools.wraps` in the program copies these attributes.
+    # The program gets these attributes, because `functools.wraps` copies them.
     name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))
     return {
       'name': name if isinstance(name, str) else 'function',
@@ -410,8 +416,8 @@ class Examiner:
     }
 
   def _answer(self, request: Message) -> Message:
-    """Answers a request of the program, which may only call functions and read iterators that the
-    tests gave it.
+    """Answers a request of the program. The program may only call functions and read iterators that
+    the tests have passed to it.
     """
     try:
       function = self._peer.lent(request.get('of'))
@@ -431,8 +437,8 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """Returns the standard-library exception class whose MRO has the names `kinds`, since tests may
-  catch it as `module.Name`.
+  """Returns the standard-library exception class whose MRO has the names `kinds`. Tests may catch
+  it as `module.Name`.
 
   Returns None if no module that is already loaded has such a class.
   """
@@ -446,7 +452,7 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
   """Returns a function whose calls return the next items as lists, and an empty list at the end.
 
-  The first lists have one item each, since the program may need only the first items.
+  The first lists have one item each, because the program may need only a few items.
   """
   sizes = itertools.chain(
     itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12)

@@ -1,7 +1,7 @@
 """Calls between two processes that do not trust each other. During a call, the called process may
 itself call the other one.
 
-Invariant: whatever a peer receives, it does only what its `answer` function implements.
+Invariant: a request can make a process do only what its function `answer` implements.
 """
 
 from __future__ import annotations
@@ -63,19 +63,17 @@ OPERATIONS = (
   ),
   *('lshift', 'rshift', 'rlshift', 'rrshift'),
 )
-"""Special methods that one end may call on objects lent by the other end, without the underscores
-in their names.
-"""
+"""Special methods (without underscores) that one end may call on objects of the other end."""
 
 
 class Peer:
-  """One end of the exchange. It numbers the objects that it lends, and knows the numbers of those
-  that it has borrowed from the other end.
+  """One end of the exchange. It lends objects to the other end, which gets their numbers instead of
+  copies, and knows the numbers of the objects that it has borrowed.
 
   Args:
     channel: channel to the other end.
     answer: executes a request and returns the reply.
-    proxy: creates the local proxy for the other end's `{'ref': number, …}`.
+    proxy: creates the local proxy for an object of the other end, `{'ref': number, …}`.
   """
 
   def __init__(
@@ -103,16 +101,14 @@ class Peer:
       self._channel.send(self._answer(self._channel.receive()))
 
   def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
-    """Encodes the value as a message.
-
-    Objects that cannot be sent are lent; `describe` returns the description that is sent with them.
+    """Encodes the value as a message. Objects that cannot be sent are lent: a number and the
+    description that `describe` returns are sent instead.
     """
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
-    """Returns a message that refers to the object, which stays in this process.
-
-    `describe` returns the description to send with an object of this process.
+    """Returns a message that refers to an object by its number. If the object is one of this
+    process, the description that `describe` returns is part of the message.
     """
     if id(thing) in self._borrowed:
       return {'yours': self._borrowed[id(thing)]}
@@ -130,8 +126,8 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Records that `proxy` represents the object `number` of the other end. The caller must keep
-    the proxy alive.
+    """Records that `proxy` represents object `number` of the other end. The caller must keep the
+    proxy alive.
     """
     self._borrowed[id(proxy)] = number
 

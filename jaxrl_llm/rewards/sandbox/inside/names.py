@@ -1,8 +1,8 @@
-"""Classifies the names in tests: which names are the program's, and which names mean classes.
+"""Classifies the names in tests: which of them are the program's, and which of these are classes.
 
 Invariant: the classification depends only on the source of the tests, not on the program. The
-program may define any name as anything, so how far a name is trusted must follow from how the tests
-use it.
+program may define any name as anything, so only the tests' use of a name can decide how far the
+object behind it is trusted.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      # The name means the module, even if the tests import the module later.
+      # Such a name means the module, even if the tests import it only later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
-  # If the tests use a name that only the program can define, built-in names mean Python's own.
+  # If the tests use another name that only the program can define, built-in names mean Python's own
+  # functions.
   free = wanted - bound - modules.keys()
   of_program = {entry_point} if entry_point else free
   ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}
@@ -117,7 +118,7 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """Finds the first call of a built-in function that has no other such call in its arguments.
+  """Finds the first call of a built-in function whose arguments contain no other such call.
 
   Returns a list with the function's name; the list is empty if there is no such call.
   """

@@ -1,11 +1,11 @@
 """Proxies through which tests use the program's objects. Operations on them are executed in the
 program's process.
 
-Invariant: the program sees a plain value of the tests only as an argument of a call that the tests
-make. It never sees one through an operation on an object that it returned where the tests expected
-a value (`Origin.RESULT`). Such an object accepts no operands and has no methods of standard values,
-and whether it equals another object is decided in this process. An object of a class that the tests
-name and instantiate (`Origin.MADE`) behaves as its class defines.
+Invariant: an object that the program returns cannot imitate the value that a test expects. An
+object that the tests got as a result (`Origin.RESULT`) accepts no operands and has no methods of
+standard values, and whether it equals another object is decided in this process. Hence the program
+sees the tests' plain values only as arguments of calls. In contrast, an object of a class that the
+tests name and instantiate (`Origin.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Origin(enum.Enum):
   NAMED = enum.auto()
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Instance made by calling a class that the tests name, or the result of an operator on such an
-  instance. No operand of the operator was a plain value or COMPUTED.
+  """Instance that the tests made by calling a class that they name, or the result of an operator on
+  such instances. No operand was a plain value or COMPUTED.
   """
   COMPUTED = enum.auto()
-  """Result of an operator. One operand was COMPUTED, or was a plain value of the tests, which the
-  program thereby saw.
+  """Result of an operator of which one operand was a plain value of the tests, which the program
+  has thus seen, or was itself COMPUTED.
   """
   RESULT = enum.auto()
   """Result of a call, or an object that the tests obtained as an attribute or item of another
@@ -68,8 +68,8 @@ _STANDARD_NAMES = frozenset(
   ),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Names of methods by which an object could imitate a built-in value. Methods that return None are
-harmless and therefore left out.
+"""Names of methods with which an object could imitate a built-in value. Methods that return None
+are harmless and therefore left out.
 """
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches',
@@ -94,7 +94,7 @@ class ProgramConnection(Protocol):
   """Connection from a proxy to the program's process."""
 
   changes: int
-  """Number of requests so far that may have changed the program's objects."""
+  """Number of requests so far that may have changed objects of the program."""
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -107,7 +107,9 @@ class ProgramConnection(Protocol):
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both objects and made at least one of the two."""
+    """Whether the tests name the classes of both objects and have created at least one of the
+    two.
+    """
     ...
 
   def suppressible(self, error: BaseException) -> bool:
@@ -145,8 +147,8 @@ class Remote:
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """Number of items at the last len() or complete iteration, and ProgramConnection.changes at
-    that time; None before the first count.
+    """(number of items, `ProgramConnection.changes`) at the last len() or complete iteration; None
+    before the first one.
     """
     self._remote_base: type | None = None
     """Built-in type from which the class of a MADE or NAMED object derives. None if there is no
@@ -296,8 +298,8 @@ def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) 
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Raises OperationRefused if the number of items of an object has changed although no request can
-  have changed the object.
+  """Raises OperationRefused if an object reports another number of items than before, although no
+  request can have changed it.
 
   Otherwise, an object could report three items but yield none, and thus pass a test of each item.
   """
@@ -367,8 +369,8 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
   """Returns the special method of a binary operator.
 
-  If an operand is a plain value, the result must be an object. Otherwise, the program could return,
-  for `V(2) - 3`, whichever number the test expects.
+  If an operand is a plain value, the result must be an object, not a plain value. Otherwise, the
+  program could return the number that the test expects of `V(2) - 3`.
   """
 
   def method(self: Remote, other: Any) -> Any:

@@ -3,9 +3,9 @@ reports how the program ended.
 
 Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives the
 supervisor, which ends when the host closes the control socket. The program's process is forked
-before the tests arrive. It has no descriptors except its input, its output and the socket to the
-tests' process, and it cannot inspect its parent or the tests' process. Expected outputs never enter
-the sandbox: outputs are compared with them on the host.
+before the tests arrive. Its only descriptors are its input, its output and the socket to the tests'
+process, and it cannot inspect its parent or the tests' process. Expected outputs never enter the
+sandbox, because outputs are compared on the host.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ nothing by faking them.
 _LOOK_S = 0.02
 """Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
-"""Seconds that a program's process may take to end after closing its connection to the tests."""
+"""Seconds that a program's process may take to end after it has closed its connection to the
+tests.
+"""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
-"""Number of characters from the end of standard error that are reported."""
+"""Number of characters that are reported from the end of standard error."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
 """Estimated memory of a socket in bytes. By default, Linux buffers up to 212,992 unread bytes."""
@@ -52,7 +54,7 @@ _SOCKET = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class LimitsMessage:
-  """Limits as `sandbox.Limits.message` sends them."""
+  """Resource limits in the form that `sandbox.Limits.message` sends."""
 
   wall_s: float
   cpu_s: int
@@ -64,7 +66,7 @@ class LimitsMessage:
 
 
 class _Pipe:
-  """A pipe and the output read from it, up to a limit in bytes."""
+  """A pipe and the output that was read from it, up to a limit in bytes."""
 
   def __init__(self, limit: int):
     self.reader, self.writer = os.pipe()
@@ -93,7 +95,7 @@ class Supervisor:
     Args:
       control: channel to the host.
       alone: whether this is the first process of its own PID namespace.
-      proc: procfs directory; it belongs to another PID namespace if it is not /proc.
+      proc: procfs directory. If it is not /proc, it belongs to another PID namespace.
     """
     self._control, self._alone, self._proc = control, alone, _Proc(proc, alone=alone)
     self._deadline = 0.0
@@ -126,7 +128,7 @@ class Supervisor:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
-    # Forbid the file to grow, since no limit counts its memory.
+    # The file must not grow, because no limit counts its memory.
     fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
@@ -150,8 +152,8 @@ class Supervisor:
 
     candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
     theirs.close()
-    # The tests are received only after the fork, since the program's process begins as a copy of
-    # this one.
+    # The program's process begins as a copy of this one, so the tests are received only after the
+    # fork.
     tests = self._control.receive()
     report = _Pipe(_REPORT_BYTES)
 
@@ -175,8 +177,8 @@ class Supervisor:
     if finished and error and error['gone']:
       run.wait_for(candidate, _LAST_WORDS_S)
     run.finish()
-    # If the tests did not finish (killed, or over a limit), report how their process ended rather
-    # than the program's.
+    # If the tests did not finish (killed, or over a limit), the ending of their own process is
+    # reported.
     ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
     return {
       **ended,
@@ -272,7 +274,7 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """Returns how many bytes the sandbox's sockets can buffer: memory that is resident in no
+    """Returns the number of bytes that the sandbox's sockets can buffer. This memory belongs to no
     process.
 
     Returns 0 if the sandbox has no namespaces of its own.
@@ -300,12 +302,12 @@ class _Run:
     proc: _Proc,
   ):
     self.ended: dict[int, dict[str, Any]] = {}
-    """How each process ended, keyed by PID; running processes are missing."""
+    """Ending of each process that has ended, keyed by PID."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Name of the exceeded limit for which all processes were killed; None if no limit was
+    """Name of the limit because of which all processes were killed; None if no limit was
     exceeded.
     """
     self._poll = select.poll()
@@ -313,7 +315,7 @@ class _Run:
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Waits until the process has ended, but for `seconds` at most.
+    """Waits until the process has ended, for at most `seconds` seconds.
 
     Kills all processes if they exceed a limit. Raises ChannelClosed if the host hangs up meanwhile.
     """
@@ -325,7 +327,7 @@ class _Run:
         self._reason = reason
         self._kill_all()
       self._reap()
-    # The process may have written after the last read, and then ended.
+    # The process may have written more output between the last read and its end.
     for pipe in self._pipes.values():
       pipe.read()
       if pipe.full and pid in self.ended:
@@ -359,9 +361,7 @@ class _Run:
       os.close(process)
 
   def _exceeded(self) -> str | None:
-    """Returns the name of the limit that all processes together have exceeded; None if there is
-    none.
-    """
+    """Returns the name of a limit that all processes together have exceeded, or None."""
     if any(pipe.full for pipe in self._pipes.values()):
       return 'output'
     processes = self._proc.processes()
@@ -442,8 +442,8 @@ def _exit_code(work: Callable[[], Any]) -> int:
   except BaseException as error:
     code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
     print(lines_of(error), file=sys.stderr)
-  # As Python does at exit, end the threads of executors, join all other threads and call the
-  # functions that the program registered for the exit.
+  # Like Python at exit: ends the threads of executors, joins all other threads, and calls the
+  # functions that the program has registered for the exit.
   threading._shutdown()
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
@@ -468,7 +468,7 @@ def _flush_files() -> None:
 def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:
   """Runs one program under a `Supervisor`, then ends this process; never returns."""
   try:
-    # Otherwise, the program could interrupt this process and the tests.
+    # SIGINT is ignored, because the program could otherwise interrupt this process and the tests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.set_inspectable(False)
     if not alone:

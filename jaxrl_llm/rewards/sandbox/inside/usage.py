@@ -1,4 +1,5 @@
-"""Measures a program's processor time, and how long it waits for a processor on a busy machine.
+"""Measures a program's processor time, and the time for which it waits for a processor on a busy
+machine.
 
 Invariant: a program cannot make its own delays look like those of a busy machine. A thread of the
 program waits for a processor only while something else uses it. This is either another thread of
@@ -16,8 +17,8 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Fractions of the wall-clock limit. A program is considered starved if it waited for processors
-for at least `_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of the limit.
+"""Fractions of the wall-clock limit. A program is starved of processor time if it waited for
+processors for at least `_LEAST_WAIT` of the limit and slept for at most `_MOST_IDLE` of it.
 """
 
 
@@ -38,7 +39,7 @@ class Usage:
 
   Args:
     proc: procfs directory.
-    nice: nice value with which processes start; if None, that of this process.
+    nice: nice value with which processes start. If None, it is that of this process.
 
   Attributes:
     used_s: processor time of all processes in seconds.
@@ -74,7 +75,7 @@ class Usage:
     self.used_s = max(self.used_s, self._before_s + run_s)
 
   def close_run(self) -> None:
-    """Ends the measurement of one run; later calls of `look` see the processes of the next run."""
+    """Ends the measurement of one run. Later calls of `look` see the processes of the next run."""
     self._waited_before_s += self._waited_s()
     self._before_s, self._reaped_s = self.used_s, 0.0
     self._seen.clear()
@@ -99,7 +100,7 @@ class Usage:
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   """Returns a process's start time and its snapshot. Raises OSError if the process is gone."""
-  # Read as bytes: one field is the process's name, which the process can set to any bytes.
+  # The file is read as bytes, because it contains the process's name, which can be any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
   # If the process has lowered its own priority or changed its scheduler, its waits do not count.
@@ -109,10 +110,8 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Returns how long a thread of the process has waited for a processor and how long it has used
-  one, in seconds.
-
-  The thread is the one that has waited longest.
+  """Returns (seconds of waiting for a processor, seconds of using one) of the thread that has
+  waited longest.
   """
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):

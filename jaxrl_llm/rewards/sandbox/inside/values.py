@@ -79,7 +79,7 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> type:
 
 
 def _fields(value: Any) -> tuple[str, ...] | None:
-  """Returns the field names of a namedtuple; None for a plain tuple."""
+  """Returns the field names of a namedtuple, or None for a plain tuple."""
   fields = getattr(type(value), '_fields', None)
   if not isinstance(fields, tuple) or len(fields) != tuple.__len__(value):
     return None
@@ -157,8 +157,8 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
       case {'make': str(name), 'of': list(parts)}:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
       case {'fields': [str(name), *fields], 'of': list(items)}:
-        # Mark references in fields, so that their objects get `Origin.FIELD`. Tests read a field
-        # like an attribute, so a field could otherwise imitate a method.
+        # References in fields are marked, so that their objects get `Origin.FIELD`. Tests read a
+        # field like an attribute, so an object in a field could otherwise imitate a method.
         parts = [
           {**item, 'field': field} if isinstance(item, dict) and 'ref' in item else item
           for item, field in zip(items, fields, strict=True)

@@ -73,7 +73,7 @@ _DEVICES = ('null', 'full', 'random', 'urandom')
 limit counts.
 """
 _ROOT = '/tmp'
-"""Directory on which the sandboxes' root is mounted; any existing directory will do, since only
+"""Directory on which the sandboxes' root is mounted. Any existing directory will do, because only
 this process sees the mount.
 """
 
@@ -258,8 +258,8 @@ def main(options: dict[str, Any]) -> None:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    # Reap orphaned processes here, among them the first processes of sandboxes, because the init
-    # process of some hosts does not.
+    # Orphaned processes, among them the first processes of sandboxes, are reaped here, because the
+    # init process of some hosts does not do so.
     kernel.adopt_orphans()
   except OSError as error:
     requests.sendall(str(error).encode())

@@ -1,5 +1,5 @@
-"""Reads and compares multiple-choice answers, which are letters or, if the task lists the choices,
-the text of a choice.
+"""Reads and compares multiple-choice answers. An answer is a letter or, if the task lists the
+choices, the text of a choice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEDGE = re.compile(
 
 
 def read_choices(value: Json) -> dict[str, str] | None:
-  """Returns the texts of the choices, keyed by letter; None if `value` does not list choices.
+  """Returns the texts of the choices, keyed by letter, or None if `value` is not a list of choices.
   Choices are listed as `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`.
   """
   if (
@@ -116,8 +116,8 @@ def _letters(text: str) -> frozenset[str]:
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:
-  """Whether the answer names exactly the letters that the truth names; None if the truth names
-  none.
+  """Whether the answer names exactly the letters that the truth names. None if the truth names no
+  letter.
   """
   wanted, got = parse_choice(truth, choices), parse_choice(answer, choices)
   return None if wanted is None else wanted == got

@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.scorers.answer.short_text import aliases
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
-"""How an answer is compared with the truth. exact: the same text up to white space; numeric: a
+"""Comparison of an answer with the truth. exact: the same text up to white space; numeric: a
 number, with units as in `AnswerOptions.units`; latex: any mathematical answer; interval: intervals
 and their unions; set: elements in any order; tuple: entries in order; choice: letters of choices;
 text: words.

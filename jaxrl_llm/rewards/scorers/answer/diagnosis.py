@@ -1,4 +1,6 @@
-"""Finds the likely reason why no completion passes scorer `answer`, and a remedy."""
+"""Finds the likely reason why no completion gets a score of 1 from scorer `answer`, and a
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,8 @@ def _described(options: AnswerOptions) -> str:
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
-  """Returns advice: the extraction method that finds an answer in the most completions, if there is
-  one, else how to change the prompt.
+  """Returns advice: the extraction method that finds an answer in the most completions. If no
+  method finds one, the advice is how to change the prompt.
   """
   step = -(-len(attempts) // _SAMPLE)
   texts = [said(attempt.completion) for attempt in attempts[::step]]

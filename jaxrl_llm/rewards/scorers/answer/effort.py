@@ -6,7 +6,8 @@ import itertools
 import re
 
 SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-"""Matches parts of an expression that do not matter here: spaces, commas, `\\left` and `\\right`.
+"""Matches parts of an expression that do not affect its cost: spaces, commas, `\\left` and
+`\\right`.
 """
 MAX_DEPTH = 40
 """Maximum nesting depth of brackets. LaTeX parsers take seconds for a hundred levels."""
@@ -24,8 +25,8 @@ def explodes(text: str) -> bool:
   deeper than `MAX_DEPTH`, factorials of factorials, or an exponent or factorial of at least five
   digits.
 
-  Such an answer is refused unless it equals the truth as written. If the evaluation of another text
-  does not end, the pool's deadline stops it.
+  Such an answer is wrong unless it is written exactly like the truth. If the evaluation of another
+  text does not end, the pool's deadline stops it.
   """
   depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
   return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(SPACES.sub('', text)) is not None

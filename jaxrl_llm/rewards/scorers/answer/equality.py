@@ -1,6 +1,6 @@
 """Compares formulas, equations and inequalities by value, at sample points if they have variables.
 
-Invariant: the points are derived from both texts, so the same two texts always get the same
+Invariant: the sample points are derived from both texts, so the same two texts always get the same
 verdict.
 """
 
@@ -45,8 +45,8 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 def _compared(
   a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]
 ) -> bool | None:
-  """Whether `test` holds at every sample point where both formulas have a value; None if there are
-  too few such points.
+  """Whether `test` holds at every sample point at which both formulas have a value. None if there
+  are too few such points.
   """
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
@@ -74,7 +74,7 @@ an exact value.
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
-  """Whether two formulas are equal; None if they cannot be evaluated at enough points.
+  """Whether two formulas are equal. None if they cannot be evaluated at enough points.
 
   A decimal with at least `MIN_DECIMALS` digits after the point also counts as equal to an exact
   value if truncating or rounding that value gives the decimal.
@@ -90,7 +90,8 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
 
   def rounded(a: Value, b: Value) -> bool:
     whole = (a if exact is truth else b).number
-    # An exact value that needs no more decimal places than the decimal has would not be rounded.
+    # If the exact value has no more decimal places than the decimal, rounding cannot explain a
+    # difference.
     if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
       return False
     with mpmath.workdps(DIGITS):
@@ -144,7 +145,7 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations are equivalent; None if this is unknown.
+  """Whether two equations are equivalent. None if this is unknown.
 
   They are equivalent if the differences of their sides are nonzero and have a constant ratio.
   """
@@ -153,7 +154,7 @@ def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """Compares two inequalities of which the sides are given without the relation.
+  """Compares two inequalities, of which only the sides are given, not the relations.
 
   Returns 1 if the inequalities are equivalent when both have the same relation, such as `<`.
   Returns -1 if they are equivalent when they have opposite relations, such as `<` and `>`.

@@ -29,8 +29,8 @@ LIBRARIES = ('math_verify',)
 
 @functools.cache
 def _math_verify() -> Callable[[str], list[Any]]:
-  # Imported here, since importing sympy would add a third of a second to every launch script.
-  # Workers import the library when they start.
+  # The import is here, because sympy would add a third of a second to every launch script. Workers
+  # import the library when they start.
   import math_verify
 
   # Hides math-verify's warning that its timeouts are off. They are off because they need SIGALRM;
@@ -61,13 +61,13 @@ def _latex_equal(truth: str, answer: str) -> bool:
 
 
 _CLOSE = 1e-3
-"""Relative tolerance in `_confirmed`, which is needed since math-verify rounds decimals to six
+"""Relative tolerance in `_confirmed`. It is needed because math-verify rounds decimals to six
 places.
 """
 
 
 def _evaluated(value: Any) -> Any:
-  """Evaluates a sympy value numerically as far as possible; None if that fails."""
+  """Evaluates a sympy value numerically, as far as possible. Returns None if that fails."""
   try:
     return value.doit().evalf()
   # sympy raises exceptions of any type, for instance for the power of a matrix that is not square.
@@ -108,7 +108,7 @@ def _confirmed(truth: Any, answer: Any) -> bool:
     or wanted == 0
   ):
     return True
-  # math-verify treats 9 and 9% as equal, and so does this function.
+  # Like math-verify, this function treats 9 and 9% as equal.
   return any(
     bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE)
     for scale in (1, 100, sympy.Rational(1, 100))
@@ -127,7 +127,8 @@ _RELATIONS = re.compile(
 )
 _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
-"""Matches subscripts (also those that state number bases) and moduli, whose numbers are not values.
+"""Matches subscripts (including number bases) and moduli, because numbers in them are not
+values.
 """
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
@@ -137,7 +138,8 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""Matches a left side that computes (`2x` in `2x = 42`), rather than one that names the right side.
+"""Matches the left side of an equation if it is a computation (`2x` in `2x = 42`), not a name for
+the right side (`x = 42`).
 """
 
 
@@ -198,7 +200,7 @@ def is_name(left: str) -> bool:
 
 
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
-  r"""Splits a text into a value and a unit, which is None if the text has no unit.
+  r"""Splits a text into a value and a unit. The unit is None if the text has none.
 
   For `2\pi \text{ cm}`, these are `2\pi` and `cm`. Returns None if the text after the value is not
   a unit.
@@ -218,7 +220,9 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal; None for forms not handled here."""
+  """Whether two values, with or without units, are equal. None for forms that are not handled
+  here.
+  """
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):
@@ -240,8 +244,8 @@ def _values_agree(truth: str, answer: str) -> bool | None:
     return False
   if formulas[0].bases and not formulas[1].bases:
     return True
-  # A formula that cannot be evaluated within the bounds equals nothing; math-verify must not try
-  # it.
+  # A formula that cannot be evaluated within the bounds equals nothing. math-verify must not
+  # evaluate it.
   return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
 
 

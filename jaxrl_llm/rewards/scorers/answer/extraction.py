@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
-"""Where an answer is looked for. whole: the whole text; boxed: in `\\boxed{…}`; hashes: after
+"""Place where an answer is looked for. whole: the whole text; boxed: in `\\boxed{…}`; hashes: after
 `####`; tags: in `<tag>…</tag>`; phrase: after "the answer is" or a label `Answer:`; bold: in bold
 (`**…**`) at the very end; formula: the formulas (`$…$`, `\\(…\\)`, `\\[…\\]`) of the last sentence
 that has any; number: the last number.
@@ -28,15 +28,15 @@ to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods whose answers must agree with the answer that another method found, if both methods are
-configured. An answer that cannot be read as a value does not count.
+"""Explicit methods. If one of them is configured, its answers must agree with the answer that
+another method has found, except for answers that cannot be read as a value.
 """
 
 NO_ANSWER = 'no answer'
-"""Reason in the evidence if no method finds an answer."""
+"""Reason that the evidence gives if no method finds an answer."""
 MAX_TRUTH = 300
-"""Length in characters above which a truth is treated as a solution that contains the answer,
-rather than as the answer itself.
+"""Maximum length in characters of a truth that is the answer itself. A longer truth is treated as a
+solution that contains the answer.
 """
 MAX_LENGTH = 2000
 """Maximum length of an answer in characters."""
@@ -69,7 +69,7 @@ _FORMULA = re.compile(
   re.DOTALL,
 )
 _PROSE = re.compile(r'[^\W\d_]{2}\s+[^\W\d_]{2}')
-"""Matches two adjacent words, which only prose has."""
+"""Matches two adjacent words, which occur only in prose."""
 _BARE_BOX = re.compile(r'\\boxed\s+([^\s${}\\]+?)(?=[.,;]?(?:[\s$]|$))')
 """Matches a box without braces: `\\boxed 42`."""
 _BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
@@ -85,7 +85,7 @@ _TOGETHER = re.compile(
 class Extraction:
   answer: str | None
   reason: str = ''
-  """Why there is no answer; empty if there is one."""
+  """Reason why there is no answer; empty if there is one."""
 
 
 def collapse(text: str) -> str:
@@ -251,13 +251,13 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Removes verbatim copies of those prompts in which the method finds an answer, such as an
+  """Removes verbatim copies of prompts in which the method would find an answer, such as one of an
   example.
   """
   for prompt in prompts:
     echo = prompt.strip()
     if echo and echo in text and candidates(echo, method, tag):
-      # A match inside a longer word or number is no copy: "13" does not repeat the prompt "3".
+      # A match inside a longer word or number is not a copy: "13" does not repeat the prompt "3".
       text = re.sub(rf'(?<![\w.]){re.escape(echo)}(?!\w)', '\n', text)
   return text
 

@@ -27,8 +27,8 @@ from jaxrl_llm.rewards.scorers.answer.values import real_less, real_value
 class End(NamedTuple):
   text: str
   value: Any
-  """A Fraction, a real mpmath number or ±inf; None if the expression has no value, as with names in
-  it.
+  """Position of the end: a Fraction, a real mpmath number or ±inf. None if the expression has no
+  value, as if it contains names.
   """
 
   def precedes(self, other: End) -> bool:
@@ -222,7 +222,9 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether truth and answer are the same set of real numbers; None if the truth is no such set."""
+  """Whether truth and answer are the same set of real numbers. None if the truth is not such a
+  set.
+  """
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -44,7 +44,7 @@ def mathematical(text: str) -> str:
 
 
 def named(text: str) -> tuple[str, str]:
-  """Splits `x = 3` into name and value; the name is empty if the text has none."""
+  """Splits `x = 3` into its name and value. The name is empty if the text has none."""
   match = _NAME.match(text)
   return (match['name'], text[match.end() :].strip()) if match else ('', text.strip())
 
@@ -183,7 +183,7 @@ def _is_set(text: str) -> bool:
 
 
 def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
-  """Whether the sets have the same elements, in any order; None if the truth is not a set.
+  """Whether the sets have the same elements, in any order. None if the truth is not a set.
 
   Args:
     each: whether repeated elements count, as in `3, 3, 5` (multisets).
@@ -204,7 +204,9 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
 
 
 def tuples_agree(truth: str, answer: str) -> bool | None:
-  """Whether the tuples have the same entries in order; None if the truth is not a tuple."""
+  """Whether the tuples have the same entries in the same order. None if the truth is not a
+  tuple.
+  """
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -1,5 +1,5 @@
-"""Scorer `answer`, which compares the completion's single answer with the task's reference answer
-(the truth).
+"""Scorer `answer`: compares the completion's single answer with the task's reference answer (the
+truth).
 
 The value is 1.0 if they agree in the comparison mode of the task, else 0.0. It is None only if the
 truth is missing or cannot be read. A completion scores 0 if it gives no answer, or two different
@@ -47,7 +47,7 @@ LIBRARIES = ('math_verify',)
 """Libraries that the functions of this module import at their first call."""
 
 NO_TRUTH = 'the task has no truth'
-"""Reason in the evidence if a score is None because the task has no truth."""
+"""Reason that the evidence gives if a score is None because the task has no truth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,27 +63,26 @@ class AnswerOptions:
   """
   tag: str = 'answer'
   ignore_case: bool = False
-  """Mode `exact`: whether to ignore the difference between upper and lower case."""
+  """For the mode `exact`: whether to ignore the difference between upper and lower case."""
   units: Units = 'refused'
-  """Mode `numeric`: treatment of units and words after a number."""
+  """For the mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """Mode `numeric`: an answer may differ from the truth by at most max(absolute, relative ·
+  """For the mode `numeric`: an answer may differ from the truth by at most max(absolute, relative ·
   |truth|). If both tolerances are 0, the answer must equal the truth exactly.
   """
   choices_field: str = 'choices'
-  """Mode `choice`: field of the task's row, or of the row's `extra_info`, that lists the choices.
+  """For the mode `choice`: field of the task's row, or of the row's `extra_info`, that lists the
+  choices.
   """
   truth_is_index: bool = False
-  """Mode `choice`: whether the truth is the index of the right choice, where the first choice has
-  index 0.
-  """
+  """For the mode `choice`: whether the truth is the index of the right choice, counted from 0."""
   aliases_field: str = 'aliases'
-  """Mode `text`: field of the task's row, or of the row's `extra_info`, that lists further accepted
-  answers. The truth itself may also be a JSON list of texts.
+  """For the mode `text`: field of the task's row, or of the row's `extra_info`, that lists further
+  accepted answers. The truth itself may also be a JSON list of texts.
   """
   on_timeout: Literal['zero', 'none'] = 'zero'
-  """What happens if scoring runs out of time, memory or stack. zero: the value is 0, since the
+  """Treatment of a call that runs out of time, memory or stack. zero: the value is 0, because the
   completion is to blame (`OverrunIsZero`); none: the call counts as a failure of the scorer.
   """
 
@@ -171,7 +170,7 @@ def _choice(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool
 
 
 def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
-  """Whether the answer agrees with the truth; None if the truth cannot be read in this mode."""
+  """Whether the answer agrees with the truth. None if the truth cannot be read in this mode."""
   match options.mode:
     case 'exact':
       return _exact(truth, answer, options)
@@ -276,8 +275,8 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
   truth = reference(attempt.task.truth)
   extraction = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
-  # The truth is read even if there is no answer, since whether a task can be scored must not depend
-  # on the completion.
+  # The truth is read even if there is no answer, because the completion must not affect whether a
+  # task can be scored.
   agree = _agree(truth, extraction.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
@@ -287,8 +286,8 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …). The options
-  are `AnswerOptions`.
+  """Scores whether the answer equals the truth (number, unit, formula, set, choice, words, …). The
+  options are `AnswerOptions`.
   """
   read = read_options(AnswerOptions, options, 'answer')
   if read.mode is not None:  # A run chooses an open mode, and builds the scorer again.

@@ -66,7 +66,7 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is one of the accepted answers; None if all of these are empty after
+  """Whether the answer is one of the accepted answers. None if all of these are empty after
   normalisation.
   """
   wanted = {normalise(text) for text in accepted} - {''}

@@ -1,5 +1,5 @@
-"""Compares mathematical answers of any form with the truth, whose form decides how they are
-compared.
+"""Compares mathematical answers of any form with the truth. The form of the truth decides how they
+are compared.
 
 Invariants: if an answer has another form than the truth, it is accepted only if both mean the same,
 as do `x > 3` and `(3, ∞)`, or `x = 3, y = -2` and `(3, -2)`. An answer with several values is never
@@ -59,7 +59,7 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether the answer agrees with the truth; None if the truth is empty. The truth may be a choice
+  """Whether the answer agrees with the truth. None if the truth is empty. The truth may be a choice
   letter, words, a matrix, a ratio, a set of real numbers, a list, a value or an equation.
   """
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))

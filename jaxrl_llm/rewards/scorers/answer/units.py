@@ -28,7 +28,9 @@ class Unit(NamedTuple):
   factor: Fraction
   """Size of the unit, expressed in base units."""
   dimensions: frozenset[tuple[str, int]]
-  """Pairs of a base unit and its power, which is not zero. Empty if the text has only words."""
+  """Pairs of a base unit and its power, which is not zero. Empty if the text contains only
+  words.
+  """
   words: frozenset[str]
   """Words in the text that are not units, in the singular."""
 

@@ -53,7 +53,7 @@ class _Evaluation:
     """Binary exponent of the largest intermediate result."""
     self.complex = False
     self.lossy: float | None = None
-    """Binary exponent of the largest operand of an operation in which digits may have cancelled;
+    """Binary exponent of the largest operand of an operation in which digits may have cancelled.
     None if no digits can have cancelled.
     """
 

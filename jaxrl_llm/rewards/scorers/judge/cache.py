@@ -16,7 +16,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 _CACHE_ENTRIES = 100_000
-"""Maximum number of answers in memory, of about a kilobyte each. The oldest answer is evicted
+"""Maximum number of answers in memory, each of about a kilobyte. The oldest answers are evicted
 first.
 """
 

@@ -1,9 +1,10 @@
-"""Scorer that asks a language model, the judge, on an OpenAI-compatible server
+"""Scorer `judge`: asks a language model, the judge, on an OpenAI-compatible server
 (`/v1/chat/completions`).
 
-Invariants: a score comes from a single JSON object of the required form. If the judge gives no such
-object, even after retries, the call fails. The same question is paid for only once: answers are
-cached by the digest of the whole request, and identical requests in flight share one answer.
+Invariants: a score comes from a single JSON object of the required form. If the judge does not
+answer with such an object, even after retries, the call fails. The same question is paid for only
+once: answers are cached by the digest of the whole request, and identical requests in flight share
+one answer.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class JudgeOptions(DiscoveringOptions):
   model: str
   """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """How the judge assesses answers. score: it gives each answer a number; pairwise: it says which
+  """Form of the judge's assessment. score: it gives each answer a number; pairwise: it says which
   of two answers of a group is better.
   """
   against: Literal['all', 'next', 'first'] = 'all'
-  """Which attempts of a group are compared in mode `pairwise`. all: each attempt with all others;
+  """Attempts of a group that are compared in mode `pairwise`. all: each attempt with all others;
   next: each attempt with its two neighbours, where the last attempt is a neighbour of the first;
   first: the first attempt with all others.
   """
@@ -67,8 +68,8 @@ class JudgeOptions(DiscoveringOptions):
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields that are added to each request or replace its fields, such as `response_format`."""
   malformed_retries: int = 2
-  """How many times the judge is asked again after a malformed answer. The new request states what
-  was wrong.
+  """Maximum number of times that the judge is asked again after a malformed answer. The new request
+  states what was wrong.
   """
   cache_file: str | None = None
   """JSONL file that keeps the judge's answers beyond the run. If None, answers are kept in memory
@@ -149,7 +150,7 @@ class Judge(ServiceClient):
     if task is None:
       task = self._pending[key] = asyncio.create_task(self._answer(key, body, read))
       task.add_done_callback(functools.partial(self._answered, key))
-    # If a caller is cancelled, the request goes on for other callers and for the cache.
+    # If one caller is cancelled, the request continues for other callers and for the cache.
     return Said(await asyncio.shield(task), cached=not new)
 
   def _answered(self, key: str, task: asyncio.Task) -> None:
@@ -315,8 +316,8 @@ def _standing(
 
 
 def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
-  """LLM judge on an OpenAI-compatible server, which scores answers or compares them in pairs. The
-  options are `JudgeOptions`.
+  """Asks an LLM judge on an OpenAI-compatible server to score answers or to compare them in pairs.
+  The options are `JudgeOptions`.
   """
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")

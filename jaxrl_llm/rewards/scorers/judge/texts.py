@@ -99,8 +99,8 @@ _OBJECT = re.compile(r'\{\s*"')
 _MAX_TEXT = 100_000
 """Maximum number of characters of a judge's answer that are read. The rest is ignored."""
 _MAX_BROKEN = 64
-"""Maximum number of malformed JSON objects tolerated in an answer, since each may be scanned to the
-end of the text.
+"""Maximum number of malformed JSON objects tolerated in an answer, because each may have to be
+scanned to the end of the text.
 """
 _MAX_REASONING = 1000
 """Maximum number of characters of a judge's reasoning that are kept."""

@@ -1,8 +1,8 @@
 """Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
-Invariants: only verifiers that are known not to evaluate text run outside a sandbox, so unknown
-verifiers run inside one. Each answer gets its own sandbox, which is forked from a process that has
-loaded the libraries. An answer therefore cannot change the verdict on another answer.
+Invariants: only verifiers that are known not to evaluate text run outside a sandbox. All others,
+even unknown ones, run inside one. Each answer gets its own sandbox, which is forked from a process
+that has loaded the libraries. An answer therefore cannot change the verdict on another answer.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MAX_LENGTH = 2000
 BUDGET_S = 8.0
 """Time limit in seconds for an answer, including the start of its sandbox.
 
-The limit is below the default deadline of a call. A call that misses its deadline counts against
-the answer, which must not happen merely because a sandbox starts slowly.
+It is below the default deadline of a call. An answer whose call misses the deadline scores 0, which
+must not happen merely because a sandbox starts slowly.
 """
 
 _FUNCTIONS = frozenset({
@@ -84,8 +84,8 @@ def _is_arithmetic(answer: str, reference: str) -> bool:
 
 
 def _is_symbolic(answer: str, reference: str) -> bool:
-  """Whether the answer is arithmetic that contains no names other than one-letter symbols, common
-  functions and names in the reference answer.
+  """Whether the answer is arithmetic in which all names are one-letter symbols, common functions or
+  names in the reference answer.
   """
   if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
     return False
@@ -115,7 +115,7 @@ def _is_literal(answer: str, reference: str) -> bool:
 
 GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'binary_matrix': _is_literal,
-  # This verifier evaluates the task's problem, not the answer.
+  # This verifier evaluates the problem of the task, not the answer.
   'bitwise_arithmetic': lambda answer, reference: True,
   'countdown': _is_arithmetic,
   'intermediate_integration': _is_symbolic,
@@ -162,8 +162,8 @@ def may_evaluate(name: str, answer: str, reference: str) -> bool:
   return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
 
 
-# Warm-up of the process from which the sandboxes are forked: parsing, differentiation and
-# simplification import modules and fill caches, which saves this time in later calls.
+# Warm-up of the process from which sandboxes are forked. Parsing, differentiation and
+# simplification import modules and fill caches, so later calls need not.
 _PRELOAD = """
 import reasoning_gym, sympy
 x = sympy.Symbol('x')

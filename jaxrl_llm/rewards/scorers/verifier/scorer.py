@@ -1,4 +1,4 @@
-"""Scorer that checks answers to procedural tasks with the verifier of the task's generator.
+"""Scorer `verifier`: checks answers to procedural tasks with the verifier of the task's generator.
 
 The value is 1.0 if the verifier returns exactly 1, else 0.0. There is no tolerance: some verifiers
 give partial credit as a sum of floats, so a right answer followed by junk can get
@@ -53,10 +53,11 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Whether extraction `whole` strips white space around the answer. Other extractions always do.
+  """Whether extraction `whole` strips white space around the answer. Other extractions always
+  do.
   """
   partial_credit: bool = False
-  """Whether the value is the verifier's number, rather than 1.0 or 0.0."""
+  """Whether the value is the verifier's own number. If False, it is 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
   """Isolation of the sandboxes in which verifiers evaluate answers, as in scorer `code`."""
@@ -64,7 +65,7 @@ class VerifierOptions:
 
 @functools.cache
 def _score_answer(name: str) -> Callable[..., float]:
-  # Imported here, since the import would add nearly a second to every launch script. Workers import
+  # The import is here, because it would add nearly a second to every launch script. Workers import
   # the library when they start.
   import reasoning_gym
 
@@ -248,7 +249,9 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
 
 
 def verifier_scorer(**options: Any) -> Scorer:
-  """The verifier of the task's own generator (reasoning-gym). The options are `VerifierOptions`."""
+  """Scores the answer with the verifier of the task's own generator (reasoning-gym). The options
+  are `VerifierOptions`.
+  """
   read = read_options(VerifierOptions, options, 'verifier')
   for library in LIBRARIES:
     check_library(library, "scorer 'verifier'")
