@@ -1,9 +1,10 @@
-"""A real model: SmolLM2-135M-Instruct learns to say the larger of two numbers, by GRPO.
+"""A real model: SmolLM2-135M-Instruct learns to say the next number, by GRPO.
 
-Sampled at temperature 1, it is right about four times in ten, as `jaxrl curate` measures. The first
-variant trains all weights, 'lora' adapters of rank 16.
+Sampled at temperature 1, it is right about four times in ten, as `jaxrl curate` measures; neither
+copying the question nor a constant answer earns anything. The first variant trains all weights,
+'lora' adapters of rank 16.
 
-Command:   bash launch/prepare_smollm2.sh
+Command:   bash launch/prepare_smollm2.sh; docs/start/smollm2.md writes the rows
            python launch/train.py --config=configs/smollm2.py[:lora]
 Hardware:  a laptop's CPU with 12 GB of free memory.
 Time and result: docs/start/smollm2.md.
@@ -31,21 +32,9 @@ from jaxrl_llm.api import (
 )
 
 TASK = dict(
-  source='reasoning_gym:number_sorting',
-  options={
-    'min_numbers': 2,
-    'max_numbers': 2,
-    'min_decimals': 0,
-    'max_decimals': 0,
-    'min_value': 10,
-    'max_value': 99,
-  },
-  system='Say the first number.',
-  shots=(Shot(question='descending: 31,75', answer='75'),),
-  prompt='{direction}: {original_numbers:csv}',
-  truth='{sorted_numbers[0]}',
-  match='descending: .*',
-  size=4000,
+  source='runs/next_number.jsonl',
+  system='Next number.',
+  shots=(Shot(question='531', answer='532'),),
   holdout=0.2,
 )
 PEAK_LR = {'full': 3e-6, 'lora': 1e-4}
@@ -62,25 +51,25 @@ def get_config(variant: str = 'full') -> Config:
       scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'number'}),)
     ),
     rollout=RolloutConfig(
-      max_prompt_length=56,
+      max_prompt_length=37,
       max_response_length=4,
       embedded=EmbeddedConfig(
-        slots=16, prefill_rows=8, prefill_buckets=(56,), decode_steps=4, filters=False
+        slots=32, prefill_rows=8, prefill_buckets=(37,), decode_steps=4, filters=False
       ),
     ),
-    learner=LearnerConfig(chunk_len=224, chunks_per_rank=4),
+    learner=LearnerConfig(chunk_len=164, chunks_per_rank=4),
     stages=(
       StageConfig(
         name='grpo',
         algorithm=AlgorithmConfig(name='grpo', options={'clip_ratio_high': 0.28}),
-        source=Rollouts(tasksets=('train',), groups_per_batch=4, group_size=4),
-        steps=16,
+        source=Rollouts(tasksets=('train',), groups_per_batch=8, group_size=4),
+        steps=10,
         optimizer=OptimizerConfig(peak_lr=PEAK_LR[variant]),
-        evaluate_every=16,
+        evaluate_every=10,
       ),
     ),
-    evaluation=(SuiteConfig(name='held_out', taskset='eval', tasks=32, samples=2),),
-    checkpoint=CheckpointConfig(every_steps=8),
+    evaluation=(SuiteConfig(name='held_out', taskset='eval', tasks=64, samples=4),),
+    checkpoint=CheckpointConfig(every_steps=5),
     compilation_cache='runs/.compilation_cache',
   )
   if variant == 'full':

