@@ -320,18 +320,13 @@ class _Audit:
       yield from self._rows(rows)
 
   def _rows(self, rows: list[tuple[str, int, str, int | None]]) -> Iterator[str]:
-    try:
-      samples = self._reader.read([(name, row) for name, row, *_ in rows])
-    except SegmentError as error:
-      if len(rows) == 1:
-        self._lost.append(rows[0][2])
-        yield f'{rows[0][2]}: lost: {error}'
-      else:  # One unreadable row makes the whole read fail, so bisection finds the row.
-        yield from self._rows(rows[: len(rows) // 2])
-        yield from self._rows(rows[len(rows) // 2 :])
-      return
-    for (name, row, uid, version), sample in zip(rows, samples):
-      yield from _identity(f'segment {name}: row {row}', uid, version, sample)
+    found = self._reader.read_each([(name, row) for name, row, *_ in rows])
+    for (name, row, uid, version), sample in zip(rows, found):
+      if isinstance(sample, SegmentError):
+        self._lost.append(uid)
+        yield f'{uid}: lost: {sample}'
+      else:
+        yield from _identity(f'segment {name}: row {row}', uid, version, sample)
 
   def _tasks(self) -> Iterator[str]:
     """Checks that the store lists the task of every sample, unless it lists no tasks."""

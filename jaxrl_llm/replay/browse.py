@@ -32,6 +32,7 @@ from jaxrl_llm.replay.tables import (
   SEGMENTS,
   Entry,
   State,
+  as_state,
   check_readable,
   entry_of,
 )
@@ -300,15 +301,14 @@ def find(
     task: id of the samples' task; None for samples of any task.
     limit: maximum number of samples.
   """
-  if state is not None and state not in list(State):
-    raise UserError(f'state {state!r}: unknown; wanted one of {", ".join(State)}')
+  states = [*State] if state is None else [as_state(state)]
   values = [] if task is None else [task]
   # The unary + keeps SQLite from using the index on states, so that it uses the one on tasks.
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):
     # The index of the table is on (state, last), so each state needs a query of its own.
-    for queried in State if state is None else (State(state),):
+    for queried in states:
       rows = db.execute(
         f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit)
       )

@@ -127,6 +127,19 @@ class SegmentReader:
       for (name, row), payload in zip(refs, payloads)
     ]
 
+  def read_each(self, refs: Sequence[Ref]) -> list[Sample | SegmentError]:
+    """Reads the samples at `refs`, in that order. The result has an error in the place of each
+    sample that cannot be read.
+    """
+    try:
+      return [*self.read(refs)]
+    except SegmentError as error:
+      if len(refs) == 1:
+        return [error]
+    # One unreadable row makes the whole read fail, so bisection finds the row.
+    half = len(refs) // 2
+    return self.read_each(refs[:half]) + self.read_each(refs[half:])
+
   def read_bytes(self, refs: Sequence[Ref]) -> list[bytes]:
     by_file: dict[str, list[int]] = {}
     for place, (name, _) in enumerate(refs):

@@ -43,6 +43,13 @@ class State(enum.StrEnum):
   """
 
 
+def as_state(text: str) -> State:
+  """Returns the state with this name. Raises UserError if there is none."""
+  if text not in list(State):
+    raise UserError(f'state {text!r}: unknown; wanted one of {", ".join(State)}')
+  return State(text)
+
+
 LIVE = (State.ISSUED, State.PARTIAL, State.STORED, State.ADMITTED)
 UNFINISHED = (State.ISSUED, State.PARTIAL)
 BEFORE = {

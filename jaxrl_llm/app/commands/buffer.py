@@ -6,6 +6,10 @@ jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
 jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
 jaxrl buffer --workdir=runs/quickstart --audit             # consistency; exit code 1 if it fails
 jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes unclaimed files
+jaxrl buffer --workdir=runs/quickstart --export=FILE.jsonl # tokens, logprobs, scores of samples
+
+--stage, --state, --task and --steps select the samples of an export; its format is described in
+docs/guides/replay.md. Exit code 1 means that samples could not be read.
 
 With --json, each prints one JSON document.
 """
@@ -24,6 +28,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import browse, quarantine
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.export import Selection, export
 from jaxrl_llm.replay.tables import QUARANTINE, Entry
 
 FLAGS = flags.FlagValues()
@@ -34,8 +39,20 @@ flags.DEFINE_bool(
   'Check the files: every sample must be accounted for exactly once.',
   flag_values=FLAGS,
 )
-flags.DEFINE_string('state', None, 'List samples in this state.', flag_values=FLAGS)
-flags.DEFINE_string('task', None, 'List samples of the task with this id.', flag_values=FLAGS)
+flags.DEFINE_string('state', None, 'List or export samples in this state.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'task', None, 'List or export samples of the task with this id.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'export', None, 'Write samples to this new file, as JSON Lines.', flag_values=FLAGS
+)
+flags.DEFINE_string('stage', None, 'Export samples of this stage.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'steps',
+  None,
+  'Export samples that entered their state in these steps: FIRST:LAST or one number.',
+  flag_values=FLAGS,
+)
 flags.DEFINE_integer(
   'limit', 20, 'Maximum number of samples to list.', lower_bound=1, flag_values=FLAGS
 )
@@ -72,6 +89,11 @@ def _main(argv: Sequence[str]) -> int:
     report = audit(directory)
     _show(dataclasses.asdict(report), report.lines)
     return 0 if report.ok else 1
+  if FLAGS.export is not None:
+    return _export(directory)
+  for name in ('stage', 'steps'):
+    if FLAGS[name].value is not None:
+      raise UserError(f'--{name}: only with --export=FILE')
   if FLAGS.uid is not None:
     lines = browse.history(directory, FLAGS.uid)
     _show({'uid': FLAGS.uid, 'history': lines}, lines)
@@ -84,6 +106,32 @@ def _main(argv: Sequence[str]) -> int:
     holdings = browse.summary(directory)
     _show(dataclasses.asdict(holdings), holdings.lines)
   return 0
+
+
+def _export(directory: pathlib.Path) -> int:
+  steps = None if FLAGS.steps is None else _steps(FLAGS.steps)
+  selection = Selection(stage=FLAGS.stage, state=FLAGS.state, task=FLAGS.task, steps=steps)
+  exported = export(directory, FLAGS.export, selection)
+  without = ', '.join(f'{state} {count:,}' for state, count in exported.without_bytes.items())
+  _show(
+    {'file': FLAGS.export, **dataclasses.asdict(exported)},
+    [
+      f'exported {exported.samples:,} samples, {exported.tokens:,} tokens, '
+      f'{exported.size / 1e6:,.1f} MB to {FLAGS.export}',
+      *([f'not exported, without complete tokens in the store: {without}'] if without else []),
+      *(f'PROBLEM {line}' for line in exported.lost),
+    ],
+  )
+  return 1 if exported.lost else 0
+
+
+def _steps(text: str) -> tuple[int, int]:
+  """Parses FIRST:LAST or a single step."""
+  first, colon, last = text.partition(':')
+  try:
+    return int(first), int(last if colon else first)
+  except ValueError:
+    raise UserError(f'--steps={text}: wanted FIRST:LAST, two numbers, or one number') from None
 
 
 def _show(document: Json, lines: Iterable[str]) -> None:
