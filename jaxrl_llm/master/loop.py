@@ -87,8 +87,8 @@ class Outcome:
 async def run(parts: Parts, state: LoopState) -> Outcome:
   """Runs the remaining stages. Repeats a stage's final evaluation if it was interrupted."""
   for stage in parts.stages:
-    left = state.step < stage.end or (state.step == stage.end and not state.evaluated)
-    if left and not state.stop:
+    is_unfinished = state.step < stage.end or (state.step == stage.end and not state.evaluated)
+    if is_unfinished and not state.stop:
       state = await _run_stage(parts, stage, state)
   return Outcome(state, state.stop)
 

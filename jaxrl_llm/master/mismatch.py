@@ -42,8 +42,8 @@ class MismatchConfig:
   warn_k3_kl: float = 1e-2
   """Maximum `rollout_corr/k3_kl`, in nats per token."""
   warn_max_difference: float | None = None
-  """Maximum absolute difference between the two logprobs of one token, in nats. If None, there is
-  no such budget.
+  """Maximum absolute difference between the trainer's and the sampler's logprob of a token, in
+  nats. If None, there is no such budget.
   """
 
   def __post_init__(self):

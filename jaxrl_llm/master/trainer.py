@@ -229,9 +229,9 @@ class StageTrainer:
       )
       columns[name] = await self._device.run(self._column, arrays, plan, first)
     with self._stopwatch.timed('adv'):
-      known = {name: columns[name] for name in algorithm.on_host}
+      on_host = {name: columns[name] for name in algorithm.on_host}
       annotation = algorithm.annotate(
-        Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state)
+        Closed(plan.rows, plan.step - stage.start, on_host, learned.algorithm_state)
       )
     masked = np.array([row.masked for row in plan.rows], bool)
     annotation = annotation._replace(in_loss=annotation.in_loss & ~masked)

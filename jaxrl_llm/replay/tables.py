@@ -61,9 +61,9 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""For each state, the states from which a sample can enter it. The transition from trained to
-trained is another use of the sample, of which `max_uses` limits the number. The transition from
-partial to partial is another span.
+"""For each state, the states from which a sample can enter it. From trained to trained, another
+batch trains on the sample (`max_uses` limits how often). From partial to partial, another span of
+the sample is stored.
 """
 
 Partition = Literal['usual', 'expert']

@@ -50,8 +50,8 @@ class StepWriter:
     again only if the earlier sample is void.
     """
     with self._connection.transaction():
-      known = self._connection.entries([row.uid for row in rows], missing='skip')
-      for entry in known.values():
+      entries = self._connection.entries([row.uid for row in rows], missing='skip')
+      for entry in entries.values():
         if entry.state != State.VOID:
           raise ValueError(
             f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}'
@@ -85,9 +85,9 @@ class StepWriter:
     `max_uses` does not apply to these rows.
     """
     with self._connection.transaction():
-      known = self._connection.entries([row.uid for row in rows], missing='skip')
+      entries = self._connection.entries([row.uid for row in rows], missing='skip')
       for row in rows:
-        entry = known.get(row.uid)
+        entry = entries.get(row.uid)
         if entry and (entry.partition, entry.group_id, entry.task_id) != (
           'expert',
           row.group_id,
@@ -98,16 +98,16 @@ class StepWriter:
             f'{entry.group_id!r}, task {entry.task_id!r}; wanted expert, {row.group_id!r}, '
             f'{row.task_id!r}'
           )
-      new = [row for row in rows if row.uid not in known or known[row.uid].state == State.VOID]
+      new = [row for row in rows if row.uid not in entries or entries[row.uid].state == State.VOID]
       self._insert(new, 'expert', State.ADMITTED)
 
   def extend(self, spans: Mapping[str, Span]) -> None:
     """Stores one more span for each of these partial samples, keyed by uid."""
     with self._connection.transaction():
-      known = self._connection.entries(spans)
+      entries = self._connection.entries(spans)
       self._db.executemany(
         'INSERT INTO partials(step, attempt, uid, payload) VALUES (?,?,?,?)',
-        [(self.step, known[uid].attempt, uid, encode_span(span)) for uid, span in spans.items()],
+        [(self.step, entries[uid].attempt, uid, encode_span(span)) for uid, span in spans.items()],
       )
       self._move(list(spans), State.PARTIAL, '')
 
@@ -116,10 +116,10 @@ class StepWriter:
     already finished is not accepted, but counted as a duplicate.
     """
     with self._connection.transaction():
-      known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
+      entries = self._connection.entries(dict.fromkeys(s.uid for s in samples))
       accepted: dict[str, Sample] = {}
       for sample in samples:
-        entry = known[sample.uid]
+        entry = entries[sample.uid]
         if not sample.segments:
           raise ValueError(
             f'append {sample.uid}: it has no segments, so it is of no version of the weights'
@@ -140,28 +140,30 @@ class StepWriter:
           accepted[sample.uid] = sample
       self._db.executemany(
         'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
-        [(self.step, known[uid].attempt, uid, encode(sample)) for uid, sample in accepted.items()],
+        [
+          (self.step, entries[uid].attempt, uid, encode(sample)) for uid, sample in accepted.items()
+        ],
       )
       self._move(list(accepted), State.STORED, '')
       self._db.executemany(
         'UPDATE samples SET version = ? WHERE uid = ? AND attempt = ?',
-        [(oldest_version(sample), uid, known[uid].attempt) for uid, sample in accepted.items()],
+        [(oldest_version(sample), uid, entries[uid].attempt) for uid, sample in accepted.items()],
       )
     return list(accepted)
 
   def score(self, scores: Sequence[Score]) -> None:
     """Records scores of accepted samples."""
     with self._connection.transaction():
-      known = self._connection.entries(dict.fromkeys(s.uid for s in scores))
+      entries = self._connection.entries(dict.fromkeys(s.uid for s in scores))
       rows = []
       for score in scores:
         if score.value is not None and not math.isfinite(score.value):
           raise ValueError(
             f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None'
           )
-        if known[score.uid].state in UNFINISHED:
+        if entries[score.uid].state in UNFINISHED:
           raise ValueError(f'score {score.uid}: it has not ended yet')
-        rest = json.dumps(
+        details = json.dumps(
           {
             'parts': dict(score.parts),
             'turn_values': list(score.turn_values),
@@ -172,12 +174,12 @@ class StepWriter:
         rows.append(
           (
             self.step,
-            known[score.uid].attempt,
+            entries[score.uid].attempt,
             score.uid,
             score.scorer,
             score.value,
             score.status,
-            rest,
+            details,
           )
         )
       self._db.executemany(
@@ -193,14 +195,14 @@ class StepWriter:
       rows: (uid, operator name, JSON value) of each value.
     """
     with self._connection.transaction():
-      known = self._connection.entries(dict.fromkeys(uid for uid, *_ in rows))
-      for entry in known.values():
+      entries = self._connection.entries(dict.fromkeys(uid for uid, *_ in rows))
+      for entry in entries.values():
         if entry.state in UNFINISHED:
           raise ValueError(f'derive {entry.uid}: it has not ended yet')
       self._db.executemany(
         'INSERT INTO derived(step, attempt, uid, operator, json) VALUES (?,?,?,?,?)',
         [
-          (self.step, known[uid].attempt, uid, operator, json.dumps(value))
+          (self.step, entries[uid].attempt, uid, operator, json.dumps(value))
           for uid, operator, value in rows
         ],
       )

@@ -275,10 +275,10 @@ def in_force(
 
   chosen = tuple(c for c in configs if applies(c) and (not c.domains or domain in c.domains))
   if not chosen:
-    known = sorted({d for c in configs for d in c.domains})
+    configured = sorted({d for c in configs for d in c.domains})
     raise UserError(
       f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: '
-      f'{known}); add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
+      f'{configured}); add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen
 

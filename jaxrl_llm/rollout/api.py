@@ -200,9 +200,9 @@ class Engine(Generator, Protocol):
   """Generates tokens with one policy, whose weights can be replaced while it runs.
 
   `load` suspends sampling, replaces the weights, and resumes sampling. A completion in flight then
-  continues with the new weights in a new segment. The exception are servers that load a LoRA
-  adapter: there, a completion in flight keeps its earlier adapter. A completion that starts later
-  uses only the new weights.
+  continues with the new weights in a new segment. Servers that load LoRA adapters are an exception:
+  there, a completion in flight keeps its earlier adapter. A completion that starts later uses only
+  the new weights.
   """
 
   name: str

@@ -352,10 +352,10 @@ def _conversation(
       f"no message of 'assistant', so there is nothing to learn; the roles are {roles(messages)}"
     )
   if config.system is not None:
-    own = roles(messages[:prompt_messages]).count('system')
+    system_messages = roles(messages[:prompt_messages]).count('system')
     messages = [message for message in messages if message['role'] != 'system']
     messages.insert(0, {'role': 'system', 'content': config.system})
-    prompt_messages = None if prompt_messages is None else prompt_messages - own + 1
+    prompt_messages = None if prompt_messages is None else prompt_messages - system_messages + 1
   return Conversation(
     messages=tuple(messages),
     prompt_messages=prompt_messages,

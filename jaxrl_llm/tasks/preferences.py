@@ -369,12 +369,12 @@ def _prompt(
 
 
 def _own(fields: Mapping[str, Json], name: str) -> Json:
-  known = templates.names(fields)
-  if name not in known:
+  available = templates.names(fields)
+  if name not in available:
     raise ValueError(
-      f'the row lacks {name!r}; {nearest(name, known)} (a template can name another field)'
+      f'the row lacks {name!r}; {nearest(name, available)} (a template can name another field)'
     )
-  return known[name]
+  return available[name]
 
 
 def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:

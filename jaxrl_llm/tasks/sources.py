@@ -219,13 +219,13 @@ def _procedural_rows(
     raise UserError(
       f'{where}: a procedural source has no end; set size to the number of items to draw'
     )
-  known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {'seed', 'size'}
+  parameters = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {'seed', 'size'}
   for key in options:
     if key in ('seed', 'size'):
       raise UserError(f"{where}: options must not set {key!r}; set the taskset's own {key}")
-    if key not in known:
-      near = difflib.get_close_matches(key, known, n=1)
-      hint = f'did you mean {near[0]!r}?' if near else f'it takes {sorted(known)}'
+    if key not in parameters:
+      near = difflib.get_close_matches(key, parameters, n=1)
+      hint = f'did you mean {near[0]!r}?' if near else f'it takes {sorted(parameters)}'
       raise UserError(f'{where}: unknown option {key!r}; {hint}')
   try:
     dataset = create_dataset(name, seed=seed, size=size, **options)
@@ -304,7 +304,7 @@ def _parsed(where: str, line: bytes) -> SourceRow | Corrupt:
 
 
 def _row(where: str, fields: dict[str, Json]) -> SourceRow:
-  """Creates a row. Raises ValueError if the field 'reasoning_gym' comes without the entry of a
+  """Creates a row. Raises ValueError if it has the field 'reasoning_gym' without an entry of a
   reasoning-gym dataset.
   """
   entry = fields.get('entry')

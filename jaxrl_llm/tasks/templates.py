@@ -41,13 +41,13 @@ def render(template: str, fields: Mapping[str, Json]) -> str:
   """Fills a template with the values in `names(fields)`. Raises ValueError for an unknown name or a
   bad format spec.
   """
-  known = names(fields)
+  values = names(fields)
   try:
-    return _FORMATTER.vformat(template, (), known)
+    return _FORMATTER.vformat(template, (), values)
   except KeyError as error:
     name = str(error.args[0])
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(sorted(known))}'
+    near = difflib.get_close_matches(name, values, n=1)
+    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(sorted(values))}'
     raise ValueError(f'template {template!r} names {name!r}, which the row lacks; {hint}') from None
   except (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError) as error:
     raise ValueError(f'template {template!r}: {error}') from None

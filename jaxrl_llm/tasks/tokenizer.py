@@ -478,12 +478,12 @@ def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list
       f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again'
     ) from None
   stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-  known = set(fast.get_vocab().values())
+  vocabulary = set(fast.get_vocab().values())
   for stop in stops:
-    if type(stop) is not int or stop not in known:
+    if type(stop) is not int or stop not in vocabulary:
       raise UserError(
         f'tokenizer {path}: eos_token_id of {_GENERATION} has {one_line(stop, 100)}, wanted ids of '
-        f'its {len(known)} tokens; correct the file'
+        f'its {len(vocabulary)} tokens; correct the file'
       )
   return stops
 

@@ -233,7 +233,7 @@ class Explorer:
       )
     )
     try:
-      # wait collect: `collect_deadline_s`, which bounds `ready`
+      # wait collect: bounded by `collect_deadline_s`, through `ready`
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
       await (ready if ready.done() else self._running)  # wait collect: none, it is done
     finally:
@@ -382,19 +382,20 @@ class Explorer:
     return parked, max(0, min(admitted - len(parked), room))
 
   def _unknown(self) -> list[_Group]:
-    """Returns the unfinished groups that have no live samples in the store: those of which a kill
-    left nothing, and all in a branch with a new store. They start again from their prompts.
+    """Returns the unfinished groups without unfinished samples in the store. Their samples were
+    lost when a process was killed, or the run is a branch with a new store. They start again from
+    their prompts.
     """
     unfinished = [group for group in self._groups.values() if group.chosen is None]
-    known = {entry.group_id for entry in self._store.live()} if unfinished else set()
-    return [group for group in unfinished if self._name(group.task, group.visit) not in known]
+    stored = {entry.group_id for entry in self._store.live()} if unfinished else set()
+    return [group for group in unfinished if self._name(group.task, group.visit) not in stored]
 
   def _form_round(self) -> None:
     self._round.extend(sorted(number for number, g in self._groups.items() if g.is_parked))
 
   def _continue(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
-    """Continues parked groups. Each takes the place of a group that starts now, so that the batch
-    that takes it is within the gate's bound.
+    """Continues parked groups. A group is moved to the end of the started groups, as if it started
+    now, so that the batch that takes it keeps the gate's bound.
     """
     for number in numbers:
       group = self._groups[number] = self._groups.pop(number)

@@ -49,9 +49,10 @@ class MasterHub:
     self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
   ) -> str:
     if model not in self._auxiliary:
-      known = ', '.join(sorted(self._auxiliary)) or 'none'
+      configured = ', '.join(sorted(self._auxiliary)) or 'none'
       raise RunError(
-        f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {known}; add it there'
+        f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {configured}; add it '
+        'there'
       )
     with self._asked(Edge.AUXILIARY_MODEL, model=model) as reply:
       answer = await self._auxiliary[model].ask(

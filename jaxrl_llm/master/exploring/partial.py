@@ -46,14 +46,14 @@ class PartialConfig:
   """Tokens that enter the loss. Other tokens serve as context.
 
   'current_only': only those sampled by the newest weights with which their group was sampled; at
-  bound 0, the weights that the batch updates. 'last_k': those sampled by weights that are less than
-  `last_k` updates older than these. 'all': all tokens, each corrected for the difference between
-  the weights that sampled it and the weights that the batch updates. The last two need a bound
-  above 0.
+  bound 0, the weights that the batch updates. 'last_k': those sampled by the newest weights or by
+  weights that are less than `last_k` updates older. 'all': all tokens, each corrected for the
+  difference between the weights that sampled it and the weights that the batch updates. 'last_k'
+  and 'all' need a bound above 0.
   """
   last_k: int | None = None
-  """Number of consecutive versions of the weights whose tokens enter the loss. Only for loss
-  last_k, which needs it; 1 is current_only.
+  """Number of consecutive versions of the weights whose tokens enter the loss 'last_k', which
+  requires it. The value 1 is the same as 'current_only'.
   """
 
   def __post_init__(self):
@@ -123,9 +123,11 @@ async def continue_group(
       )
   budget = {}
   for index, of_sample in enumerate(spans):
-    left = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)
+    remaining = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)
     if not of_sample or of_sample[-1].finish is None:
-      budget[index] = left if len(of_sample) + 1 >= config.max_spans else min(left, config.budget)
+      budget[index] = (
+        remaining if len(of_sample) + 1 >= config.max_spans else min(remaining, config.budget)
+      )
   completions = await workflow.extend(
     task,
     visit,
@@ -162,8 +164,8 @@ async def continue_group(
 
 
 def mask_older(samples: Sequence[Sample], config: PartialConfig) -> list[Sample]:
-  """Returns a group's samples with only those tokens in their loss masks that `config.loss` trains
-  on. It counts from the newest weights that generated any sample of the group.
+  """Returns a group's samples with loss masks that contain only the tokens that `config.loss`
+  trains on. Ages count from the newest weights that generated any sample of the group.
   """
   oldest = config.oldest(max(s.version.step for sample in samples for s in sample.segments))
   return [

@@ -79,8 +79,8 @@ class SelectionConfig:
 
 
 def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
-  """Selects from a group's scorable members, which are given in order of issue. If none is
-  selected, the caller drops the group.
+  """Selects samples of a group to train on, from its scorable members in order of sample index. If
+  none is selected, the caller drops the group.
 
   Masked members count in the baseline of the others, but are never part of a pair and never serve
   as a demonstration.

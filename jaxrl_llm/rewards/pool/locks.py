@@ -45,12 +45,14 @@ class PipeLock:
     if self._holder != threading.get_ident():
       deadline = None if timeout is None else time.monotonic() + timeout
       while not self._take():
-        left = None if deadline is None else deadline - time.monotonic()
-        if not block or (left is not None and left <= 0):
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if not block or (remaining is not None and remaining <= 0):
           return False
         poll = select.poll()
         poll.register(self._reader.fileno(), select.POLLIN)
-        poll.poll(None if left is None else 1000 * left)  # wait turn: `timeout`, which pebble gives
+        poll.poll(
+          None if remaining is None else 1000 * remaining
+        )  # wait turn: `timeout`, which pebble gives
       self._holder = threading.get_ident()
     self._depth += 1
     return True

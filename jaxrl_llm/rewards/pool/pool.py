@@ -240,7 +240,7 @@ class ScorerPool:
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
       last = blamed or calls > config.retries
-      self._tell(config, attempts, outcome, calls, last=last)
+      self._log_failure(config, attempts, outcome, calls, last=last)
       if last:
         return self._failed(config, attempts, outcome, calls, blamed=blamed)
       self.counts[f'{config.name}/retried'] += 1
@@ -300,7 +300,7 @@ class ScorerPool:
       for attempt in attempts
     )
 
-  def _tell(
+  def _log_failure(
     self,
     config: ScorerConfig,
     attempts: tuple[Attempt, ...],

@@ -222,14 +222,14 @@ def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
       f'the function returned a dict with {sorted(map(str, result))}, wanted {" or ".join(keys)} '
       'in it'
     )
-  rest = {str(name): value for name, value in result.items() if name != key}
-  parts = {name: float(value) for name, value in rest.items() if _is_part(value)}
+  other_entries = {str(name): value for name, value in result.items() if name != key}
+  parts = {name: float(value) for name, value in other_entries.items() if _is_part(value)}
   return Verdict(
     value=None
     if result[key] is None
     else _number(result[key], f'{key!r} of what the function returned'),
     parts=parts,
-    evidence={name: _json(value) for name, value in rest.items() if name not in parts},
+    evidence={name: _json(value) for name, value in other_entries.items() if name not in parts},
   )
 
 

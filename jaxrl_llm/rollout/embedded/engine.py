@@ -210,7 +210,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # wait completion: the limits of `collect` and `suite`; if the engine fails, it raises here
+        # wait completion: bounded by `collect` and `suite`; if the engine fails, it raises here
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result

@@ -187,8 +187,8 @@ def one_line(text: object, most: int = _MAX_LINE) -> str:
 
 @contextlib.contextmanager
 def _reading(kind: str) -> Iterator[None]:
-  """Converts any exception in the block to Misbehaved, because only the sender can have caused a
-  message that is unreadable.
+  """Converts any exception in the block to Misbehaved, because an unreadable message is the fault
+  of its sender.
   """
   try:
     yield
@@ -262,8 +262,8 @@ def _check_origin(sample: Sample, group: LentGroup) -> None:
       raise ValueError(f'{name} is {got!r}, wanted {value!r}')
   if not sample.trajectory_id.startswith(f'{group.name}/'):
     raise ValueError(f'trajectory_id is {sample.trajectory_id!r}, wanted {group.name}/…')
-  known = [(shown['kind'], shown['digest']) for shown in task['media']]
-  if any((shown['kind'], shown['digest']) not in known for shown in sample.media):
+  allowed = [(shown['kind'], shown['digest']) for shown in task['media']]
+  if any((shown['kind'], shown['digest']) not in allowed for shown in sample.media):
     raise ValueError("media differ from the task's")
 
 

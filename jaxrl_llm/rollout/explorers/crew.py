@@ -226,7 +226,7 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        # wait sample: limits of the group, `collect`, `suite`; if the crew fails, it raises here
+        # wait sample: bounded by `limits`, `collect` and `suite`; if the crew fails, it raises here
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result

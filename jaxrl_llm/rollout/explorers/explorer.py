@@ -71,8 +71,8 @@ BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
 class MasterLost(Lost):
-  """The master does not respond. (If another service that a workflow calls is lost, the workflow
-  has failed instead.)
+  """The master does not respond. The class distinguishes the master from other services that a
+  workflow calls: if one of those is lost, only the workflow has failed.
   """
 
 

@@ -48,14 +48,14 @@ class Generated:
     Raises ValueError otherwise. Segments must be in order and must not overlap.
     """
     tokens = _entries(sample.tokens, sample.behaviour_logprobs)
-    known: dict[_Source, bytes] = {}
+    generated: dict[_Source, bytes] = {}
     for segment in sample.segments:
       source = _Source(segment.version, segment.engine, sample.temperature)
-      if source not in known:
+      if source not in generated:
         self._check_source(source)
-        known[source] = _SEPARATOR.join(self._parts[source])
+        generated[source] = _SEPARATOR.join(self._parts[source])
       for start, end in _runs(sample.sampled[segment.start : segment.end], segment.start):
-        if not _contains(known[source], tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]):
+        if not _contains(generated[source], tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]):
           raise ValueError(
             f'tokens [{start}, {end}) or their logprobs are not what engine {segment.engine!r} '
             f'generated as version {segment.version} for this lease'
@@ -64,11 +64,11 @@ class Generated:
       raise ValueError(f'token {np.argmax(trained)} is in loss_mask, and was not sampled')
 
   def _check_source(self, source: _Source) -> None:
-    known = {(part.version, part.engine) for part in self._parts}
-    if (source.version, source.engine) not in known:
+    sources = {(part.version, part.engine) for part in self._parts}
+    if (source.version, source.engine) not in sources:
       raise ValueError(
         f'version {source.version} of engine {source.engine!r} generated nothing for this lease, '
-        f'wanted one of {sorted((str(version), engine) for version, engine in known)}'
+        f'wanted one of {sorted((str(version), engine) for version, engine in sources)}'
       )
     if source not in self._parts:
       wanted = sorted({part.temperature for part in self._parts})

@@ -33,9 +33,9 @@ def fingerprint(spec: ModelSpec, tokenizer: bytes | None) -> dict[str, str]:
     del fields[name]
   digests = {'model': _digest(fields)}
   if tokenizer is not None:
-    said = json.loads(tokenizer)
+    content = json.loads(tokenizer)
     # Other fields, such as truncation and padding, may change when a library saves the tokenizer.
-    digests['tokenizer'] = _digest([said.get('model'), said.get('added_tokens')])
+    digests['tokenizer'] = _digest([content.get('model'), content.get('added_tokens')])
   return digests
 
 

@@ -223,7 +223,7 @@ class Fleet:
 
   async def _follow(self, discovery: Discovery) -> None:
     """Reads the registry periodically, and lets servers join and leave."""
-    # wait registry: unbounded, it looks for servers as long as the fleet runs
+    # wait registry: unbounded, because it looks for servers as long as the fleet runs
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
@@ -263,7 +263,7 @@ class Fleet:
     self._changed.set()
 
   async def _see_off(self, replica: Replica, *, drain: bool) -> None:
-    # wait leaving: deadlines of the requests in flight
+    # wait leaving: bounded by the deadlines of the requests in flight
     while drain and replica.in_flight:
       await asyncio.sleep(_WATCH_S)
     await self._end(replica)
@@ -725,7 +725,7 @@ class Fleet:
     self._waiting.append(future)
     self._deal()
     try:
-      # wait place: deadlines of the requests before it; `_watch` fails all after `start_deadline_s`
+      # wait place: bounded by the requests before it; `_watch` fails all after `start_deadline_s`
       return await future
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:

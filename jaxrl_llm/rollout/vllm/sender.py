@@ -142,9 +142,9 @@ def as_json(update_info: dict[str, Any]) -> dict[str, Any]:
   """
   if 'ipc_handles' not in update_info:
     return update_info
-  rest = {name: value for name, value in update_info.items() if name != 'ipc_handles'}
+  other_fields = {name: value for name, value in update_info.items() if name != 'ipc_handles'}
   return {
-    **rest,
+    **other_fields,
     'ipc_handles_pickled': base64.b64encode(pickle.dumps(update_info['ipc_handles'])).decode(),
   }
 

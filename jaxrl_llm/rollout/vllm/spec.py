@@ -141,9 +141,9 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
     )
   record = workdir / PUBLISHED
   if record.exists():
-    left = pathlib.Path(record.read_text(errors='replace'))
-    if _PUBLISHES.fullmatch(left.name):  # A truncated record could name an unrelated folder.
-      shutil.rmtree(left, ignore_errors=True)
+    earlier = pathlib.Path(record.read_text(errors='replace'))
+    if _PUBLISHES.fullmatch(earlier.name):  # A truncated record could name an unrelated folder.
+      shutil.rmtree(earlier, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)
   write_durably(record, str(directory))

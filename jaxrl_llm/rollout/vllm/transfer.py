@@ -269,7 +269,7 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    # wait sender: `transfer_deadline_s` of the order
+    # wait sender: bounded by `transfer_deadline_s` of the order
     while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:

@@ -91,9 +91,10 @@ def _exception_of(kinds: list[str], text: str) -> BaseException:
   `kinds` lists class names in MRO order. The class is the built-in exception of that name, or else
   derives from the first built-in exception in `kinds`.
   """
-  known = [getattr(builtins, kind, None) for kind in kinds]
+  builtin_classes = [getattr(builtins, kind, None) for kind in kinds]
   base = next(
-    (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError
+    (kind for kind in builtin_classes if isinstance(kind, type) and issubclass(kind, Exception)),
+    RuntimeError,
   )
   try:
     return (base if base.__name__ == kinds[0] else type(kinds[0], (base,), {}))(text)

@@ -343,9 +343,15 @@ class Examiner:
     """
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
-    known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
+    builtin_classes = [
+      getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS
+    ]
     base = next(
-      (kind for kind in known if isinstance(kind, type) and issubclass(kind, BaseException)),
+      (
+        kind
+        for kind in builtin_classes
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+      ),
       ProgramError,
     )
     if not issubclass(base, (Exception, SystemExit, KeyboardInterrupt)):

@@ -30,10 +30,10 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # These system calls allocate memory that no limit counts, open other ways into the kernel, act on
-  # other processes, set priorities and processors, or use resources shared by all processes of a
-  # user or of the host. The scheduler calls are denied because they only require that the other
-  # process has the same user, and the supervisor runs as the program's user.
+  # System calls that are denied. They allocate memory that no limit counts, open other ways into
+  # the kernel, act on other processes, set priorities and processors, or use resources shared by
+  # all processes of a user or of the host. Scheduler calls must be denied because the kernel
+  # permits them for any process of the same user, and the supervisor runs as the program's user.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166,
     'swapon': 167, 'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272,
@@ -206,8 +206,8 @@ def _filter(machine: str) -> list[str | _Step]:
     'sigaction',
     ('load', _ARGUMENTS[0]),
     ('equal', signal.SIGCHLD, '', 'allow'),
-    # Both halves of the address of the new action. The address is null if the call only reads the
-    # current action.
+    # Loads both halves of the address of the new action. It is null if the call only reads the
+    # current action, which is allowed.
     ('load', _ARGUMENTS[1]),
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),

@@ -33,15 +33,16 @@ class Names:
   """Names that the tests use and that the program may have to provide.
 
   Attributes:
-    wanted: names that the program may define; a built-in name only if it is the entry point.
-    ambiguous: built-in names that the tests call and the program may redefine; nonempty only if the
-      tests name nothing else that the program could define.
+    wanted: names that the program may define. A built-in name is among them only if it is the entry
+      point.
+    ambiguous: names of built-in functions that the tests call and that the program may have
+      redefined. It is empty if the tests use any other name that the program could define.
     modules: attributes of standard modules that the tests use, keyed by module name.
-    standard: modules of the standard functions and classes with which tests compare results, keyed
-      by name of the function or class.
-    functions: names whose call results the tests compare with plain values; such names mean
-      functions, not classes.
-    called: names that are called, or that occur only as X in X.Name with a capitalised attribute.
+    standard: module of each standard function or class that the tests use to compare results, keyed
+      by its name.
+    functions: names of functions (not classes) whose results the tests compare with plain values.
+    called: names that the tests call. A name that only occurs as in `X.Name`, with a capitalised
+      attribute, also counts.
   """
 
   wanted: frozenset[str]

@@ -28,7 +28,7 @@ class _Look:
 
   used_s: float
   children_s: float
-  """Processor time of ended children that the process waited for."""
+  """Processor time of ended child processes that the process has reaped."""
   thread_waited_s: float
   thread_used_s: float
   """Processor time of the thread that waited longest for a processor."""

@@ -51,9 +51,9 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
 _UNCOMMON = (pathlib.PosixPath, uuid.UUID)
-"""Types excluded from `STANDARD_TYPES`. Their methods, such as `match` and `open`, have names that
-a program's own objects may well use, too, and `remote.is_suspect` restricts the names of methods of
-`STANDARD_TYPES`.
+"""Types that are left out of `STANDARD_TYPES`. `remote.is_suspect` forbids the method names of the
+types there, and a program's own objects may well have methods with their names, such as `match` and
+`open`.
 """
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
@@ -66,8 +66,9 @@ STANDARD_TYPES: Mapping[str, type] = {
   },
   **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
-"""Types sent by name: the public built-in types, including exceptions, and the standard-library
-types of `_MAKERS` except those in `_UNCOMMON`.
+"""Types that messages name instead of describing them: the public built-in types, including
+exceptions, and the standard-library types that can be sent as values (`_MAKERS`), without those in
+`_UNCOMMON`.
 """
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
 

@@ -93,10 +93,10 @@ def _confirmed(truth: Any, answer: Any) -> bool:
         yield from values(part)
 
   for value in values(answer):
-    known = _evaluated(value)
+    evaluated = _evaluated(value)
     # An infinity on its own, such as the end of an interval, is a value. An infinity within a
     # computation is not a value.
-    if (value if known is None else known).has(*infinities) and not value.atoms() <= {
+    if (value if evaluated is None else evaluated).has(*infinities) and not value.atoms() <= {
       *infinities,
       sympy.S(-1),
     }:

@@ -28,8 +28,9 @@ to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Explicit methods. If one of them is configured, its answers must agree with the answer that
-another method has found, except for answers that cannot be read as a value.
+"""Methods that look for an explicit mark. If one of them is configured, the answers that it finds
+must agree with the answer that another method has found. Answers that cannot be read as a value do
+not count.
 """
 
 NO_ANSWER = 'no answer'

@@ -208,7 +208,8 @@ def _texts(truth: str, answer: str) -> bool | None:
     return True if clock else None
   if _words(truth) and _words(truth) == _words(answer):
     return True
-  # A truth with digits may still be a quantity, and a list may be several answers.
+  # None leaves the decision to the other functions, because a truth with digits may be a quantity,
+  # and a list may be several answers.
   return None if re.search(r'[\d=,;\\]|\b(?:and|or)\b', bare) else False
 
 

@@ -143,9 +143,9 @@ class Judge(ServiceClient):
     }
     body['messages'] = [{'role': 'user', 'content': prompt}]
     key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
-    known = self._cache.get(key)
-    if known is not None:
-      return Said(known, cached=True)
+    cached = self._cache.get(key)
+    if cached is not None:
+      return Said(cached, cached=True)
     task, new = self._pending.get(key), key not in self._pending
     if task is None:
       task = self._pending[key] = asyncio.create_task(self._answer(key, body, read))
