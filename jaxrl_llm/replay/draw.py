@@ -25,7 +25,7 @@ class Group(NamedTuple):
   version: int
   """Step of the oldest weights with which any of the group's samples was generated."""
   uses: int
-  """Number of batches that trained on the group, which is the maximum over its samples."""
+  """Number of batches that trained on the group: the maximum over its samples."""
   last_used: int | None
   """Step of the last batch that trained on the group; None if none did."""
   admitted: int

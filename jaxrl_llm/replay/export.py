@@ -33,15 +33,17 @@ _AT_ONCE = 64
 _NAMED_AT_MOST = 8
 """Maximum number of lost samples that a line names."""
 _WITH_BYTES = (State.STORED, State.ADMITTED, State.TRAINED)
-"""States in which a sample of the policy always has its bytes. In the states dropped and expired,
-it has them until they are pruned.
+"""States in which the store always has the content of a policy sample. In the states dropped and
+expired, the content stays until it is pruned.
 """
 _OPEN = 'open segment'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-  """Samples to export: those that meet all conditions. None means no condition."""
+  """Conditions for the samples to export, which must meet all of them. None stands for no
+  condition.
+  """
 
   stage: str | None = None
   state: str | None = None
@@ -149,7 +151,7 @@ def _new_file(path: pathlib.Path) -> Iterator[TextIO]:
 
 
 class _Row(NamedTuple):
-  """A selected sample in the index, and where its bytes are."""
+  """A selected sample: its row in the index, and the location of its bytes."""
 
   seq: int
   uid: str

@@ -1,11 +1,11 @@
 """Defines scorers and their configuration, and combines scores into a reward.
 
-A scorer assesses either single attempts (completions) or whole groups of them. It is in force for a
-task if its configuration includes the task's domain and taskset.
+A scorer assesses either single attempts (completions) or whole groups of them. It applies to a task
+if its configuration includes the task's domain and taskset.
 
 Invariants: a scorer sees the attempts at one task and nothing else. The reward is None if any
-scorer in force returned no value, so a sample that cannot be scored never gets 0 by accident. This
-module does not import jax, so that scorer processes start fast.
+applicable scorer returned no value, so a sample that cannot be scored never gets 0 by accident.
+This module does not import jax, so that scorer processes start fast.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class RewardsConfig:
   """Number of worker processes."""
   correct_by: str | None = None
   """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If None,
-  the first scorer in force for the sample decides.
+  the first scorer that applies to the task decides.
   """
   memory_limit_mib: int = 4096
   """Address-space limit of a worker in MiB, in case a completion makes a scorer allocate memory
@@ -296,14 +296,14 @@ class Reward:
   """The scores of a completion, combined into one value."""
 
   value: float | None
-  """Weighted sum of the scores; None if any scorer in force returned no value."""
+  """Weighted sum of the scores; None if any applicable scorer returned no value."""
   parts: dict[str, float]
   """Unweighted values of the scorers, keyed `<scorer>`, and of their parts, keyed
   `<scorer>/<part>`. A scorer that returned no value has no entry `<scorer>`.
   """
   correct: bool | None = None
   """Whether the completion is correct, as decided by the scorer `RewardsConfig.correct_by`. None if
-  `value` is None or that scorer is not in force.
+  `value` is None or that scorer does not apply to the task.
   """
   turn_values: tuple[float, ...] = ()
   """Weighted sum of the scorers' values for each turn, in addition to `value`. Empty if `value` is

@@ -1,8 +1,8 @@
 """Explorer: draws tasks, has a group of samples generated and scored for each, and forms batches.
 
-The gate decides when a group may start. Only the explorer draws a stage's tasks, admits its groups
-to batches and changes its samples in the store. It therefore also keeps the state that these
-actions share and that a resumed run needs.
+The gate (`Gate`) decides when a group may start. Only the explorer draws a stage's tasks, admits
+its groups to batches and changes its samples in the store. It therefore also keeps the state that
+these actions share and that a resumed run needs.
 
 Invariant: every sample is recorded in the store when its group starts (it is issued), and ends
 either admitted to a batch or dropped with a reason. The content of a batch depends on which groups

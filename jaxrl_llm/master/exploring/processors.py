@@ -148,9 +148,8 @@ def aligned(options: Nothing) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshOptions:
   max_age: int = 0
-  """Maximum age of a group in batches. The age is the number of batches completed when the group
-  finishes, minus the number behind the oldest weights that generated any of the group's trained
-  tokens.
+  """Maximum age of a group: the number of batches that the run completes between the oldest weights
+  that generated any of the group's trained tokens and the end of the group.
   """
 
 

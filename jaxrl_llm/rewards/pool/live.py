@@ -2,7 +2,7 @@
 scorers' servers during a run.
 
 Invariants: an unreadable or invalid file changes nothing, and one line is logged. If one part of
-the file is applied and a later part is refused, the line says which part is in force.
+the file is applied and a later part is refused, the line says which part was applied.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class ScorerPool:
       raise Partly(f'{error}; only the addresses of {moved} were changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
-    """Scores an attempt. Returns one Score for each per-sample scorer in force, in configuration
-    order.
+    """Scores an attempt. Returns one Score for each per-sample scorer that applies to the task, in
+    configuration order.
     """
     chosen = self._in_force(attempt, per_group=False)
     return tuple(

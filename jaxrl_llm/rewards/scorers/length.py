@@ -54,7 +54,7 @@ def overlong_scorer(**options: Any) -> Scorer:
 class LengthOptions:
   correct_by: str = ''
   """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If empty,
-  the first scorer in force for the sample decides.
+  the first scorer that applies to the task decides.
   """
 
 

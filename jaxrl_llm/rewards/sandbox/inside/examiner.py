@@ -1,11 +1,11 @@
-"""Code of the tests' process. It runs tests against the program, which runs in another process and
-never sees the tests.
+"""Code of the tests' process. It runs the tests of a program. The program itself runs in another
+process and never sees the tests.
 
-Invariant: a verdict depends only on plain values rebuilt here and on permitted uses of the
-program's objects (`inside.remote`). The program's messages can name only those modules, classes and
-functions of this process that are listed here. The program cannot end an iteration of the tests
-early, and cannot make a failure look like an exception that the tests catch. A test fails if the
-program ends during the test or sends an invalid message.
+Invariant: the program cannot cheat. A verdict depends only on plain values that are rebuilt in this
+process and on permitted uses of the program's objects (`inside.remote`). The program's messages can
+name only those modules, classes and functions of this process that are listed here. The program
+cannot end an iteration of the tests early, and cannot make a failure look like an exception that
+the tests catch. A test fails if the program ends during the test or sends an invalid message.
 """
 
 from __future__ import annotations

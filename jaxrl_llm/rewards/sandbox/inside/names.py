@@ -1,8 +1,8 @@
-"""Classifies the names in tests: which of them are the program's, and which of these are classes.
+"""Classifies the names in tests: which of them belong to the program, and which of those are
+classes.
 
-Invariant: the classification depends only on the source of the tests, not on the program. The
-program may define any name as anything, so only the tests' use of a name can decide how far the
-object behind it is trusted.
+Invariant: the classification depends only on the source of the tests. The program must not affect
+it, because the class of a name decides how far the program's object of that name is trusted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Proxies through which tests use the program's objects. Operations on them are executed in the
-program's process.
+"""Proxies for the program's objects in the tests' process. An operation on a proxy is executed in
+the program's process.
 
-Invariant: an object that the program returns cannot imitate the value that a test expects. An
-object that the tests got as a result (`Origin.RESULT`) accepts no operands and has no methods of
-standard values, and whether it equals another object is decided in this process. Hence the program
-sees the tests' plain values only as arguments of calls. In contrast, an object of a class that the
-tests name and instantiate (`Origin.MADE`) behaves as its class defines.
+Invariant: the program cannot pass a test with an object that imitates the expected value. An object
+that the tests got as a result (`Origin.RESULT`) accepts no operands and has no methods of standard
+values, and this process decides whether it equals another object. The program therefore sees the
+tests' plain values only as arguments of calls. Only an object of a class that the tests themselves
+name and instantiate (`Origin.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations

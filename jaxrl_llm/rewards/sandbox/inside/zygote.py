@@ -222,8 +222,8 @@ def main(options: dict[str, Any]) -> None:
   With the option `once`, this process becomes the supervisor of a single sandbox instead.
 
   Args:
-    options: dict with the keys code, tmp_bytes, once, path and preload; if `once` is false, also
-      isolated and readable. See `isolation`.
+    options: options from `isolation`, under the keys `code`, `tmp_bytes`, `once`, `path` and
+      `preload`. If `once` is false, `isolated` and `readable` are also required.
   """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]

@@ -154,7 +154,7 @@ def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """Compares two inequalities, of which only the sides are given, not the relations.
+  """Compares two inequalities. Only their sides are given, not their relations.
 
   Returns 1 if the inequalities are equivalent when both have the same relation, such as `<`.
   Returns -1 if they are equivalent when they have opposite relations, such as `<` and `>`.
