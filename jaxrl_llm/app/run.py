@@ -20,7 +20,8 @@ from rich.console import Console
 from jaxrl_llm.app.composition.branch import Branch, Fork
 from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.chosen import settle
-from jaxrl_llm.app.composition.prepare import Prepared, base_of, checkpoint_directory, prepare
+from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_directory
+from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.resources import Resources, build_parts, open_resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options

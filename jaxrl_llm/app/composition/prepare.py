@@ -5,16 +5,15 @@ Only process 0 does this. The files go to the run directory.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
+from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
+from jaxrl_llm.app.composition.recorded_rows import copy_recorded
 from jaxrl_llm.app.composition.static_rows import (
   check_fills,
   static_file,
@@ -32,26 +31,17 @@ from jaxrl_llm.app.schema import (
   PreferenceSource,
   Recorded,
   Rollouts,
-  StageConfig,
   scored_tasksets,
   trained_tasksets,
 )
-from jaxrl_llm.config.values import from_json
-from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.exploring.recall import recall
-from jaxrl_llm.master.recorded import write_recorded
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.replay.browse import open_copy
 from jaxrl_llm.rewards.api import RewardsConfig, in_force
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
-from jaxrl_llm.rollout.workflow import completion_text
-from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.examples import ExampleSet, example_texts, load_examples
 from jaxrl_llm.tasks.preferences import (
   Preferences,
@@ -66,7 +56,7 @@ from jaxrl_llm.tasks.taskset import (
   taskset_loader,
 )
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
-from jaxrl_llm.weights.hf import read_spec, resolve
+from jaxrl_llm.weights.hf import read_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,33 +71,6 @@ class Prepared:
   """Sequence lengths in tokens of all rows or of a sample of them, keyed by stage name. Contains
   the stages that learn only from static data.
   """
-
-
-def checkpoint_directory(config: Config) -> pathlib.Path | None:
-  """Returns the directory of the policy's initial weights; None for random weights."""
-  return None if config.policy.init_from is None else model_directory(config.policy.init_from)
-
-
-def base_of(config: Config) -> str | None:
-  """Returns the base model that exported adapters belong to: a directory or hub id, or None for
-  random weights.
-  """
-  source = config.policy.init_from
-  if source is None or not pathlib.Path(source).expanduser().is_dir():
-    return source
-  return str(model_directory(source).absolute())
-
-
-def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, hub id or run directory to a model directory. For a run, this is its
-  export (`hf/`).
-  """
-  directory = resolve(source)
-  if (directory / 'hf' / 'config.json').exists():
-    return directory / 'hf'
-  if (directory / METRICS_FILE).exists():
-    raise UserError(f'{source}: an unfinished run, which has no export (hf/); finish it first')
-  return directory
 
 
 def prepare(
@@ -136,26 +99,51 @@ def prepare(
     if stage.critic.init_from is not None:
       # Report a missing model now and not only when its stage begins.
       model_directory(stage.critic.init_from)
-  checkpoint = checkpoint_directory(config)
   tokenizer = load_tokenizer(config, tasksets, preferences, examples, workdir)
+  spec = _spec(config, tokenizer)
+  tasksets = _fitting(config, tasksets, spec, tokenizer)
+  suites = _fitting_suites(suites, tasksets, config.rollout.max_prompt_length)
+  _write_rows(config, tasksets, preferences, examples, tokenizer, spec, workdir)
+  lengths = {
+    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
+    for stage in config.stages
+    if not stage.explores
+  }
+  return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
+
+
+def _spec(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+  """Returns the spec of the policy: that of the checkpoint, or of a new model with random weights.
+
+  Raises UserError if the tokenizer has more tokens than the model.
+  """
+  checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     spec = read_spec(checkpoint)
-  else:
-    longest = config.rollout.max_length
-    overrides = {
-      'vocab_size': tokenizer.vocab_size,
-      'max_position_embeddings': longest,
-      **config.policy.model,
-    }
-    spec = tiny(config.policy.family, **overrides)
-    if spec.vocab_size < tokenizer.vocab_size:
-      raise UserError(
-        f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} '
-        'tokens; raise it, or leave it out'
-      )
-  tokenizer.check_fits(
-    spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}'
-  )
+    tokenizer.check_fits(spec.vocab_size, f'the model in {checkpoint}')
+    return spec
+  overrides = {
+    'vocab_size': tokenizer.vocab_size,
+    'max_position_embeddings': config.rollout.max_length,
+    **config.policy.model,
+  }
+  spec = tiny(config.policy.family, **overrides)
+  if spec.vocab_size < tokenizer.vocab_size:
+    raise UserError(
+      f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} '
+      'tokens; raise it, or leave it out'
+    )
+  tokenizer.check_fits(spec.vocab_size, 'the model')
+  return spec
+
+
+def _fitting(
+  config: Config, tasksets: Mapping[str, Taskset], spec: ModelSpec, tokenizer: Tokenizer
+) -> dict[str, Taskset]:
+  """Returns the tasksets without tasks whose prompts are too long or that processors drop.
+
+  Raises UserError if a task of an evaluation is still among those that a stage trains on.
+  """
   limit = config.rollout.max_prompt_length
 
   def length(task: Task) -> int:
@@ -173,6 +161,19 @@ def prepare(
     for name in trained_tasksets(stage):
       for suite in config.evaluation:
         check_disjoint(tasksets[name], tasksets[suite.taskset])
+  for taskset in tasksets.values():
+    if too_long := taskset.counts['too_long']:
+      logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, too_long, limit)
+  return tasksets
+
+
+def _fitting_suites(
+  suites: Sequence[tuple[SuiteConfig, Sequence[Task]]], tasksets: Mapping[str, Taskset], limit: int
+) -> list[tuple[SuiteConfig, Sequence[Task]]]:
+  """Returns the suites with those of their tasks that are still in the tasksets.
+
+  Raises UserError if a suite has no task left. `limit` is the maximum prompt length in tokens.
+  """
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
   suites = [(suite, [task for task in tasks if task.uid in fitting]) for suite, tasks in suites]
   for suite, tasks in suites:
@@ -181,14 +182,19 @@ def prepare(
         f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a '
         'processor; raise the prompt limit, or take more tasks'
       )
-  for taskset in tasksets.values():
-    if taskset.counts['too_long']:
-      logging.info(
-        'taskset %s: %d prompts longer than %d tokens',
-        taskset.name,
-        taskset.counts['too_long'],
-        limit,
-      )
+  return suites
+
+
+def _write_rows(
+  config: Config,
+  tasksets: Mapping[str, Taskset],
+  preferences: Mapping[str, Preferences],
+  examples: Mapping[str, ExampleSet],
+  tokenizer: Tokenizer,
+  spec: ModelSpec,
+  workdir: pathlib.Path,
+) -> None:
+  """Writes the static rows of all stages to the run directory, unless their files exist."""
   longest = config.rollout.max_length
   for stage in config.stages:
     match stage.source:
@@ -198,8 +204,8 @@ def prepare(
         )
       case Rollouts(experts=ExpertsConfig() as experts, expert_rows=count):
         write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
-      case Recorded() as recorded:
-        _take_over(stage, recorded, longest, tasksets, tokenizer, workdir)
+      case Recorded():
+        copy_recorded(stage, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
     write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   for example_set in examples.values():
@@ -207,12 +213,6 @@ def prepare(
   for stage in config.stages:
     if isinstance(stage.source, Examples):
       check_fills(stage, workdir)
-  lengths = {
-    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
-    for stage in config.stages
-    if not stage.explores
-  }
-  return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
 
 def load_all_preferences(config: Config, tasksets: Mapping[str, Taskset]) -> dict[str, Preferences]:
@@ -350,118 +350,6 @@ def _tokenizer(
     build_tokenizer(config.policy.tokenizer, texts, unfinished)
     unfinished.rename(directory)
   return Tokenizer.from_directory(directory)
-
-
-def _take_over(
-  stage: StageConfig,
-  source: Recorded,
-  longest: int,
-  tasksets: Mapping[str, Taskset],
-  tokenizer: Tokenizer,
-  workdir: pathlib.Path,
-) -> None:
-  """Copies the groups of another run whose tasks are in the stage's tasksets and whose sequences
-  have at most `longest` tokens. Does nothing if the file with the groups exists.
-  """
-  file = static_file(stage)
-  if (workdir / file).exists():
-    return
-  run = pathlib.Path(source.run).expanduser()
-  checkpoint, theirs = _recorded_config(stage.name, run)
-  _check_same_tokenizer(
-    stage.name,
-    run,
-    run / TOKENIZER if checkpoint is None else model_directory(checkpoint),
-    tokenizer,
-  )
-  rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
-  tasks = {task.uid: task for name in source.tasksets for task in tasksets[name].tasks}
-
-  def text(sample):
-    return completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
-
-  taken, counts = [], collections.Counter()
-  with disk.scratch('jaxrl_llm-recorded-') as scratch:
-    store = open_copy(run / 'replay', scratch / 'replay')
-    with contextlib.closing(store):
-      for uids in store.sealed():
-        entry = store.entries(uids[:1])[uids[0]]
-        if source.stage is not None and not entry.group_id.startswith(f'{source.stage}/'):
-          continue
-        if entry.task_id not in tasks:
-          counts['other tasks'] += 1
-          continue
-        group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
-        if any(choice.pair or choice.imitated for choice in group):
-          raise UserError(
-            f'stages.{stage.name}.source: {source.run} stored pairs or imitated answers; wanted '
-            'groups'
-          )
-        sample = group[0].sample
-        if (
-          tokenizer.render_prompt(tasks[entry.task_id].prompt)
-          != sample.tokens[: sample.prompt_len].tolist()
-        ):
-          raise UserError(
-            f'stages.{stage.name}.source: {source.run} encoded the prompt of {entry.task_id} '
-            'differently; use its tokenizer and template (policy.init_from, or the same tasksets '
-            'and policy.tokenizer)'
-          )
-        if max(len(choice.sample.tokens) for choice in group) > longest:
-          counts['too long'] += 1
-          continue
-        if len(group) > source.group_size:
-          raise UserError(
-            f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored '
-            f'groups of {len(group)}; raise it'
-          )
-        taken.append(group)
-  logging.info(
-    '%s: %d groups of %s; left out: %s', file, len(taken), source.run, dict(counts) or 'none'
-  )
-  if len(taken) < source.groups_per_batch:
-    raise UserError(
-      f'stages.{stage.name}.source: {len(taken)} groups of {source.run} do not fill a batch of '
-      f'{source.groups_per_batch} (left out: {dict(counts)}); name the tasksets that it rolled '
-      'out, or lower groups_per_batch'
-    )
-  least = sum(sorted(map(len, taken))[: source.groups_per_batch])
-  if least < stage.minibatches:
-    raise UserError(
-      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest '
-      f'{source.groups_per_batch} groups of {source.run} have {least} sequences; lower it'
-    )
-  write_recorded(workdir, file, taken)
-
-
-def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """Returns another run's `policy.init_from`, which is None for random weights, and its rewards as
-  JSON.
-  """
-  try:
-    config = parse_json((run / 'config.json').read_text())
-    checkpoint, rewards = config['policy']['init_from'], config['rewards']
-    if not isinstance(checkpoint, str | None):
-      raise ValueError('policy.init_from is not a string')
-    return checkpoint, rewards
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    reason = f'lacks {error}' if isinstance(error, KeyError) else error
-    raise UserError(
-      f'stages.{stage}.source.run: {run} is not the directory of a run ({reason})'
-    ) from None
-
-
-def _check_same_tokenizer(
-  stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
-) -> None:
-  """Raises UserError if the recorded run had another vocabulary, in which its token ids have other
-  meanings.
-  """
-  if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
-    raise UserError(
-      f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
-      'checkpoint, or use the same tasksets and policy.tokenizer'
-    )
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.composition.prepare import checkpoint_directory, model_directory
+from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError

@@ -22,7 +22,7 @@ import jax
 from absl import flags, logging
 from aiohttp import web
 
-from jaxrl_llm.app.composition.prepare import model_directory
+from jaxrl_llm.app.composition.initial_weights import model_directory
 from jaxrl_llm.app.serve.listening import (
   define_listening,
   lease_of,

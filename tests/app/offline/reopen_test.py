@@ -6,7 +6,7 @@ import json
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.prepare import _recorded_config
+from jaxrl_llm.app.composition.recorded_rows import _recorded_config
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
