@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import Prepared
@@ -194,23 +194,95 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   Args:
     committed: host state of the commit; None if there is no commit yet.
   """
-  config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
-  step = committed['step'] if committed else 0
+  config, workdir, process = setup.config, setup.workdir, setup.process
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
-  recover(store, committed, ends={stage.name: stage.end for stage in stages})
+  recover(store, committed, ends={stage.name: stage.end for stage in setup.stages})
   registry, engine = setup.registry, None
   if config.generates:
-    services = {'registry': registry, 'events': process.events}
-    engine = build_engine(config, workdir, prepared, process.device, **services)
+    engine = build_engine(
+      config, workdir, prepared, process.device, registry=registry, events=process.events
+    )
   built = build_scorers(config.rewards, registry)
   scorers = ScorerPool(built, config.rewards, live=workdir / live.FILE, registry=registry)
-  rolling = build_rollouts(setup, prepared, engine, scorers, registry=registry)
-  compilations, heartbeat = CompilationCounter(), Heartbeat()
+  rollouts = build_rollouts(setup, prepared, engine, scorers, registry=registry)
+  services = _Services(store, engine, scorers, rollouts, Heartbeat())
+  return Resources(
+    events=process.events,
+    engine=engine,
+    scorers=scorers,
+    rollouts=rollouts,
+    logs=_open_logs(setup, prepared, committed, services),
+    heartbeat=services.heartbeat,
+  )
 
-  def machine_metrics() -> dict[str, float]:
+
+class _Services(NamedTuple):
+  """Services of process 0 that collect, measure and log batches."""
+
+  store: ReplayStore
+  engine: Engine | None
+  scorers: ScorerPool
+  rollouts: RolloutServices
+  heartbeat: Heartbeat
+
+
+def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Services) -> Logs:
+  """Opens the logs as of the commit, builds the sources of batches, and restores the position in
+  the data.
+  """
+  config, workdir, stages, events = setup.config, setup.workdir, setup.stages, setup.process.events
+  workflow, scorers = services.rollouts.workflow, services.scorers
+  step = committed['step'] if committed else 0
+  metrics = MetricsWriter(workdir, committed=committed['metrics_offset'] if committed else 0)
+  rollouts, evals = RolloutsWriter(workdir), EvalsWriter(workdir)
+  begun = {stage.name: min(step, stage.end) for stage in stages if committed and stage.start < step}
+  rollouts.discard_later(begun)
+  evals.discard_later(begun)
+
+  def runner(explorer_config: ExplorerConfig) -> GroupRunner:
+    return GroupRunner(explorer_config, workflow=workflow, scorers=scorers, events=events)
+
+  batches = {
+    stage.name: _batches(setup, prepared, stage, services.store, runner)
+    for stage in stages
+    if stage.end > step
+  }
+  if committed and committed['batches'] is not None and committed['stage'] in batches:
+    batches[committed['stage']].restore(committed['batches'])
+  explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
+  return Logs(
+    metrics=metrics,
+    rollouts=rollouts,
+    evals=evals,
+    progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
+    store=services.store,
+    batches=batches,
+    evaluator=Evaluator(
+      workflow=workflow,
+      scorers=scorers,
+      rewards=config.rewards,
+      deadline_s=config.rollout.collect_deadline_s,
+      events=events,
+    ),
+    suites=prepared.suites,
+    token_text=prepared.tokenizer.token_text,
+    machine_metrics=_machine_metrics(workdir, explorers, services),
+    writers=open_writers(config.logging, workdir, name=config.name),
+    mismatch=config.rollout.mismatch,
+    files=made_files(workdir),
+  )
+
+
+def _machine_metrics(
+  workdir: pathlib.Path, explorers: Sequence[Explorer], services: _Services
+) -> Callable[[], dict[str, float]]:
+  """Returns a function that measures process 0 and its services since the function's last call."""
+  compilations, engine, scorers = CompilationCounter(), services.engine, services.scorers
+
+  def take() -> dict[str, float]:
     return {
       'perf/compilations': compilations.take(),
-      'perf/heartbeat_max_s': heartbeat.take(),
+      'perf/heartbeat_max_s': services.heartbeat.take(),
       'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
       'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
       **resources(workdir),
@@ -218,55 +290,10 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
       + sum(explorer.clock_decisions for explorer in explorers),
       **scorers.take_metrics(),
       **(engine.take_metrics() if engine is not None else {}),
-      **rolling.take_metrics(),
+      **services.rollouts.take_metrics(),
     }
 
-  metrics = MetricsWriter(workdir, committed=committed['metrics_offset'] if committed else 0)
-  rollouts, evals = RolloutsWriter(workdir), EvalsWriter(workdir)
-  begun = {stage.name: min(step, stage.end) for stage in stages if committed and stage.start < step}
-  rollouts.discard_later(begun)
-  evals.discard_later(begun)
-
-  def runner(of):
-    return GroupRunner(of, workflow=rolling.workflow, scorers=scorers, events=process.events)
-
-  batches = {
-    stage.name: _batches(setup, prepared, stage, store, runner)
-    for stage in stages
-    if stage.end > step
-  }
-  explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
-  logs = Logs(
-    metrics=metrics,
-    rollouts=rollouts,
-    evals=evals,
-    progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
-    store=store,
-    batches=batches,
-    evaluator=Evaluator(
-      workflow=rolling.workflow,
-      scorers=scorers,
-      rewards=config.rewards,
-      deadline_s=config.rollout.collect_deadline_s,
-      events=process.events,
-    ),
-    suites=prepared.suites,
-    token_text=prepared.tokenizer.token_text,
-    machine_metrics=machine_metrics,
-    writers=open_writers(config.logging, workdir, name=config.name),
-    mismatch=config.rollout.mismatch,
-    files=made_files(workdir),
-  )
-  if committed and committed['batches'] is not None and committed['stage'] in logs.batches:
-    logs.batches[committed['stage']].restore(committed['batches'])
-  return Resources(
-    events=process.events,
-    engine=engine,
-    scorers=scorers,
-    rollouts=rolling,
-    logs=logs,
-    heartbeat=heartbeat,
-  )
+  return take
 
 
 def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:
