@@ -316,8 +316,8 @@ class Examples:
   train: str
   """Name of the configured examples to train on."""
   held_out: str | None = None
-  """Name of the configured examples to measure at each evaluation (`val-core/<name>/sft_loss`);
-  None: no measurement.
+  """Name of the configured examples on which each evaluation measures the loss
+  (`val-core/<name>/sft_loss`). If None, nothing is measured.
   """
   sequences_per_batch: int = 64
   """Number of sequences per batch."""
@@ -343,8 +343,8 @@ class Pairs:
   train: str
   """Name of the configured preferences to train on."""
   held_out: str | None = None
-  """Name of the configured preferences to measure at each evaluation
-  (`val-core/<name>/rewards/accuracies`); None: no measurement.
+  """Name of the configured preferences on which each evaluation measures the accuracy
+  (`val-core/<name>/rewards/accuracies`). If None, nothing is measured.
   """
   sequences_per_batch: int = 64
   """Number of sequences per batch; a pair has two."""
@@ -370,7 +370,9 @@ class Recorded:
   run: str
   """Directory of the other run. It is read only when this run starts for the first time."""
   stage: str | None = None
-  """Stage of the other run whose rollouts are used; None: all stages."""
+  """Stage of the other run whose rollouts are used. If None, the rollouts of all stages are
+  used.
+  """
   tasksets: tuple[str, ...]
   """Names of configured tasksets; rollouts of other tasks are skipped."""
   groups_per_batch: int = 16
@@ -442,7 +444,7 @@ class StageConfig:
   critic: CriticConfig = CriticConfig()
   """Settings of the critic, for algorithms that have one."""
   evaluate_every: int | None = None
-  """Number of steps between evaluations; None: evaluate only after the stage."""
+  """Number of steps between evaluations. If None, evaluations take place only after the stage."""
 
   @property
   def explores(self) -> bool:
@@ -564,10 +566,10 @@ class LearnerConfig:
 
   mesh: MeshConfig = MeshConfig()
   optimizer: OptimizerConfig | None = None
-  """Optimizer for stages that do not set one; None: each stage must set its own."""
+  """Optimizer for stages that do not set one. If None, each stage must set its own."""
   chunk_len: int | None = None
-  """Length of a packed chunk in tokens; None: the length of the longest possible sequence, rounded
-  up to a multiple of 8 and of `mesh.sequence`.
+  """Length of a packed chunk in tokens. If None, it is the length of the longest possible sequence,
+  rounded up to a multiple of 8 and of `mesh.sequence`.
   """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
@@ -605,7 +607,7 @@ class Config:
   other. `{}` puts it in the run directory. If None, addresses are configured instead.
   """
   compilation_cache: str | None = None
-  """Directory of JAX's persistent compilation cache; None: no cache."""
+  """Directory of JAX's persistent compilation cache. If None, there is no cache."""
 
   @property
   def max_uses(self) -> int:

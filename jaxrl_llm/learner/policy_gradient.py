@@ -285,8 +285,8 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Applies `estimate` to the worths of the rows. If rows are steps of trajectories, `step_credit`
-  decides which rows are compared.
+  """Applies `estimate` to the rewards of the rows, including turn rewards. If rows are steps of
+  trajectories, `step_credit` decides which rows are compared.
   """
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):

@@ -241,7 +241,7 @@ def _head(positions, hidden, kernel, targets, temperature, used):
   cross-entropy. The derivative of H is -p · (log p + H), because ∂p[i] / ∂z[j] = p[i] · (δ[i, j] -
   p[j]). With cotangents g of the logprobs and h of the entropies, it follows that
 
-    d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
+    d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T.
 
   The only residuals besides the arguments are therefore each token's log-normalizer and H. Logits
   are recomputed, as in arXiv:2411.09009.

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from jaxrl_llm.core.errors import UserError
 
 GRACE = 'JAXRL_GRACE_S'
-"""Environment variable that launchers set. It is read if `grace_s` is None."""
+"""Environment variable with the grace period in seconds, which launchers set. It is read if
+`grace_s` is None.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -348,7 +348,8 @@ def read(path: pathlib.Path, limit: int | None = None) -> Iterator[Event | None]
   """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines.
 
   Args:
-    limit: maximum size in bytes of the part that is read, at the end of the file; None: all of it.
+    limit: maximum number of bytes to read, from the end of the file. If None, the whole file is
+      read.
   """
   with path.open('rb') as file:
     if limit is not None and (size := path.stat().st_size) > limit:

@@ -44,7 +44,7 @@ A longer curve is divided into MAX_POINTS / 2 - 1 equal sections. Of each sectio
 the smallest and the largest value are kept, and of the whole curve, its first and last points.
 """
 EVENT_BYTES = 16_000_000
-"""Maximum size of the end of events.jsonl that is read, in bytes."""
+"""Maximum number of bytes that are read from the end of events.jsonl."""
 Row = dict[str, Any]
 Point = tuple[int, float | int | None, int]
 """(position on the x-axis, value, index of the stage)."""

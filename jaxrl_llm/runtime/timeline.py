@@ -91,7 +91,8 @@ def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
   """Loads the timeline from an events.jsonl. It is empty if the file does not exist.
 
   Args:
-    limit: maximum size in bytes of the end of the file that is read; None: all of it is read.
+    limit: maximum number of bytes to read, from the end of the file. If None, the whole file is
+      read.
   """
   cut = limit is not None and path.is_file() and path.stat().st_size > limit
   spans: list[Span] = []

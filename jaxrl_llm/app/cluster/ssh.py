@@ -90,7 +90,7 @@ class SshOptions:
 
   @property
   def every_host(self) -> tuple[str, ...]:
-    """All hosts, where an element of `hosts` may list several, separated by commas."""
+    """All hosts. An element of `hosts` may itself be a list of hosts, separated by commas."""
     return tuple(host for part in self.hosts for host in part.split(','))
 
 

@@ -78,11 +78,10 @@ def _recorded_groups(
   tokenizer: Tokenizer,
   longest: int,
 ) -> tuple[list[list[Experience]], dict[str, int]]:
-  """Reads the groups of the other run, scored as there.
+  """Reads the other run's groups, with the rewards that they had there.
 
   Returns:
-    The groups of the given tasks, and the number of other groups, keyed by the reason for which
-    they are left out.
+    The groups of the given tasks, and the number of groups left out, keyed by the reason.
   """
 
   def text(sample):
@@ -116,8 +115,8 @@ def _recorded_groups(
 def _check_group(
   stage: str, source: Recorded, group: Sequence[Experience], task: Task, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError unless a group consists of rollouts whose prompt is encoded as it would be
-  here.
+  """Raises UserError if a group contains other samples than rollouts, or if this run's tokenizer
+  would encode its prompt differently.
   """
   if any(member.pair or member.imitated for member in group):
     raise UserError(

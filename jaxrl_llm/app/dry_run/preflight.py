@@ -83,8 +83,8 @@ def print_plan(
   Trains nothing and writes nothing to the run directory.
 
   Args:
-    topology: target devices of the compilation ('v5e:4x4'), which may be absent; None: the devices
-      of this process.
+    topology: target devices of the compilation, such as 'v5e:4x4', which may be absent; None for
+      the devices of this process.
     as_json: whether to print one JSON document instead of text.
 
   Raises:

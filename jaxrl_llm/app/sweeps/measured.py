@@ -58,7 +58,7 @@ class Measurements:
 def _value(row: dict, key: str) -> float | None:
   """Returns the number under `key` of a row; None if the row has no number there.
 
-  The result is NaN if the value is null, as which a run writes a number that is not finite.
+  The result is NaN if the value is null, because a run writes null for a number that is not finite.
   """
   value = row.get(key, '')
   if value is None:

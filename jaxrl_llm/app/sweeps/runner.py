@@ -283,7 +283,9 @@ class Runner:
     return arguments(sweep.base, {**sweep.overrides, **entry.trial.overrides}, workdir, init_from)
 
   def _measure(self, live: _Live) -> None:
-    """Records a trial's new measurements, and stops the trial if early stopping then says so."""
+    """Records a trial's new measurements, and stops the trial if the early-stopping rule then
+    requires it.
+    """
     new = self._report(live.entry, live.measurements)
     if new and not live.stopping and self._decided(live.entry):
       self._ledger.stopping(live.entry.number)

@@ -51,7 +51,7 @@ class Task:
   """Kind of answer expected ('code', 'math', 'k12', 'vision', 'general', ...); selects scorers."""
   prompt: tuple[Message, ...]
   truth: str | None
-  """Reference answer, if any."""
+  """Reference answer; None if there is none."""
   fields: Mapping[str, Json]
   """The row of the data source that became this task, as JSON. Scorers see the row; the policy does
   not.
