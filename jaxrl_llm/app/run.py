@@ -37,6 +37,7 @@ from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.types import Json, Params
+from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
 from jaxrl_llm.master.loop import Outcome
@@ -55,6 +56,7 @@ from jaxrl_llm.runtime.events import SILENT, Edge, EventLog, Events
 from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.model_card import Origin, typed_command, write_run_card
+from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.tasks.taskset import taskset_loader
 from jaxrl_llm.weights.hf import export
@@ -157,48 +159,70 @@ async def run(
       workdir.close()
 
 
-async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
-  device, coordinator, workdir, checkpoints, stop, begin, branch = launch
-  prepared: Prepared | None = None
-  registry: Registry | None = None
-  changed: tuple[Change, ...] = ()
-  origin: Fork | None = None
+class _SetUp(NamedTuple):
+  """Results of process 0's set-up, before any work on the devices."""
 
-  async def set_up() -> Any:
-    nonlocal prepared, config, registry, changed, origin
-    # Check the run directory before anything is written to it. Later code would recreate a missing
-    # file or treat it as not yet written.
-    tell = Console(markup=False, highlight=False, soft_wrap=True).print
-    load = taskset_loader(config.tasksets)
-    config.logging.check()
-    if workdir.branching:
-      config = await asyncio.to_thread(settle, config, branch.scored_as, tell, load)
-      origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
-    step = max(checkpoints.steps(), default=0)
-    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
-    changed = workdir.adopt(config)
-    if config.registry is not None:
-      registry = await asyncio.to_thread(config.registry.open, path)
-    commit = checkpoints.host(step) if step else {}
-    if step:
-      await asyncio.to_thread(workdir.check, commit)
-    prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
-    checkpoints.clean()
-    return {
-      'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),
-      'step': step,
-      'spec': dataclasses.asdict(prepared.spec),
-      'lengths': prepared.lengths,
-    }
+  config: Config
+  """The configuration with all options settled."""
+  prepared: Prepared
+  registry: Registry | None
+  changed: tuple[Change, ...]
+  """Changes to the configuration of a resumed run."""
+  origin: Fork | None
+  """Commit from which a new branch starts; None for other runs."""
+  facts: Json
+  """The fields of `_Facts`, to be broadcast."""
+
+
+async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp:
+  """Checks the run directory and prepares it for the run. Only process 0 calls this."""
+  workdir, checkpoints, branch = launch.workdir, launch.checkpoints, launch.branch
+  tell = Console(markup=False, highlight=False, soft_wrap=True).print
+  load = taskset_loader(config.tasksets)
+  config.logging.check()
+  origin: Fork | None = None
+  if workdir.branching:
+    config = await asyncio.to_thread(settle, config, branch.scored_as, tell, load)
+    origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
+  step = max(checkpoints.steps(), default=0)
+  config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
+  changed = workdir.adopt(config)
+  registry: Registry | None = None
+  if config.registry is not None:
+    registry = await asyncio.to_thread(config.registry.open, path)
+  commit = checkpoints.host(step) if step else {}
+  if step:
+    # Check that all files of the run exist before `prepare`, which would make missing ones anew.
+    await asyncio.to_thread(workdir.check, commit)
+  prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
+  checkpoints.clean()
+  facts = {
+    'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),
+    'step': step,
+    'spec': dataclasses.asdict(prepared.spec),
+    'lengths': prepared.lengths,
+  }
+  return _SetUp(config, prepared, registry, changed, origin, facts)
+
+
+async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
+  device, coordinator, checkpoints = launch.device, launch.coordinator, launch.checkpoints
+  ready: _SetUp | None = None
+
+  async def set_up() -> Json:
+    nonlocal ready
+    ready = await _set_up(config, path, launch)
+    return ready.facts
 
   facts = _facts(await coordinator.broadcast(set_up() if coordinator.leads else None))
+  config = ready.config if ready else config
   mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
   model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
-  if coordinator.leads:
+  if ready:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(facts.step) if facts.step else None
-  events = EventLog(path, attempt=facts.attempt, step=facts.step) if coordinator.leads else SILENT
+  events = EventLog(path, attempt=facts.attempt, step=facts.step) if ready else SILENT
   setup = Setup(
     config=config,
     workdir=path,
@@ -206,44 +230,57 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     model=model,
     checkpoints=checkpoints,
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
-    registry=registry,
+    registry=ready.registry if ready else None,
     explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, facts.step)
-  resources = open_resources(setup, prepared, committed) if coordinator.leads else None
+  resources = open_resources(setup, ready.prepared, committed) if ready else None
   best, best_of = None, _first_suite(config)
   if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
     best = tuple(committed['best'])
-  start = Start(attempt=facts.attempt, stop=stop, best=best, best_of=best_of, base=base)
+  start = Start(attempt=facts.attempt, stop=launch.stop, best=best, best_of=best_of, base=base)
   parts = build_parts(setup, start, resources)
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(resources, coordinator, start=left):
-    begin()
+    launch.begin()
     if resources:
-      await asyncio.to_thread(workdir.record, config, commit=facts.step, attempt=facts.attempt)
-      _announce(history.read(path)[-1], facts.step, events)
-    if resources and facts.step and left:
-      resources.logs.progress.note(
-        f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}'
+      await asyncio.to_thread(
+        launch.workdir.record, config, commit=facts.step, attempt=facts.attempt
       )
-      if origin:
-        resources.logs.progress.note(str(origin.parent))
-      for change in origin.changes if origin else changed:
-        resources.logs.progress.note(f'from step {facts.step + 1} on, {change}')
+      _announce(history.read(path)[-1], facts.step, events)
+      if facts.step and left:
+        _note_resume(resources.logs.progress, facts.step, committed, ready)
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
-  learned, gather = outcome.state.learned, Gatherer(mesh).gather
-  merged = Gatherer(mesh, config.policy.lora).gather
-  exports = Exports(await device.run(merged, learned.whole(learned.policy.params)))
-  if config.policy.lora is not None:
-    exports = exports._replace(adapter=await device.run(gather, learned.policy.params))
-  if learned.critic is not None:
-    exports = exports._replace(critic=await device.run(gather, learned.critic.params))
-  if coordinator.leads:
-    await asyncio.to_thread(_finish, config, path, prepared, model.spec, exports)
+  exports = await _exported(config, outcome.state.learned, setup.process)
+  if ready:
+    await asyncio.to_thread(_finish, config, path, ready.prepared, model.spec, exports)
   device.close()
   return 0
+
+
+def _note_resume(
+  progress: ProgressDisplay, step: int, committed: Mapping[str, Any], ready: _SetUp
+) -> None:
+  """Prints the commit from which the run continues, and the changes of its configuration."""
+  progress.note(f'resuming from the commit at step {step}{_not_exact(committed["machine"])}')
+  if ready.origin:
+    progress.note(str(ready.origin.parent))
+  for change in ready.origin.changes if ready.origin else ready.changed:
+    progress.note(f'from step {step + 1} on, {change}')
+
+
+async def _exported(config: Config, learned: Learned, process: Process) -> Exports:
+  """Gathers the parameters to export on the host of process 0. Every process must call it."""
+  on_device, gather = process.device.run, Gatherer(process.mesh).gather
+  merged = Gatherer(process.mesh, config.policy.lora).gather
+  exports = Exports(await on_device(merged, learned.whole(learned.policy.params)))
+  if config.policy.lora is not None:
+    exports = exports._replace(adapter=await on_device(gather, learned.policy.params))
+  if learned.critic is not None:
+    exports = exports._replace(critic=await on_device(gather, learned.critic.params))
+  return exports
 
 
 def _first_suite(config: Config) -> Json:

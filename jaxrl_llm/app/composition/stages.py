@@ -20,7 +20,7 @@ from jaxrl_llm.app.schema import (
   Rollouts,
   StageConfig,
 )
-from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.batching.plan import Shape, plan_shape
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -102,37 +102,10 @@ def _stage(
   _check_stage(stage, config, algorithm)
   for line in algorithm.no_effect:
     logging.warning('%s.algorithm: %s', where, line)
-  longest = config.rollout.max_length
-  sequence = mesh.shape[SEQUENCE]
-  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(
-    8, sequence
-  )
-  if chunk_len % sequence:
-    raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
-      'devices; wanted a multiple of it'
-    )
-  if chunk_len < longest:
-    raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + '
-      f'max_response_length = {longest}'
-    )
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  # Rollouts and expert rows are divided among the minibatches separately. If they do not divide
-  # evenly, a minibatch may get one unit more of each.
-  expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
-  kinds = [source.sequences - expert_rows, expert_rows]
-  rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
-  shape = plan_shape(
-    rows=rows,
-    ranks=data_parallel_ranks(mesh),
-    chunks=config.learner.chunks_per_rank,
-    chunk_len=chunk_len,
-    unit=source.unit,
-    lengths=lengths,
-  )
+  shape = _shape(stage, config, mesh, lengths)
   return Stage(
     name=stage.name,
     start=start,
@@ -146,10 +119,10 @@ def _stage(
     shape=shape,
     token_chunk=plan_token_chunk(
       chunks=shape.chunks,
-      time=chunk_len,
+      time=shape.chunk_len,
       vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
       budget_bytes=config.learner.logits_budget_bytes,
-      time_shards=sequence,
+      time_shards=mesh.shape[SEQUENCE],
     ),
     minibatches=stage.minibatches,
     epochs=stage.epochs,
@@ -159,6 +132,49 @@ def _stage(
     recorded=isinstance(source, Recorded),
     trains=stage.trains,
     held_out=source.held_out if isinstance(source, Examples | Pairs) else None,
+  )
+
+
+def _chunk_len(config: Config, mesh: Mesh) -> int:
+  """Returns the length of a packed chunk in tokens.
+
+  Raises UserError if the configured length is too small or does not fit the mesh.
+  """
+  longest, sequence = config.rollout.max_length, mesh.shape[SEQUENCE]
+  multiple = math.lcm(8, sequence)
+  chunk_len = config.learner.chunk_len or -(-longest // multiple) * multiple
+  if chunk_len % sequence:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
+      'devices; wanted a multiple of it'
+    )
+  if chunk_len < longest:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + '
+      f'max_response_length = {longest}'
+    )
+  return chunk_len
+
+
+def _shape(stage: StageConfig, config: Config, mesh: Mesh, lengths: Sequence[int]) -> Shape:
+  """Returns the shape of the arrays of all optimizer steps of a stage.
+
+  Args:
+    lengths: sequence lengths of the stage in tokens; empty if they are not known in advance.
+  """
+  source = stage.source
+  # Rollouts and expert rows are divided among the minibatches separately. If they do not divide
+  # evenly, a minibatch may get one unit more of each.
+  expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
+  kinds = [source.sequences - expert_rows, expert_rows]
+  rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
+  return plan_shape(
+    rows=rows,
+    ranks=data_parallel_ranks(mesh),
+    chunks=config.learner.chunks_per_rank,
+    chunk_len=_chunk_len(config, mesh),
+    unit=source.unit,
+    lengths=lengths,
   )
 
 
