@@ -240,15 +240,15 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     best = tuple(committed['best'])
   start = Start(attempt=facts.attempt, stop=launch.stop, best=best, best_of=best_of, base=base)
   parts = build_parts(setup, start, resources)
-  left = state.step < stages[-1].end or not state.evaluated
-  async with _opened(resources, coordinator, start=left):
+  has_work = state.step < stages[-1].end or not state.evaluated
+  async with _opened(resources, coordinator, start=has_work):
     launch.begin()
     if resources:
       await asyncio.to_thread(
         launch.workdir.record, config, commit=facts.step, attempt=facts.attempt
       )
       _announce(history.read(path)[-1], facts.step, events)
-      if facts.step and left:
+      if facts.step and has_work:
         _note_resume(resources.logs.progress, facts.step, committed, ready)
     outcome = await loop.run(parts, state)
   if outcome.stop:
@@ -374,11 +374,11 @@ def _finish(
   models = [(path / 'hf', exports.policy, spec)]
   if exports.critic is not None:
     models.append((path / 'critic', exports.critic, with_head(spec, 'value')))
-  for directory, weights, of in models:
+  for directory, weights, spec_of_model in models:
     export(
       directory,
       weights,
-      of,
+      spec_of_model,
       dtype=config.policy.param_dtype,
       tokenizer_dir=checkpoint_directory(config) or path / 'tokenizer',
       eos_ids=prepared.tokenizer.stop_ids,

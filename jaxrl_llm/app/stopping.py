@@ -130,8 +130,8 @@ class Stopping:
     except OSError as error:
       logging.warning('The newest commit is not known: %s', error)
       return 'start the same command again to resume'
-    there = f'the newest commit is step {step}' if step else 'there is no commit'
-    return f'{there}; start the same command again to resume'
+    newest = f'the newest commit is step {step}' if step else 'there is no commit'
+    return f'{newest}; start the same command again to resume'
 
 
 def _say(line: str) -> None:

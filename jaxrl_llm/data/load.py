@@ -260,15 +260,15 @@ def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> l
   """Returns the pair number of each row of an optimizer step, or 0 if the row is in no pair. Pairs
   are counted from 1 in each micro-batch.
   """
-  known: dict[tuple[int, str | None], int] = {}
+  pair_numbers: dict[tuple[int, str | None], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   pairs = []
   for i, number in enumerate(numbers):
     key = (int(packing.micro_batch[i]), plan.rows[number].pair)
-    if key[1] and key not in known:
+    if key[1] and key not in pair_numbers:
       counts[key[0]] += 1
-      known[key] = counts[key[0]]
-    pairs.append(known.get(key, 0))
+      pair_numbers[key] = counts[key[0]]
+    pairs.append(pair_numbers.get(key, 0))
   return pairs
 
 

@@ -86,12 +86,12 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     # the mesh, so in a narrower dtype the rounding errors would differ from mesh to mesh.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
-    there = tokens > 0
-    count = there.sum().astype(jnp.float32)
-    terms = {'actor/pg_loss': Term(jnp.where(there, losses, 0.0).sum(), count, 1.0)}
+    has_tokens = tokens > 0
+    count = has_tokens.sum().astype(jnp.float32)
+    terms = {'actor/pg_loss': Term(jnp.where(has_tokens, losses, 0.0).sum(), count, 1.0)}
     return terms, {
       'actor/entropy': masked_stat(outputs.entropy, mask),
-      'actor/log_ratio_sum': Stat(jnp.where(there, ratio, 0.0).sum(), count),
+      'actor/log_ratio_sum': Stat(jnp.where(has_tokens, ratio, 0.0).sum(), count),
       'actor/ppo_kl': masked_stat(chunks.reference_logprobs - outputs.logprobs, mask),
     }
 

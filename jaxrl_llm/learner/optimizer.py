@@ -166,10 +166,10 @@ def apply_update(
     def as_tree(leaf, name=path[-1].key):
       return {name: leaf}
 
-    there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
+    ready, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
     fetched = [
       node if copy is None else as_tree(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
-      for node, copy, leaf, place in zip(nodes, copies, there, places, strict=True)
+      for node, copy, leaf, place in zip(nodes, copies, ready, places, strict=True)
     ]
     param, state = _applied(
       optimizer, as_tree(grad), of_state.unflatten(fetched), as_tree(param), take

@@ -75,7 +75,7 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
     # Subtract per token before summing. Sums of thousands of logprobs would lose the digits that
     # their difference needs.
     ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
-    margin, there = pair_sums(ratio, chunks.pair, chunks.label)
+    margin, present = pair_sums(ratio, chunks.pair, chunks.label)
     losses = dpo_loss(
       margin,
       jnp.zeros_like(margin),
@@ -83,16 +83,16 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
       label_smoothing=config.label_smoothing,
       kind=config.loss_type,
     )
-    terms = {'actor/dpo_loss': _pair_term(losses, there)}
+    terms = {'actor/dpo_loss': _pair_term(losses, present)}
     if config.sft_loss_coef:
       chosen = mask & (by_segment(chunks.label, ids) > 0)
       nll = negative_log_likelihood(outputs.logprobs)
       terms['actor/sft_loss'] = term(nll, chosen, chunks, 'token-mean', weight=config.sft_loss_coef)
-    stats, policy = _pair_stats(config.beta * margin, there), sequence(outputs.logprobs)
+    stats, policy = _pair_stats(config.beta * margin, present), sequence(outputs.logprobs)
     for name, sign in (('chosen', 1), ('rejected', -1)):
-      of = (chunks.label == sign) & (chunks.pair > 0)
-      stats[f'logps/{name}'] = masked_stat(policy, of)
-      stats[f'rewards/{name}'] = masked_stat(config.beta * ratio, of)
+      of_sign = (chunks.label == sign) & (chunks.pair > 0)
+      stats[f'logps/{name}'] = masked_stat(policy, of_sign)
+      stats[f'rewards/{name}'] = masked_stat(config.beta * ratio, of_sign)
     return terms, stats | {'actor/entropy': masked_stat(outputs.entropy, mask)}
 
   return Algorithm(
@@ -122,17 +122,17 @@ def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
   )
 
   def loss(outputs: SequenceScores, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
-    difference, there = pair_sums(outputs.scores, chunks.pair, chunks.label)
+    difference, present = pair_sums(outputs.scores, chunks.pair, chunks.label)
     losses = bradley_terry_loss(difference, target_margin=config.margin)
-    terms = {'actor/rm_loss': _pair_term(losses, there)}
+    terms = {'actor/rm_loss': _pair_term(losses, present)}
     if config.center_rewards_coefficient:
       # `pair_sums` multiplies by the label once more. As label² is 1, the result is the sum of the
       # pair's scores instead of their difference.
       both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)
       terms['actor/center_loss'] = _pair_term(
-        centering_penalty(both), there, config.center_rewards_coefficient
+        centering_penalty(both), present, config.center_rewards_coefficient
       )
-    stats = _pair_stats(difference, there)
+    stats = _pair_stats(difference, present)
     for name, sign in (('chosen', 1), ('rejected', -1)):
       stats[f'rewards/{name}'] = masked_stat(
         outputs.scores, (chunks.label == sign) & (chunks.pair > 0)

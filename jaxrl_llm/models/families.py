@@ -132,11 +132,11 @@ def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
       be a mapping of RopeScaling's fields.
   """
   fixed = find_family(family)
-  known = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}
+  fields = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}
   for name in overrides:
-    if name not in known:
-      near = difflib.get_close_matches(name, known, n=1)
-      hint = f'did you mean {near[0]}?' if near else f'wanted one of {", ".join(sorted(known))}'
+    if name not in fields:
+      near = difflib.get_close_matches(name, fields, n=1)
+      hint = f'did you mean {near[0]}?' if near else f'wanted one of {", ".join(sorted(fields))}'
       raise UserError(f'model: ModelSpec has no field {name!r}; {hint}')
   scaling = overrides.get('rope_scaling')
   if isinstance(scaling, Mapping):

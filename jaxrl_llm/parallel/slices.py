@@ -64,15 +64,16 @@ def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[Slice
   `arrange`.
   """
   if devices[0].platform == 'tpu':
-    known: dict[int, list[SliceDevice]] = {}
+    by_slice: dict[int, list[SliceDevice]] = {}
     for device in devices:
       # If there is only one slice, its devices may lack the attribute `slice_index`.
-      known.setdefault(getattr(device, 'slice_index', 0), []).append(device)
-    if count not in (None, len(known)):
+      by_slice.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    if count not in (None, len(by_slice)):
       raise UserError(
-        f'mesh: slices={count}, and the TPU devices are in {len(known)}; remove learner.mesh.slices'
+        f'mesh: slices={count}, and the TPU devices are in {len(by_slice)}; remove '
+        'learner.mesh.slices'
       )
-    groups = [known[index] for index in sorted(known)]
+    groups = [by_slice[index] for index in sorted(by_slice)]
   else:
     groups = _process_groups(devices, count or 1)
   if len({len(group) for group in groups}) > 1:

@@ -198,7 +198,10 @@ class Checkpoints:
     target = self._directory / str(taken.step)
     (target / _HOST).unlink()  # A hard link of the other run's file, which must stay as it is.
     (target / _HOST).write_text(json.dumps(host))
-    _commit(target, {name: of for name, of in taken.files.items() if name != _HOST})
+    _commit(
+      target,
+      {name: size_and_digest for name, size_and_digest in taken.files.items() if name != _HOST},
+    )
 
   def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
     """Returns the shapes of all parameters of a commit, keyed by role and then by parameter
@@ -209,7 +212,8 @@ class Checkpoints:
       tree = checkpointer.metadata(path).item_metadata.tree
     params = {role: arrays.get('params', arrays) for role, arrays in tree.items()}
     return {
-      role: {n: tuple(x.shape) for n, x in flatten(of).items()} for role, of in params.items()
+      role: {n: tuple(x.shape) for n, x in flatten(arrays_of_role).items()}
+      for role, arrays_of_role in params.items()
     }
 
   def _committed(self, step: int) -> dict[str, tuple[int, str]]:
@@ -337,12 +341,12 @@ def _reason(error: Exception) -> str:
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   text = str(error)
-  for known in (
+  for phrase in (
     'No space left on device',
     'File too large',
     'Disk quota exceeded',
     'Read-only file system',
   ):
-    if known in text:
-      return known
+    if phrase in text:
+      return phrase
   return text.splitlines()[0][:200] if text else type(error).__name__

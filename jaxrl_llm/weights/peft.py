@@ -64,7 +64,7 @@ def export_adapter(
       is unknown.
   """
   directory = Path(directory)
-  of = {
+  modules = {
     entry.path.split('/')[-2]: _module(entry)
     for entry in entries(spec)
     if entry.path.endswith('/kernel')
@@ -77,7 +77,7 @@ def export_adapter(
     'lora_alpha': lora.alpha,
     'lora_dropout': 0.0,
     'bias': 'none',
-    'target_modules': [of[target].rpartition('.')[2] for target in lora.targets],
+    'target_modules': [modules[target].rpartition('.')[2] for target in lora.targets],
     'modules_to_save': None if spec.head == 'lm' else [_HEAD],
     'fan_in_fan_out': False,
     'inference_mode': True,

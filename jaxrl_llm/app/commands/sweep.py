@@ -211,11 +211,11 @@ def _state(ledger: Ledger):
 
 def _numbers(entries: Sequence[LedgerEntry]) -> Collection[int]:
   """Returns the numbers of the trials to run."""
-  known = [entry.number for entry in entries]
+  numbers = [entry.number for entry in entries]
   if FLAGS.trial is None:
-    return known
-  if FLAGS.trial not in known:
-    raise UserError(f'--trial={FLAGS.trial}: the sweep has trials 0 to {len(known) - 1}')
+    return numbers
+  if FLAGS.trial not in numbers:
+    raise UserError(f'--trial={FLAGS.trial}: the sweep has trials 0 to {len(numbers) - 1}')
   return [FLAGS.trial]
 
 

@@ -341,14 +341,14 @@ def _logs(run: pathlib.Path, path: pathlib.Path, host: Mapping[str, Any]) -> Non
   """
   offset = host['metrics_offset']
   with (run / METRICS_FILE).open('rb') as source, (path / METRICS_FILE).open('wb') as target:
-    left = offset
-    while block := source.read(min(left, 1 << 20)):
+    remaining = offset
+    while block := source.read(min(remaining, 1 << 20)):
       target.write(block)
-      left -= len(block)
-  if left:
+      remaining -= len(block)
+  if remaining:
     raise UserError(
-      f'{run / METRICS_FILE}: has {offset - left:,} bytes, and the commit at step {host["step"]} '
-      f'recorded {offset:,}; restore it from a copy'
+      f'{run / METRICS_FILE}: has {offset - remaining:,} bytes, and the commit at step '
+      f'{host["step"]} recorded {offset:,}; restore it from a copy'
     )
   sync(path / METRICS_FILE)
   for logs in (ROLLOUTS_DIR, EVALS_DIR):

@@ -231,7 +231,9 @@ class _Rules:
     if part not in ('evaluation', 'tasksets'):
       return ''
     for taskset in self._sides[1]['tasksets']:
-      comparing = [one['name'] for one in taskset['processors'] if one['name'] in COMPARING]
+      comparing = [
+        processor['name'] for processor in taskset['processors'] if processor['name'] in COMPARING
+      ]
       before, after = (_processed_before(taskset['name'], side) for side in self._sides)
       altered = (
         [*before] != [*after]

@@ -154,15 +154,15 @@ class Workdir:
       commit: step of the commit from which the run continues; 0 if there is none.
       attempt: number of this start of the run.
     """
-    known = history.read(self.path)
-    entries = history.until(known, commit) if commit else ()
+    recorded = history.read(self.path)
+    entries = history.until(recorded, commit) if commit else ()
     if commit and not entries:  # A version without histories started the run.
       entries = (_entry(saved_configuration(self.path), step=1, attempt=0),)
     if not entries:
       entries = (_entry(to_json(config), step=1, attempt=attempt),)
     elif changed := changes(entries[-1].config, config):
       entries += (_entry(to_json(config), step=commit + 1, attempt=attempt, changes=changed),)
-    if entries != known:
+    if entries != recorded:
       history.write(self.path, entries)
     if saved_configuration(self.path) != to_json(config):
       write_configuration(self.path, config)
@@ -178,19 +178,19 @@ class Workdir:
     Raises:
       UserError: something is missing. The message lists everything that is missing.
     """
-    gone = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
-    there = made_files(self.path)
+    problems = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
+    sizes = made_files(self.path)
     for name, size in commit.get('files', {}).items():
-      if there.get(name) != size:
-        gone.append(
-          f'{name} of {size:,} bytes' + (f' (it has {there[name]:,})' if name in there else '')
+      if sizes.get(name) != size:
+        problems.append(
+          f'{name} of {size:,} bytes' + (f' (it has {sizes[name]:,})' if name in sizes else '')
         )
-    gone += missing(self.path / 'replay', step=commit['step'], store=commit.get('store'))
-    if gone:
+    problems += missing(self.path / 'replay', step=commit['step'], store=commit.get('store'))
+    if problems:
       raise UserError(
         f'{self.path}: the run cannot resume from its commit at step {commit["step"]}, whose files '
-        f'are missing or changed: {"; ".join(gone)}; restore them from a copy, or start another '
-        'run in another --workdir'
+        f'are missing or changed: {"; ".join(problems)}; restore them from a copy, or start '
+        'another run in another --workdir'
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
@@ -267,7 +267,9 @@ def _refusal(
   """
   listed = '; '.join(map(str, problems[:5]))
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''
-  newest = min((one.newest for one in problems if one.newest is not None), default=commits[-1])
+  newest = min(
+    (problem.newest for problem in problems if problem.newest is not None), default=commits[-1]
+  )
   earlier = [step for step in commits if step <= newest]
   needed = {
     step: reset_flags(misfits(configuration_at(path, step), config, step)) for step in earlier

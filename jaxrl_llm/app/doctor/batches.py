@@ -353,7 +353,7 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   if not kept:
     return
   share = (flat + dropped) / (kept + dropped)
-  rewards = [reward for of in groups.values() for reward in of]
+  rewards = [reward for group in groups.values() for reward in group]
   detail = dict(
     stage=stage.name,
     groups=kept + dropped,

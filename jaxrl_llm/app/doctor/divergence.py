@@ -100,12 +100,12 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
   detail = dict(
     stage=stage, cosine=through_loss, kl_change=effect, reward_correlation=through_reward
   )
-  known = [value for value in (through_loss, through_reward) if value is not None]
-  if not all(map(np.isfinite, known)):
+  measured = [value for value in (through_loss, through_reward) if value is not None]
+  if not all(map(np.isfinite, measured)):
     yield failure(
       check, 'the gradient is not finite', 'look for logs and ratios of zero in the loss', **detail
     )
-  elif any(value < -_CLEAR for value in known):
+  elif any(value < -_CLEAR for value in measured):
     where = 'loss' if through_loss is not None and through_loss < -_CLEAR else 'reward'
     yield failure(
       check,
@@ -115,7 +115,7 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
       'log(policy/reference) in the reward',
       **detail,
     )
-  elif any(value > _CLEAR for value in known):
+  elif any(value > _CLEAR for value in measured):
     effects = (
       [] if effect is None else [f'a step against the gradient lowers it by {-effect:.2g} nats']
     )
@@ -199,8 +199,8 @@ def _of_reward(world: _World, algorithm: Algorithm) -> float | None:
     given = {
       name: [*column] for name, column in (columns | {'reference_logprobs': reference}).items()
     }
-    known = {name: given[name] for name in algorithm.on_host}
-    annotation = algorithm.annotate(Closed(rows, 0, known, None))
+    on_host = {name: given[name] for name in algorithm.on_host}
+    annotation = algorithm.annotate(Closed(rows, 0, on_host, None))
     return np.stack([np.broadcast_to(a, _LENGTH) * m for a, m in zip(annotation.advantages, mask)])
 
   caused = (advantages(other) - advantages(policy))[mask]

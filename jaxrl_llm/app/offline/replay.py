@@ -161,8 +161,8 @@ async def replay(
           state, batch, updated = await take_step(past.process, trainer, state, plan)
         else:
           state, batch, updated = pass_over(state, plan)
-        known = taken(store, past, plan, recorded.get(stage.name))
-        row = finite_row(step_metrics(batch, updated, known, under.config.rollout.mismatch)[0])
+        rollouts = taken(store, past, plan, recorded.get(stage.name))
+        row = finite_row(step_metrics(batch, updated, rollouts, under.config.rollout.mismatch)[0])
         differences = _metric_differences(row, way.rows.get(state.step, {}))
         arrays = 0
         if state.step == way.step and way.step in past.checkpoints.steps():

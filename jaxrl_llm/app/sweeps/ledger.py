@@ -220,9 +220,9 @@ class Ledger:
     Raises:
       UserError: if the value of any other property differs from the stored one.
     """
-    known = self.meta()
-    current = {key: _current(value) for key, value in known.items()}
-    changes = difference(current, dict(meta)) if known else []
+    stored = self.meta()
+    current = {key: _current(value) for key, value in stored.items()}
+    changes = difference(current, dict(meta)) if stored else []
     fixed = [change for change in changes if change[0].partition('.')[0] not in may_change]
     if fixed:
       listed = '; '.join(

@@ -122,9 +122,9 @@ def open_ledger(plan: SweepPlan, sweepdir: pathlib.Path) -> Ledger:
 
 def lost(plan: SweepPlan, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
   """Returns the entries of the ledger whose trials are not, or no longer, in the sweep file."""
-  known = {trial.key for trial in plan.trials}
+  in_file = {trial.key for trial in plan.trials}
   drawn = plan.sweep.search == 'tpe'
-  return [e for e in entries if e.trial.key not in known and (e.trial.is_start or not drawn)]
+  return [e for e in entries if e.trial.key not in in_file and (e.trial.is_start or not drawn)]
 
 
 def preview(plan: SweepPlan, sweepdir: pathlib.Path) -> list[LedgerEntry]:
@@ -134,9 +134,9 @@ def preview(plan: SweepPlan, sweepdir: pathlib.Path) -> list[LedgerEntry]:
     ledger = Ledger(sweepdir)
     entries = ledger.entries()
     ledger.close()
-  known = {entry.trial.key for entry in entries}
+  in_ledger = {entry.trial.key for entry in entries}
   for trial in plan.trials:
-    if trial.key not in known:
+    if trial.key not in in_ledger:
       number = len(entries)
       entries.append(
         LedgerEntry(

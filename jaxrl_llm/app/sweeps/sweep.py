@@ -310,9 +310,9 @@ def points(sweep: Sweep) -> list[dict[str, Json]]:
   seen: dict[str, int] = {}
   for i, point in enumerate(itertools.islice(sweep.trials, MAX_TRIALS + 1)):
     _check_overrides(f'Sweep: trials[{i}]', point)
-    known = seen.setdefault(json_text(f'trials[{i}]', dict(point)), i)
-    if known != i:
-      raise UserError(f'Sweep: trials[{i}] repeats trials[{known}]: {dict(point)!r}')
+    first = seen.setdefault(json_text(f'trials[{i}]', dict(point)), i)
+    if first != i:
+      raise UserError(f'Sweep: trials[{i}] repeats trials[{first}]: {dict(point)!r}')
     if sweep.seeds and SEED in point:
       raise UserError(f"Sweep: trials[{i}] sets 'seed' beside seeds; wanted one of them")
     listed.append(dict(point))

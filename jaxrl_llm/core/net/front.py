@@ -380,8 +380,8 @@ class _Listener(socket.socket):
     deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, number)
     self._strangers[number] = connection, deadline
     if len(self._strangers) > self._permitted:
-      for known in [k for k, (each, _) in self._strangers.items() if each.fileno() < 0]:
-        self._forget(known)
+      for closed in [k for k, (each, _) in self._strangers.items() if each.fileno() < 0]:
+        self._forget(closed)
     if len(self._strangers) > self._permitted:
       self._drop(next(iter(self._strangers)))
     return connection, address

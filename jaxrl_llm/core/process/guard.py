@@ -164,9 +164,9 @@ class _SharedMemory:
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
     self._credited = time.monotonic()
-    there = _files()
-    self._noted &= there
-    unknown = there - self._noted
+    present = _files()
+    self._noted &= present
+    unknown = present - self._noted
     due = thorough or time.monotonic() >= self._next_scan
     if unknown and (due or not unknown <= self._foreign):
       used = set().union(*(_used_by(process.pid) for process in _tree()))
@@ -179,12 +179,12 @@ class _SharedMemory:
 
   def remove(self, say: Callable[[str], None]) -> None:
     """Removes the remaining recorded files, except those that a process outside the tree uses."""
-    left = self._noted & _files()
-    if not left:
+    remaining = self._noted & _files()
+    if not remaining:
       return
     tree = {process.pid for process in _tree()}
     users = {inode: pid for pid in _pids() if pid not in tree for inode in _used_by(pid)}
-    for name, inode in sorted(left):
+    for name, inode in sorted(remaining):
       path = f'{_SHARED}/{name}'
       if inode in users:
         say(f'left {path}, which process {users[inode]} uses')
@@ -247,7 +247,7 @@ def _ending(code: int) -> str:
   """Describes how a process ended, given its `subprocess` return code."""
   if code >= 0:
     return f'with exit code {code}'
-  return f'by signal {next((known.name for known in signal.Signals if known == -code), -code)}'
+  return f'by signal {next((member.name for member in signal.Signals if member == -code), -code)}'
 
 
 class Guard:
@@ -284,12 +284,12 @@ class Guard:
       os.kill(self._command.pid, signal.SIGTERM)  # Its PID cannot be reused before it is reaped.
       self._wait_for_all(time.monotonic() + self._grace_s)
       self._memory.look(thorough=True)
-    gone = self._kill_all()
+    all_gone = self._kill_all()
     if code is None and self._command.returncode is not None:
       self._say(f'the command ended {_ending(self._command.returncode)}')
     self._memory.remove(self._say)
     if code is None:
-      return 0 if gone else 1
+      return 0 if all_gone else 1
     return code if code >= 0 else 128 - code
 
   def _wait(self, seconds: float) -> None:
