@@ -208,8 +208,8 @@ class RunKeeper:
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
     with self._stopwatch.timed('testing'):
-      # After a signal, the policy is not published: that may take a large part of the time that is
-      # left before the process is killed.
+      # After a signal, the policy is not published, because publishing may take a large part of the
+      # time that is left before the process is killed.
       coordinator = self._process.coordinator
       if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
         return dataclasses.replace(state, stop=stop)

@@ -102,8 +102,8 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
       with process.stopwatch.timed('step'):
         with process.stopwatch.timed('gen'):
           if stage.explores and _publication_due(parts, stage, state.step):
-            # After a signal, the policy is not published: that may take a large part of the time
-            # that is left before the process is killed.
+            # After a signal, the policy is not published, because publishing may take a large part
+            # of the time that is left before the process is killed.
             if stop := await _stop_of(parts):
               state = dataclasses.replace(state, stop=stop)
               break

@@ -89,7 +89,9 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Returns (file name, row) of each sealed sample, keyed by uid. Other samples are skipped."""
+    """Returns (file name, row) of each sample in a sealed segment file, keyed by uid. Other samples
+    are skipped.
+    """
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),
@@ -97,8 +99,8 @@ class Connection:
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns (attempt, bytes) of each sample in the open segment, keyed by uid. Other samples are
-    skipped.
+    """Returns (attempt, bytes) of each sample in the open segment, a table of the index, keyed by
+    uid. Other samples are skipped.
     """
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',

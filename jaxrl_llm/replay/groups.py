@@ -73,7 +73,9 @@ def to_evict(
 
 
 def sealed(db: sqlite3.Connection) -> list[list[str]]:
-  """Returns the uids of sealed samples, one list per group; see `ReplayStore.sealed`."""
+  """Returns the uids of samples in sealed segment files, one list per group; see
+  `ReplayStore.sealed`.
+  """
   groups: dict[str, list[str]] = {}
   for group, uid in db.execute(_SEALED):
     groups.setdefault(group, []).append(uid)

@@ -193,8 +193,8 @@ class ReplayStore:
       )
 
   def sealed(self) -> list[list[str]]:
-    """Returns the uids of the policy's sealed samples that are admitted or trained, one list per
-    group, in the order in which they were issued.
+    """Returns the uids of the policy's samples in sealed segment files that are admitted or
+    trained, one list per group, in the order in which they were issued.
     """
     with self._lock:
       return groups.sealed(self._db)
@@ -251,8 +251,8 @@ class ReplayStore:
     return {uid: json.loads(latest[uid]) for uid in uids if uid in latest}
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
-    """Reads accepted samples, in the order of `uids`. They may be in the open segment or in sealed
-    ones.
+    """Reads accepted samples, in the order of `uids`. They may be in the open segment (a table of
+    the index) or in sealed segment files.
     """
     with self._lock:
       refs, rows = self._connection.places(uids), self._connection.open_rows(uids)

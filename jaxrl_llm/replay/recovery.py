@@ -85,7 +85,7 @@ def undo(
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
   """Undoes the sealing of segments since the commit. Samples that were accepted before the commit
-  move back to the open segment. Returns their number.
+  move back to the open segment, a table of the index. Returns their number.
   """
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '

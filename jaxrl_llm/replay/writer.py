@@ -246,8 +246,9 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals samples that are admitted or trained: those that are still in the open segment move to
-    a new sealed segment. Returns (file name, row) of all given samples, keyed by uid.
+    """Seals samples that are admitted or trained: moves those in the open segment (a table of the
+    index) to a new sealed segment file. Returns (file name, row) of all given samples, keyed by
+    uid.
     """
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
@@ -290,8 +291,8 @@ class StepWriter:
   def trained(self, uids: Sequence[str]) -> None:
     """Records that the batch of this step trained on these samples.
 
-    A sample of the policy must be sealed, and fewer than `max_uses` earlier batches may have
-    trained on it.
+    A sample of the policy must be in a sealed segment file, and fewer than `max_uses` earlier
+    batches may have trained on it.
     """
     with self._connection.transaction():
       refs = self._connection.places(uids)

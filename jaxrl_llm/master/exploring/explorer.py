@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
   several preference pairs occurs once per pair.
   """
   places: dict[str, Ref]
-  """Location of each sample in the store's sealed segments, keyed by uid."""
+  """Location of each sample in the store's sealed segment files, keyed by uid."""
   counts: dict[str, int]
   """Counters of what happened while the batch was collected, such as the number of dropped
   groups.
@@ -196,7 +196,8 @@ class Explorer:
   async def next(self) -> Drawn:
     """Returns the next batch: new groups, then groups of earlier batches if `past` is configured.
 
-    Moves the samples to sealed segments of the store. Raises the exceptions of `collect`.
+    Moves the samples to a sealed (immutable) segment file of the store. Raises the exceptions of
+    `collect`.
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:

@@ -276,8 +276,8 @@ Starter = Zygote | Bubblewrap
 
 
 def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
-  """Opens a starter with the first kind of isolation that `isolation` permits and that works on
-  this machine. Raises NoIsolation if none works.
+  """Returns a starter of sandboxes with the first kind of isolation that `isolation` permits and
+  that works on this machine. Raises NoIsolation if none works.
   """
   ways = {
     'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),

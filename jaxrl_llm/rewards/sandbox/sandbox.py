@@ -394,7 +394,7 @@ def _has_hung_up(control: socket.socket) -> bool:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-  """Returns the supervisor's message unchanged.
+  """Checks the supervisor's message, and returns it unchanged.
 
   Raises SandboxError if the program reached its wall-clock limit only because the machine was busy.
   """

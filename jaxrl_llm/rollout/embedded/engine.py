@@ -220,8 +220,8 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _check(self, request: Request) -> int:
-    """Returns the bucket of the request's prompt. Raises UserError if the engine cannot serve the
-    request.
+    """Returns the length (bucket) to which the request's prompt is padded. Raises UserError if the
+    engine cannot serve the request.
     """
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:

@@ -133,7 +133,8 @@ class Programs:
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
     """Lowers every program of the engine. The keys of the result are ('prefill', bucket) and
-    ('admit', bucket) for each bucket, ('decode', False), and ('decode', True) if `filtered`.
+    ('admit', bucket) for each bucket (padded prompt length), ('decode', False), and ('decode',
+    True) if `filtered`.
     """
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -166,7 +166,8 @@ class Scheduler:
 
   def _same_kind(self) -> Iterable[QueuedRequest]:
     """Yields the waiting requests that come before the first one that needs the other decode
-    program. Later requests are not considered, so that no request is overtaken forever.
+    program (with or without top-k and top-p). Later requests are not considered, so that no request
+    is overtaken forever.
     """
     for queued in self._waiting:
       if queued.request.sampling.filtered != self._filtered:

@@ -27,7 +27,7 @@ PUBLISHED = 'vllm/published'
 """File in the run directory that contains the path of the publication folder."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
 _PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
-"""Names of publication folders."""
+"""Pattern of the names of publication folders."""
 
 
 def vllm_engine(config: VllmConfig) -> EngineSpec:

@@ -54,8 +54,8 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64 is denied for other processes. The kernel only requires that they have the same user,
-and the supervisor does.
+"""prlimit64 is denied for other processes. The kernel would permit it for any process of the same
+user, and the supervisor runs as the program's user.
 """
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
 """rt_sigaction is denied for SIGCHLD. If a process ignored this signal, the kernel would not report

@@ -151,8 +151,8 @@ class Remote:
     before the first one.
     """
     self._remote_base: type | None = None
-    """Built-in type from which the class of a MADE or NAMED object derives. None if there is no
-    such type, or if the object has another origin.
+    """Built-in type from which the object's class derives, if the object is MADE or NAMED (see
+    `Origin`). None if it is not, or if there is no such type.
     """
 
   def __getattr__(self, name: str) -> Any:
@@ -323,7 +323,7 @@ def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
 def _telling(name: str) -> Callable[..., Any]:
   """Returns a special method without operands, such as `__len__`.
 
-  Only MADE and NAMED objects accept further arguments, as in `round(x, 2)`.
+  Only MADE and NAMED objects (see `Origin`) accept further arguments, as in `round(x, 2)`.
   """
   number = name in (
     'abs',

@@ -59,8 +59,8 @@ def _letter(token: str) -> str:
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
   """Returns the letters of the choices that the text as a whole names.
 
-  Returns None if the text names no choice, if it hedges, or if a letter is followed by text that is
-  not the text of that choice.
+  Returns None if the text names no choice, if it leaves the choice open (`A or B`), or if a letter
+  is followed by text that is not the text of that choice.
 
   Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices.
   If the choices are unknown, text after a single letter is taken as the text of that choice, unless

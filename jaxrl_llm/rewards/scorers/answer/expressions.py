@@ -1,4 +1,6 @@
-"""Compares expressions by math-verify, with guards against hedged and hostile answers."""
+"""Compares expressions with math-verify, with guards against hostile answers and answers that leave
+several values open.
+"""
 
 from __future__ import annotations
 
