@@ -12,21 +12,19 @@ assignment has an effect only if the variable has no value yet, and is listed in
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.app.importers.shell_arithmetic import computed
+from jaxrl_llm.app.importers.shell_words import Word, condition, matches, unread
+from jaxrl_llm.core.errors import UserError
 
 _LONGEST_WORD = 100_000
 _MOST_WORDS = 20_000
 _MOST_CHARACTERS = 2_000_000
 _DEEPEST = 20
-_LARGEST_NUMBER = 2**63
 _LONGEST_ARITHMETIC = 200
 _NAME = re.compile(r'[A-Za-z_]\w*')
 _ASSIGNMENT = re.compile(r'([A-Za-z_]\w*)(\+?)=')
@@ -40,14 +38,6 @@ _OPENING = ('then', 'do', 'else', '{', '!')
 _CLOSING = ('fi', 'done', 'esac', '}')
 _LOOPS = ('for', 'while', 'until', 'select')
 _DECLARING = ('export', 'readonly', 'local', 'declare', 'typeset')
-
-
-class Word(NamedTuple):
-  """A word of a command after substitution."""
-
-  text: str
-  missing: tuple[str, ...] = ()
-  """Parts of `text` that are not substituted, because only running the script could do so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +138,10 @@ class _Reader:
     keyword, *rest = words or [Word('')]
     match keyword.text:
       case 'if':
-        known = None if end in ('&&', '||', '|') else _condition(rest)
+        known = None if end in ('&&', '||', '|') else condition(rest)
         self._branches.append(_Branch(active=known, taken=known))
       case 'elif' if top is not None:
-        self._next(top, None if end in ('&&', '||', '|') else _condition(rest))
+        self._next(top, None if end in ('&&', '||', '|') else condition(rest))
       case 'else' if top is not None:
         self._next(top, True)
       case 'case':
@@ -179,7 +169,7 @@ class _Reader:
     elif words:
       top.patterns += words
       if end == ')':
-        self._next(top, _matches(top.subject, top.patterns))
+        self._next(top, matches(top.subject, top.patterns))
         top.patterns = None
     return []
 
@@ -386,7 +376,7 @@ class _Reader:
       elif char == '$':
         add(self._nested(self._dollar), quoted=bool(until))
       elif char == '`':
-        add([_unread(f'`{self._quoted("`")}`')], quoted=True)
+        add([unread(f'`{self._quoted("`")}`')], quoted=True)
       else:
         plain = _PLAIN.match(self._text, self._at)
         self._at = self._at + 1 if plain is None else plain.end()
@@ -427,7 +417,7 @@ class _Reader:
       self._at = at
     if text.startswith('$(', at):
       inner = self._bracketed(at + 2, '(', ')')
-      return [_unread(f'$({inner})')]
+      return [unread(f'$({inner})')]
     if text.startswith('${', at):
       return self._parameter(self._bracketed(at + 2, '{', '}'))
     match = re.compile(r'[A-Za-z_]\w*|\d').match(text, at + 1)
@@ -474,7 +464,7 @@ class _Reader:
     if inner in ('@', '*'):
       return []
     if match is None:
-      return [_unread(f'${{{inner}}}')]
+      return [unread(f'${{{inner}}}')]
     name, whole, sign, other = match.groups()
     value = self._variables.get(name)
     if whole:
@@ -504,7 +494,7 @@ class _Reader:
   def _arithmetic(self, inner: str) -> Word:
     """Computes `$((inner))` if it is short and consists of known integers."""
     if len(inner) > _LONGEST_ARITHMETIC:
-      return _unread(f'$(({inner}))')
+      return unread(f'$(({inner}))')
     missing: list[str] = []
 
     def number(match: re.Match) -> str:
@@ -515,101 +505,11 @@ class _Reader:
       return f'({word.text})'
 
     text = re.sub(r'\$?\{?([A-Za-z_]\w*)\}?', number, inner)
-    result = None if missing or '$' in text else _computed(text)
+    result = None if missing or '$' in text else computed(text)
     if result is None:
-      return _unread(f'$(({inner}))')
+      return unread(f'$(({inner}))')
     return Word(str(result))
-
-
-def _quotient(dividend: int, divisor: int) -> int:
-  """Divides as a shell does, rounding towards zero."""
-  quotient = abs(dividend) // abs(divisor)
-  return quotient if (dividend < 0) == (divisor < 0) else -quotient
-
-
-_BINARY = {
-  ast.Add: operator.add,
-  ast.Sub: operator.sub,
-  ast.Mult: operator.mul,
-  ast.Div: _quotient,
-  ast.Mod: lambda a, b: a - b * _quotient(a, b),
-}
-
-
-def _computed(text: str) -> int | None:
-  """Returns the value of an arithmetic expression of integers; None for other texts."""
-  if not re.fullmatch(r'[\d\s()+\-*/%]+', text):
-    return None
-  try:
-    return _evaluated(ast.parse(text.strip(), mode='eval').body)
-  except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-    return None
-
-
-def _evaluated(node: ast.expr) -> int:
-  match node:
-    case ast.Constant(value=int(value)):
-      result = value
-    case ast.UnaryOp(op=ast.USub(), operand=operand):
-      result = -_evaluated(operand)
-    case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-      result = _BINARY[type(op)](_evaluated(left), _evaluated(right))
-    case _:
-      raise ValueError('not whole-number arithmetic')
-  if abs(result) > _LARGEST_NUMBER:
-    raise ValueError('too large')
-  return result
-
-
-_COMPARISONS = {
-  '=': lambda a, b: a == b,
-  '==': lambda a, b: a == b,
-  '!=': lambda a, b: a != b,
-  '-eq': lambda a, b: int(a) == int(b),
-  '-ne': lambda a, b: int(a) != int(b),
-  '-lt': lambda a, b: int(a) < int(b),
-  '-le': lambda a, b: int(a) <= int(b),
-  '-gt': lambda a, b: int(a) > int(b),
-  '-ge': lambda a, b: int(a) >= int(b),
-}
-
-
-def _condition(words: Sequence[Word]) -> bool | None:
-  """Returns whether a test `[ … ]` is true; None if its words do not determine it."""
-  if any(word.missing for word in words) or len(words) < 3:
-    return None
-  texts = [word.text for word in words]
-  if (texts[0], texts[-1]) not in (('[', ']'), ('[[', ']]')):
-    return None
-  match texts[1:-1]:
-    case ['-z', text]:
-      return not text
-    case ['-n', text]:
-      return bool(text)
-    case [left, comparison, right] if comparison in _COMPARISONS and not set('*?[') & set(right):
-      try:
-        return _COMPARISONS[comparison](left, right)
-      except ValueError:
-        return None
-  return None
-
-
-def _matches(subject: Word, patterns: Sequence[Word]) -> bool | None:
-  """Returns whether one of a branch's patterns matches the word of a `case`; None if this is not
-  known.
-  """
-  texts = [pattern.text for pattern in patterns]
-  if '*' in texts:
-    return True
-  if subject.missing or any(set('*?[') & set(text) for text in texts):
-    return None
-  return subject.text in texts
 
 
 def _is_declaring(word: Word) -> bool:
   return word.text in _DECLARING or bool(re.fullmatch(r'-[a-zA-Z]+', word.text))
-
-
-def _unread(text: str) -> Word:
-  """Returns a placeholder word for a substitution that only running the script could make."""
-  return Word('$(…)', (one_line(text, 60),))

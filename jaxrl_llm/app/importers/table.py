@@ -40,8 +40,8 @@ class Mapped:
 
 @dataclasses.dataclass(frozen=True)
 class NotNeeded:
-  """A key that needs no counterpart: it changes no result, or its behaviour is always the case
-  here.
+  """A key that needs no counterpart: it changes no result, or this package always behaves as the
+  key demands.
   """
 
   why: str

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.app.importers.given import Given, read_mapping, read_text, value_of
-from jaxrl_llm.app.importers.shell import Command, Word
+from jaxrl_llm.app.importers.shell import Command
+from jaxrl_llm.app.importers.shell_words import Word
 from jaxrl_llm.app.importers.start import find_start
 from jaxrl_llm.app.importers.trl_table import TABLES, TRAINERS
 from jaxrl_llm.core.errors import UserError, one_line
