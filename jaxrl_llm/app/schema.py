@@ -211,7 +211,7 @@ class Rollouts:
   weights that are trained on it. 0 means on-policy training.
   """
   publish_every: int = 1
-  """Number of updates from one publication of the weights to the engine to the next."""
+  """Number of updates between two publications of the weights to the engine."""
   rollout_only: bool = False
   """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
   start with a new optimizer and critic.

@@ -55,7 +55,8 @@ class Row:
   sequence is not a rollout.
   """
   turn_rewards: tuple[float, ...] = ()
-  """Rewards of the turns, in addition to `reward`. Each is credited at the last token of its turn.
+  """Rewards of the turns, in addition to `reward`. Each is credited at the last token of its
+  turn.
   """
   trajectory: str | None = None
   """Id of the row's trajectory, if each step of the trajectory is a row of its own. None if the
@@ -195,11 +196,11 @@ def _plan_chunks(
 ) -> int:
   """Returns the largest number of chunks per micro-batch, up to `most`, with good utilisation.
 
-  Utilisation is the fraction of token slots in use. It is good if, in each of `_DRAWS` optimizer
-  steps drawn at random, it is at least `_KEPT` of that with the fewest possible chunks per
-  micro-batch. A rank's chunks are rounded up to whole micro-batches, so that on average half a
-  micro-batch is empty, which matters if a step has few micro-batches. Smaller micro-batches waste
-  less, but give a device less work at a time.
+  Utilisation is the fraction of token slots in use. It is highest with the fewest possible chunks
+  per micro-batch, because the chunks of a rank are rounded up to whole micro-batches. Larger
+  micro-batches, however, give a device more work at a time. The utilisation of a number of chunks
+  is good if it is at least `_KEPT` times the highest one in each of `_DRAWS` optimizer steps drawn
+  at random.
   """
   groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
   count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))

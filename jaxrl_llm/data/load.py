@@ -102,7 +102,9 @@ class _PackedPart(NamedTuple):
   packing: Packing
   grid: Grid
   reads: Sequence[Sequence[Row]]
-  """The rows that this process needs, in the order of the packing, divided into reads."""
+  """The rows that this process needs, in the order of the packing. Each inner sequence is read at
+  once by one thread.
+  """
 
 
 class _PackedSteps(grain.IterDataset[PackedStep]):

@@ -45,8 +45,8 @@ class Coordinator:
     """
     Args:
       device: thread that runs all collectives.
-      on_signal: called in process 0 with a signal that any process reported. After the report, it
-        is called at every exchange.
+      on_signal: called in process 0 with a signal that any process has reported. It is called again
+        at every later exchange.
       beat_s: seconds between heartbeats while process 0 is busy.
       silence_s: maximum wait in seconds for another process at an exchange. It must exceed the
         longest work between two exchanges, such as the engine's start or compilation.

@@ -123,7 +123,7 @@ def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
     spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
   spans.sort(key=lambda span: (span.attempt, span.start))
   steps = _steps(spans, begun)
-  # The beginning of the first step was not read.
+  # If the beginning of the log was not read, drop the first step, which is incomplete.
   return Timeline(spans, steps[1:] if cut else steps, unreadable, cut)
 
 

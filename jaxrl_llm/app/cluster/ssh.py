@@ -289,7 +289,8 @@ def submit(script: str, job: Job, options: SshOptions) -> str:
 
 
 def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, begin: int) -> None:
-  """Waits until the launching script has started the processes, or has ended after starting them.
+  """Waits until the launching script has started the processes. Also returns if the script has
+  already ended after starting them.
 
   Args:
     begin: size of the script's log before the script was started.

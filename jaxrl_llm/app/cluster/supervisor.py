@@ -119,7 +119,8 @@ class ProcessEnd:
   def is_bad(self) -> bool:
     """Whether this end counts as a failure, which ends the job.
 
-    The end of a service always does, because services have to run until the processes have ended.
+    If a service ends, this is always a failure, because services have to run until the processes
+    have ended.
     """
     return self.of_service or self.code != 0
 

@@ -126,7 +126,7 @@ def _export(directory: pathlib.Path) -> int:
 
 
 def _steps(text: str) -> tuple[int, int]:
-  """Parses FIRST:LAST or a single step."""
+  """Parses 'FIRST:LAST' or a single step, and returns the first and the last step."""
   first, colon, last = text.partition(':')
   try:
     return int(first), int(last if colon else first)

@@ -289,7 +289,8 @@ class _Rules:
 
     Args:
       field: path of the changed field within the configuration that has the optimizer.
-      inherited: the optimizers, before and after the change, that apply if `optimizer` is None.
+      inherited: the optimizers that apply where the field `optimizer` is None, before and after the
+        change.
     """
     if field != 'optimizer':
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS

@@ -133,7 +133,9 @@ def _check_group(
 def _check_fills(
   stage: StageConfig, groups: Sequence[Sequence[Experience]], left_out: Mapping[str, int]
 ) -> None:
-  """Raises UserError if the groups do not fill a batch, or a batch not all of its minibatches."""
+  """Raises UserError if there are fewer groups than a batch needs, or if a batch may have fewer
+  sequences than minibatches.
+  """
   source = stage.source
   if len(groups) < source.groups_per_batch:
     raise UserError(

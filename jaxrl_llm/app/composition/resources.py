@@ -137,8 +137,8 @@ def build_rollouts(
 
 
 def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersConfig:
-  """Returns the configuration, with the registry's key as token of the server for explorers if the
-  configuration names no token file.
+  """Sets the token of the server for explorers to the registry's key, unless the configuration
+  names a token file. Returns the resulting configuration.
   """
   listen = config.listen
   if registry is None or listen is None or listen.token_file is not None:
