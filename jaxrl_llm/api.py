@@ -50,7 +50,10 @@ _NAMES = (
   ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),
   ('jaxrl_llm.core.records.score', 'Score'),
   # Workflows
-  ('jaxrl_llm.rollout.workflow', 'SingleTurn Workflow completion_text'),
+  ('jaxrl_llm.rollout.workflow', 'Rollout SingleTurn Workflow completion_text'),
+  ('jaxrl_llm.rollout.episodes.episode', 'Episode OutOfTokens Turn'),
+  ('jaxrl_llm.rollout.episodes.environment', 'Environment Step'),
+  ('jaxrl_llm.rollout.episodes.workflow', 'Episodes'),
   ('jaxrl_llm.rollout.api', 'Completion Request Sampling'),
   ('jaxrl_llm.rollout.hub', 'Hub'),
   ('jaxrl_llm.core.records.sample', 'Finish Role Sample Segment'),

@@ -43,7 +43,7 @@ class Hub:
 
   async def generate(self, request):
     self.requests.append(request)
-    for index in range(request.samples):
+    for index in range(request.first, request.first + request.samples):
       tokens = np.array(self.answers.pop(0), np.int32)
       segment = Segment(start=0, end=len(tokens), version=Version(0, 0), engine='e', finish='stop')
       logprobs = np.full(len(tokens), -0.5, np.float32)
@@ -71,7 +71,9 @@ def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
     runs = checked_run(workflow, TASK, 0, stage='grpo', samples=2, sampling=Sampling())
     return [pair async for pair in runs]
 
-  (right, said_first), (wrong, said_last) = asyncio.run(collect())
+  (right, said_first, _), (wrong, said_last, _) = sorted(
+    asyncio.run(collect()), key=lambda rollout: rollout.sample.sample_index
+  )
   assert (said_first, said_last, workflow.text(wrong)) == ('cba', 'cba', 'cba')
   prompt = tokenizer.render_prompt(TASK.prompt)
   assert right.tokens.tolist() == [*prompt, *said('cba')] and len(right.segments) == 1
@@ -87,7 +89,8 @@ def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
     (n + 4, n + 8),
   ]
   assert (
-    hub.requests[1].prompt == tuple(wrong.tokens[: n + 4])
-    and hub.requests[1].max_tokens == 9 - 3 - 1
+    hub.requests[-1].prompt == tuple(wrong.tokens[: n + 4])
+    and hub.requests[-1].max_tokens == 9 - 3 - 1
   )
-  assert len({request.key for request in hub.requests}) == 2
+  draws = {(request.key, request.first) for request in hub.requests}
+  assert len(draws) == len(hub.requests) == 3

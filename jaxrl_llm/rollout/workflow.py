@@ -12,16 +12,18 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from absl import logging
 from jaxtyping import Int
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.sample import Finish, Role, Sample, Segment, Source, media_of
+from jaxrl_llm.core.records.sample import Finish, Role, Sample, Source, media_of
 from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.rewards.api import MAX_REWARD, Verdict
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
+from jaxrl_llm.rollout.recording import Place, Recording
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 
@@ -30,9 +32,21 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', or 'module:attribute' of the function that builds a custom workflow."""
+  """'single_turn', 'environment', or 'module:attribute' of the function that builds a custom
+  workflow."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Keyword arguments of the function that builds a custom workflow."""
+  """Options of 'environment' (`EnvironmentWorkflow`), or keyword arguments of the function that
+  builds a custom workflow."""
+
+
+class Rollout(NamedTuple):
+  """A finished sample as a workflow yields it."""
+
+  sample: Sample
+  text: str
+  """The policy's response, as `Workflow.text` decodes it."""
+  verdict: Verdict | None = None
+  """Reward of the environment; None if the workflow gives none."""
 
 
 @runtime_checkable
@@ -41,7 +55,7 @@ class Workflow(Protocol):
 
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
-  ) -> AsyncIterator[tuple[Sample, str]]:
+  ) -> AsyncIterator[Rollout | tuple[Sample, str]]:
     """Yields each sample with its decoded response as soon as the sample finishes. It must yield
     each sample index below `samples` once.
 
@@ -104,9 +118,30 @@ class Roster:
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
 
+def check_verdict(rollout: Rollout) -> None:
+  """Raises ValueError if the environment's reward of a rollout is not finite, or has more turn
+  values than the sample has turns (runs of tokens in the loss).
+  """
+  sample, _, verdict = rollout
+  if verdict is None:
+    return
+  numbers = [*verdict.turn_values, *verdict.parts.values()]
+  for number in numbers if verdict.value is None else [verdict.value, *numbers]:
+    if not abs(number) <= MAX_REWARD:
+      raise ValueError(
+        f'sample {sample.uid} has reward {number}, wanted a number within ±{MAX_REWARD:g}'
+      )
+  turns = np.count_nonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0) == 1)
+  if len(verdict.turn_values) > turns:
+    raise ValueError(
+      f'sample {sample.uid} has rewards for {len(verdict.turn_values)} turns, wanted at '
+      f'most {turns}'
+    )
+
+
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
-) -> AsyncIterator[tuple[Sample, str]]:
+) -> AsyncIterator[Rollout]:
   """Runs a workflow and yields its samples. Of several samples with the same index, only the first
   is yielded.
 
@@ -117,19 +152,21 @@ async def checked_run(
   roster = Roster(group, samples)
   runs = workflow.run(task, visit, stage=stage, samples=samples, sampling=sampling)
   async with contextlib.aclosing(runs):
-    async for sample, text in runs:
+    async for yielded in runs:
+      rollout = Rollout(*yielded)
       try:
-        is_first = roster.take(sample)
+        is_first = roster.take(rollout.sample)
+        check_verdict(rollout)
       except ValueError as error:
         raise RunError(f'rollout.workflow: {error}; correct the workflow') from None
       if is_first:
-        yield sample, text
+        yield rollout
       else:
         logging.log_first_n(
           logging.WARNING,
           'rollout.workflow: sample %s was yielded twice; the first one counts',
           5,
-          sample.uid,
+          rollout.sample.uid,
         )
   if problem := roster.incomplete():
     raise RunError(
@@ -218,7 +255,6 @@ class SingleTurn:
   async def _request(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> Request:
-    digest = int(task.digest, 16)
     return Request(
       uid=f'{stage}/{task.uid}/{visit}',
       prompt=tuple(await self._prompt(task)),
@@ -226,7 +262,7 @@ class SingleTurn:
       sampling=sampling,
       stop_ids=tuple(self._tokenizer.stop_ids),
       samples=samples,
-      key=(digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit),
+      key=request_key(task, visit),
     )
 
   def text(self, sample: Sample) -> str:
@@ -238,6 +274,18 @@ class SingleTurn:
 async def _answers(engine: Generator, request: Request) -> list[tuple[int, Completion]]:
   async with contextlib.aclosing(engine.generate(request)) as completions:
     return [answer async for answer in completions]
+
+
+def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:
+  """Returns the random key of a request. No two requests of a sample may have the same key, because
+  they would draw the same random numbers.
+
+  Args:
+    turn: number of requests for the same sample before this one.
+  """
+  digest = int(task.digest, 16)
+  key = digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit
+  return (*key, turn) if turn else key
 
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
@@ -256,39 +304,10 @@ def rollout_sample(
   temperature: float,
 ) -> Sample:
   """Builds the sample record of one completion."""
-  before, after = len(prompt), len(completion.tokens)
-  sampled = np.r_[np.zeros(before, bool), np.ones(after, bool)]
-  segments = tuple(
-    Segment(
-      start=s.start + before,
-      end=s.end + before,
-      version=s.version,
-      engine=s.engine,
-      finish=s.finish,
-    )
-    for s in completion.segments
-  )
-  return Sample(
-    uid=f'{group}/{index}',
-    task_id=task.uid,
-    visit=visit,
-    sample_index=index,
-    group_id=group,
-    trajectory_id=f'{group}/{index}',
-    taskset=task.taskset,
-    domain=task.domain,
-    source=Source.ROLLOUT,
-    tokens=np.r_[np.asarray(prompt, np.int32), completion.tokens].astype(np.int32),
-    prompt_len=before,
-    role=np.where(sampled, Role.POLICY, Role.PROMPT).astype(np.uint8),
-    loss_mask=sampled,
-    sampled=sampled,
-    behaviour_logprobs=np.r_[np.zeros(before, np.float32), completion.logprobs].astype(np.float32),
-    segments=segments,
-    temperature=temperature,
-    finish_reason=completion.finish,
-    media=media_of(task),
-  )
+  recording = Recording(prompt)
+  recording.act(completion)
+  place = Place(task=task, visit=visit, group=group, index=index)
+  return recording.sample(place, temperature=temperature)
 
 
 def demonstration_sample(task: Task, answer: str, tokenizer: Tokenizer, *, number: int) -> Sample:

@@ -111,7 +111,7 @@ class Setting:
     runs = workflow.run(
       task, visit, stage='grpo', samples=samples, sampling=Sampling(temperature=1.0)
     )
-    return {sample.uid: (encode(sample), text) async for sample, text in runs}
+    return {sample.uid: (encode(sample), text) async for sample, text, *_ in runs}
 
 
 def listen(directory):

@@ -16,6 +16,7 @@ from jaxrl_llm.rewards.api import DISCOVERING, AnyScorer, RewardsConfig, ScorerC
 from jaxrl_llm.rewards.scorers.adapters import python_scorer, trl_scorer, verl_scorer
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer, choose_options
 from jaxrl_llm.rewards.scorers.code import code_scorer, options_within
+from jaxrl_llm.rewards.scorers.environment import environment_scorer
 from jaxrl_llm.rewards.scorers.format import format_scorer
 from jaxrl_llm.rewards.scorers.http import http_scorer
 from jaxrl_llm.rewards.scorers.judge.scorer import judge_scorer
@@ -30,6 +31,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
   'answer': answer_scorer,
   'box_iou': box_iou_scorer,
   'code': code_scorer,
+  'environment': environment_scorer,
   'format': format_scorer,
   'http': http_scorer,
   'judge': judge_scorer,

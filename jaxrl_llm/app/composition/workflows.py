@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rollout.episodes.environment import EnvironmentWorkflow
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
-WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {'single_turn': SingleTurn}
+WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {
+  'environment': EnvironmentWorkflow,
+  'single_turn': SingleTurn,
+}
 
 
 def build_workflow(

@@ -6,21 +6,55 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
-from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.records.sample import Finish, Sample
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.selection import Experience
-from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine, drops_group
+from jaxrl_llm.rewards.api import (
+  ENVIRONMENT,
+  Attempt,
+  RewardsConfig,
+  combine,
+  drops_group,
+  in_force,
+)
 from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rollout.workflow import Rollout
 
 
 async def judge(
-  sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig
+  rollout: Rollout, task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> Experience:
-  """Scores one attempt with all configured scorers that judge attempts one by one."""
-  scores = await scorers.score(_attempt(sample, completion, task))
+  """Scores one attempt with all configured scorers that judge attempts one by one.
+
+  Raises:
+    RunError: the workflow gives no reward of an environment although a scorer reads it, or gives
+      one although no scorer reads it.
+  """
+  sample, completion, verdict = rollout
+  _check_verdict(rollout, rewards)
+  scores = await scorers.score(
+    dataclasses.replace(_attempt(sample, completion, task), environment=verdict)
+  )
   return Experience(
     sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
   )
+
+
+def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
+  sample, _, verdict = rollout
+  configured = in_force(rewards.scorers, sample.domain, sample.taskset)
+  is_read = any(scorer.implementation == ENVIRONMENT for scorer in configured)
+  if is_read and verdict is None and sample.finish_reason != Finish.LENGTH:
+    raise RunError(
+      f'rollout.workflow: sample {sample.uid} has no reward, and rewards.scorers has '
+      f'{ENVIRONMENT!r}; call episode.reward in the workflow, or remove the scorer'
+    )
+  if verdict is not None and not is_read:
+    raise RunError(
+      f'rollout.workflow: sample {sample.uid} has a reward of the environment, which no scorer of '
+      f'its taskset reads; add ScorerConfig(name={ENVIRONMENT!r}) to rewards.scorers'
+    )
 
 
 async def judge_group(
@@ -47,11 +81,11 @@ async def judge_group(
 
 
 async def judged(
-  runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
+  runs: AsyncIterator[Rollout], task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Experience]:
   """Scores a workflow's attempts at one task, each as it ends and then all of them as a group."""
   async with asyncio.TaskGroup() as scoring:
-    pending = [scoring.create_task(judge(*run, task, scorers, rewards)) async for run in runs]
+    pending = [scoring.create_task(judge(run, task, scorers, rewards)) async for run in runs]
   return await judge_group([judging.result() for judging in pending], scorers, rewards)
 
 

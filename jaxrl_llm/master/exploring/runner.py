@@ -20,7 +20,7 @@ from jaxrl_llm.master.exploring.judging import judge, judge_group
 from jaxrl_llm.master.exploring.partial import GroupCut, continue_group
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
-from jaxrl_llm.rollout.workflow import Workflow, checked_run
+from jaxrl_llm.rollout.workflow import Rollout, Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
@@ -109,7 +109,7 @@ class GroupRunner:
 
   async def _generate(
     self, task: Task, visit: int, spans: Sequence[Sequence[Span]]
-  ) -> AsyncIterator[tuple[Sample, str]]:
+  ) -> AsyncIterator[Rollout]:
     """Returns an iterator over the group's samples with their texts. With partial rollouts, first
     waits until all samples are finished, since an unfinished group is not scored.
     """
@@ -134,12 +134,10 @@ class GroupRunner:
         raise
       async with asyncio.TaskGroup() as scoring:
         pending = []
-        async for sample, completion in runs:
+        async for rollout in runs:
           if Edge.EVAL not in open_requests:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          pending.append(
-            scoring.create_task(judge(sample, completion, task, self.scorers, rewards))
-          )
+          pending.append(scoring.create_task(judge(rollout, task, self.scorers, rewards)))
         rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self.scorers, rewards)
@@ -155,6 +153,6 @@ class GroupRunner:
     return Judged(members, rolled_out, scored)
 
 
-async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[tuple[Sample, str]]:
+async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[Rollout]:
   for value in values:
-    yield value
+    yield Rollout(*value)

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import Role, Sample, Source, decode
 from jaxrl_llm.core.records.task import Message
-from jaxrl_llm.rewards.api import Attempt
+from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Verdict
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
@@ -40,6 +41,8 @@ _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
 """The maximum size of an encoded sample in bytes is the first number, for names, plus the second
 number for each token of the longest sequence.
 """
+_MAX_PARTS, _MAX_EVIDENCE = 256, 1 << 16
+"""Maximum number of parts of a verdict, and maximum number of characters of its evidence."""
 _ROUNDING = 1e-3
 """Amount by which a logprob may exceed 0 because of rounding."""
 _INT32 = 2**31
@@ -119,6 +122,14 @@ def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sa
     return sample
 
 
+def read_verdict(body: Mapping[str, Any], sample: Sample) -> Verdict | None:
+  """Returns the environment's reward in a message that hands in a sample; None if there is none.
+  Raises Misbehaved if the reward is invalid.
+  """
+  with _reading('verdict'):
+    return _verdict(body.get('verdict'), turns=len(sample.tokens))
+
+
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
   """Returns the generation request in a message. Raises Misbehaved if the request is invalid. The
   lengths of the prompt and the completion are left for the engine to check.
@@ -162,6 +173,7 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
     _check_integer(row, 'response_len', 0, _INT32 - 1)
     if not row['uid'].startswith(f'{group.name}/'):
       raise ValueError(f'uid is {row["uid"]!r}, wanted {group.name}/…')
+    _verdict(row.get('environment'), turns=row['response_len'])
     return wire.read_attempt(row)
 
 
@@ -196,6 +208,40 @@ def _reading(kind: str) -> Iterator[None]:
     raise Misbehaved(one_line(f'{kind}: {error}')) from None
   except Exception as error:
     raise Misbehaved(one_line(f'{kind}: {type(error).__name__}: {error}')) from None
+
+
+def _verdict(row: Any, *, turns: int) -> Verdict | None:
+  """Checks and reads an encoded verdict (`wire.verdict_row`), which may be None.
+
+  Args:
+    turns: maximum number of turns.
+  """
+  if row is None:
+    return None
+  _check_type(row, 'verdict', dict)
+  values, parts = _field(row, 'turn_values', list), _field(row, 'parts', dict)
+  if len(values) > turns or len(parts) > _MAX_PARTS:
+    raise ValueError(
+      f'verdict has {len(values)} turn values and {len(parts)} parts, wanted at most {turns} and '
+      f'{_MAX_PARTS}'
+    )
+  for name in parts:
+    _check_text({'name of a part': name}, 'name of a part')
+  numbers = [row.get('value'), *values, *parts.values()]
+  for value in numbers[1:] if numbers[0] is None else numbers:
+    if type(value) not in (int, float) or not abs(value) <= MAX_REWARD:
+      raise ValueError(f'verdict has {value!r}, wanted a number within ±{MAX_REWARD:g}')
+  evidence = _field(row, 'evidence', str)
+  if len(evidence) > _MAX_EVIDENCE or type(_strict_json(evidence)) is not dict:
+    raise ValueError(f'evidence is no JSON object of at most {_MAX_EVIDENCE} characters')
+  return wire.read_verdict(row)
+
+
+def _strict_json(text: str) -> Any:
+  def refuse(constant):
+    raise ValueError(f'JSON has {constant}')
+
+  return parse_json(text, parse_constant=refuse)
 
 
 def _check_types(row: Any) -> None:

@@ -47,6 +47,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_request,
   read_sample,
   read_sender,
+  read_verdict,
 )
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
@@ -59,6 +60,7 @@ from jaxrl_llm.rollout.explorers.wire import (
   unpack,
 )
 from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.workflow import Rollout
 
 ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
@@ -212,7 +214,7 @@ class Crew:
 
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
-  ) -> AsyncIterator[tuple[Sample, str]]:
+  ) -> AsyncIterator[Rollout]:
     """Implements `Workflow.run`. Raises RunError if the workflow has failed in its explorer."""
     options = {
       'visit': visit,
@@ -305,6 +307,7 @@ class Crew:
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
     sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
+    verdict = read_verdict(body, sample)
     try:
       # A separate thread is used, because decoding a long sample would block the event loop.
       text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
@@ -319,7 +322,7 @@ class Crew:
       return
     group = self._leases.held(lease, sender)  # The lease may have ended during the decoding.
     try:
-      if not group.hand_in(sample, text):
+      if not group.hand_in(Rollout(sample, text, verdict)):
         self.counts['repeated'] += 1
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None

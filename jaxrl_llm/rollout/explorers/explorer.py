@@ -36,9 +36,10 @@ from jaxrl_llm.rollout.explorers.wire import (
   read_task,
   request_row,
   unpack,
+  verdict_row,
 )
 from jaxrl_llm.rollout.hub import Hub
-from jaxrl_llm.rollout.workflow import Workflow, WorkflowConfig
+from jaxrl_llm.rollout.workflow import Rollout, Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _PATIENCE_S = 60.0
@@ -258,8 +259,15 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
     async with contextlib.aclosing(
       workflow.run(read_task(order['task']), order['visit'], **options)
     ) as runs:
-      async for sample, _ in runs:  # The master decodes the text from the tokens itself.
-        handed_in = {'lease': lease, 'sample': encode(sample)}
+      async for yielded in runs:
+        sample, _, verdict = Rollout(
+          *yielded
+        )  # The master decodes the text from the tokens itself.
+        handed_in = {
+          'lease': lease,
+          'sample': encode(sample),
+          'verdict': verdict_row(verdict),
+        }
         # A retry is safe, because the master ignores a sample that has already arrived.
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))
     await _patiently(lambda: link.call(wire.DONE, lease=lease))

@@ -21,10 +21,9 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.wire import TAKE_S
-from jaxrl_llm.rollout.workflow import Roster
+from jaxrl_llm.rollout.workflow import Rollout, Roster, check_verdict
 
 _MAX_LOSSES = 5
 """Number of times that a group may be lost with its explorer before the group itself is blamed."""
@@ -58,10 +57,8 @@ class LentGroup:
   name: str
   """`<stage>/<task uid>/<visit>`, the prefix of its samples' uids."""
   samples: int
-  handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(
-    default_factory=asyncio.Queue
-  )
-  """Queue through which the run receives (sample, text) pairs. An exception in the queue ends the
+  handed_in: asyncio.Queue[Rollout | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+  """Queue through which the run receives finished samples. An exception in the queue ends the
   group and is raised in the run.
   """
   roster: Roster = dataclasses.field(init=False)
@@ -88,13 +85,15 @@ class LentGroup:
   def __post_init__(self):
     self.roster = Roster(self.name, self.samples)
 
-  def hand_in(self, sample: Sample, text: str) -> bool:
+  def hand_in(self, rollout: Rollout) -> bool:
     """Passes a sample on to the run. Returns False, and does nothing, if a sample with the same
-    index has already arrived. Raises ValueError if the sample was not requested.
+    index has already arrived. Raises ValueError if the sample was not requested or its reward is
+    invalid.
     """
-    if not self.roster.take(sample):
+    check_verdict(rollout)
+    if not self.roster.take(rollout.sample):
       return False
-    self.handed_in.put_nowait((sample, text))
+    self.handed_in.put_nowait(rollout)
     return True
 
   def fail(self, error: Exception) -> None:

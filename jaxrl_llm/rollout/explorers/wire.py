@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Json, Version
-from jaxrl_llm.rewards.api import Attempt, Reward
+from jaxrl_llm.rewards.api import Attempt, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
@@ -117,11 +117,44 @@ def read_completion(row: Row) -> Completion:
 
 
 def attempt_row(attempt: Attempt) -> Row:
-  return {**_fields(attempt), 'task': task_row(attempt.task)}
+  return {
+    **_fields(attempt),
+    'task': task_row(attempt.task),
+    'environment': verdict_row(attempt.environment),
+  }
 
 
 def read_attempt(row: Row) -> Attempt:
-  return Attempt(**{**row, 'task': read_task(row['task'])})
+  environment = read_verdict(row.get('environment'))
+  return Attempt(**{**row, 'task': read_task(row['task']), 'environment': environment})
+
+
+def verdict_row(verdict: Verdict | None) -> Row | None:
+  # The evidence is encoded as JSON, as the fields of a task are.
+  return (
+    None
+    if verdict is None
+    else {
+      **_fields(verdict),
+      'parts': dict(verdict.parts),
+      'turn_values': list(verdict.turn_values),
+      'evidence': json.dumps(dict(verdict.evidence)),
+    }
+  )
+
+
+def read_verdict(row: Row | None) -> Verdict | None:
+  return (
+    None
+    if row is None
+    else Verdict(
+      **{
+        **row,
+        'turn_values': tuple(row['turn_values']),
+        'evidence': json.loads(row['evidence']),
+      }
+    )
+  )
 
 
 def reward_row(reward: Reward) -> dict[str, Json]:

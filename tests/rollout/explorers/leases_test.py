@@ -14,6 +14,7 @@ from learning import sample
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.rollout.explorers import leases
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
+from jaxrl_llm.rollout.workflow import Rollout
 
 
 def group(taskset='sums', samples=2):
@@ -325,18 +326,18 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   made = [sample(i, np.random.default_rng(0)) for i in (-1, 0, 1, 2)]
   wanted, samples = group(samples=2), [dataclasses.replace(each, group_id='s') for each in made]
   below, zero, one, above = samples
-  assert wanted.hand_in(one, 'one')
-  assert not wanted.hand_in(one, 'again')
-  assert wanted.hand_in(zero, 'zero')
+  assert wanted.hand_in(Rollout(one, 'one'))
+  assert not wanted.hand_in(Rollout(one, 'again'))
+  assert wanted.hand_in(Rollout(zero, 'zero'))
   for other in (below, above):
     with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted one of 2'):
-      wanted.hand_in(other, '')
+      wanted.hand_in(Rollout(other, ''))
   for change in ({'uid': 's/0'}, {'group_id': 'another'}):
     with pytest.raises(ValueError, match='wanted sample s/1 of group s'):
-      wanted.hand_in(dataclasses.replace(one, **change), '')
+      wanted.hand_in(Rollout(dataclasses.replace(one, **change), ''))
   assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [
-    (one, 'one'),
-    (zero, 'zero'),
+    Rollout(one, 'one'),
+    Rollout(zero, 'zero'),
   ]
 
 

@@ -1,0 +1,297 @@
+"""Episode: one attempt at a task over several turns of the policy and its environment.
+
+The prompt of a turn extends what came before token by token: the policy's completions stay as they
+were sampled, and only the text that follows them is rendered and encoded. If the rendered
+conversation does not begin with the text so far, because the chat template or the policy's special
+tokens change it, the observations are rendered after a neutral exchange instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.records.sample import Finish, Role, Sample
+from jaxrl_llm.core.records.task import ChatMessage
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Reward, Verdict
+from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.recording import Place, Recording
+from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+_MARK = '\ue000'
+"""Character that no chat template contains."""
+
+Observation = str | Sequence[int] | Sequence[ChatMessage]
+"""Text or tokens that follow as they are, or messages that the chat template renders."""
+
+
+class OutOfTokens(Exception):
+  """The episode has no room for another turn. `Episodes` catches this and ends the sample with
+  finish reason 'length'.
+  """
+
+
+class Turn(NamedTuple):
+  """A completion of the policy within an episode."""
+
+  text: str
+  """Decoded completion without the token that stopped it."""
+  finish: Finish
+
+
+class Episode:
+  """Builds the sample of one attempt: observations in, completions of the policy out.
+
+  Attributes:
+    task: task that is attempted.
+    hub: access to scorers and auxiliary models.
+    tokenizer: the policy's tokenizer.
+    turns: number of completions so far.
+  """
+
+  def __init__(
+    self,
+    hub: Hub,
+    tokenizer: Tokenizer,
+    place: Place,
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    tools: Sequence[Mapping[str, Json]] = (),
+  ):
+    """
+    Args:
+      place: place of the sample in its group.
+      sampling: sampling parameters of every turn.
+      max_tokens: maximum number of tokens after the first prompt, observations included.
+      tools: JSON schemas of the tools, which the chat template describes to the policy.
+    """
+    self.task, self.hub, self.tokenizer, self.turns = place.task, hub, tokenizer, 0
+    self._place, self._sampling, self._max_tokens = place, sampling, max_tokens
+    self._tools = [dict(tool) for tool in tools]
+    self._recording: Recording | None = None
+    self._messages: list[ChatMessage] = []
+    self._text = ''
+    """Text of the recorded tokens, as the chat template rendered it and the policy continued it."""
+    self._is_raw = False
+    """Whether the last observation was raw text, so that no chat template can continue from it."""
+    self._pending: list[Observation] = []
+    self._rewards: list[float] = []
+    """Sum of the rewards after each turn."""
+    self._evidence: dict[str, Json] = {}
+    self._failure: str | None = None
+    self._ended = False
+
+  @property
+  def room(self) -> int:
+    """Number of tokens left for observations and completions."""
+    return self._max_tokens - (self._recording.response_len if self._recording else 0)
+
+  @property
+  def verdict(self) -> Verdict | None:
+    """Rewards so far; None if there were none. The rewards after the last turn are the value, and
+    earlier ones belong to their turns.
+    """
+    if self._failure is not None:
+      return Verdict(value=None, evidence={**self._evidence, 'error': self._failure})
+    if not self._rewards:
+      return None
+    given = [*self._rewards, *[0.0] * (self.turns - len(self._rewards))]
+    earlier = given[:-1] if any(given[:-1]) else []
+    return Verdict(value=given[-1], turn_values=tuple(earlier), evidence=dict(self._evidence))
+
+  def observe(self, observation: Observation) -> None:
+    """Adds what the policy reads before its next turn. These tokens are never trained on."""
+    self._check_open('observe')
+    self._pending.append(observation)
+
+  async def act(self, max_tokens: int | None = None, *, stop: Sequence[str] = ()) -> Turn:
+    """Lets the policy write its next turn, and returns it.
+
+    Args:
+      max_tokens: maximum number of tokens of this turn. If None, all that the episode has left.
+      stop: texts of one token each that end the turn, in addition to the tokenizer's end tokens.
+
+    Raises:
+      OutOfTokens: the observations leave no room for a turn.
+      RunError: nothing was observed since the last turn.
+    """
+    self._check_open('act')
+    if not self._pending:
+      raise RunError(f'{self._name}: act() follows no observation; call observe() first')
+    stop_ids = (*self.tokenizer.stop_ids, *map(self._stop_id, stop))
+    observed, text = await self._rendered()
+    room = self.room - (len(observed) if self._recording else 0)
+    most = room if max_tokens is None else min(room, max_tokens)
+    if most < 1:
+      raise OutOfTokens
+    if self._recording is None:
+      self._recording = Recording(observed)
+    else:
+      self._recording.observe(observed)
+    self._pending.clear()
+    completion = await self._completion(most, stop_ids)
+    self._recording.act(completion)
+    self.turns += 1
+    return self._turn(text, completion, stop_ids)
+
+  def reward(self, value: float, evidence: Mapping[str, Json] | None = None) -> None:
+    """Adds a reward for the last turn. Several rewards for a turn are summed.
+
+    Args:
+      value: finite reward.
+      evidence: basis of the reward, stored with the score. Later entries replace earlier ones.
+    """
+    self._check_open('reward')
+    if not self.turns:
+      raise RunError(f'{self._name}: reward() precedes the first act(), so it belongs to no turn')
+    if not (math.isfinite(value) and abs(value) <= MAX_REWARD):
+      raise RunError(
+        f'{self._name}: reward is {value}, wanted a number from -{MAX_REWARD:g} to {MAX_REWARD:g}'
+      )
+    self._rewards += [0.0] * (self.turns - len(self._rewards))
+    self._rewards[-1] += float(value)
+    self._evidence.update(evidence or {})
+
+  def fail(self, error: str) -> None:
+    """Makes the sample unscorable, because of an error for which the policy is not at fault."""
+    self._check_open('fail')
+    self._failure = error
+
+  async def score(self) -> Reward:
+    """Scores the last turn with the run's scorers. The reward is returned and not stored."""
+    sample = self._sample()
+    return await self.hub.score(
+      Attempt(
+        uid=sample.uid,
+        task=self.task,
+        completion=response_text(self.tokenizer, sample),
+        finish_reason=str(sample.finish_reason),
+        response_len=sample.response_len,
+        environment=self.verdict,
+      )
+    )
+
+  def end(self, *, out_of_tokens: bool = False) -> Rollout:
+    """Ends the episode, and returns its sample with the rewards.
+
+    Args:
+      out_of_tokens: whether the episode ends because it has no room for another turn.
+
+    Raises:
+      RunError: the policy has not acted.
+    """
+    self._check_open('end')
+    self._ended = True
+    sample = self._sample()
+    if out_of_tokens:
+      sample = dataclasses.replace(sample, finish_reason=Finish.LENGTH)
+    return Rollout(sample, response_text(self.tokenizer, sample), self.verdict)
+
+  @property
+  def _name(self) -> str:
+    return f'rollout.workflow: episode {self._place.group}/{self._place.index}'
+
+  def _check_open(self, method: str) -> None:
+    if self._ended:
+      raise RunError(f'{self._name}: {method}() follows end(); an episode ends once')
+
+  def _sample(self) -> Sample:
+    if self._recording is None or not self._recording.turns:
+      raise RunError(f'{self._name}: has no turn of the policy; call act() at least once')
+    return self._recording.sample(self._place, temperature=self._sampling.temperature)
+
+  def _stop_id(self, text: str) -> int:
+    ids = self.tokenizer.encode(text)
+    if len(ids) != 1:
+      raise RunError(f'{self._name}: stop {text!r} has {len(ids)} tokens, wanted one')
+    return ids[0]
+
+  async def _rendered(self) -> tuple[list[int], str]:
+    """Returns the tokens of the pending observations, and their text."""
+    conversations = [_is_conversation(observation) for observation in self._pending]
+    if any(conversations) and (self._is_raw or not all(conversations)):
+      raise RunError(
+        f'{self._name}: turn {self.turns + 1}: observes messages together with or after raw text, '
+        'which the chat template cannot render; observe messages only, or raw text from here on'
+      )
+    if not all(conversations):
+      self._is_raw = True
+      return [token for part in self._pending for token in self._encoded(part)], ''
+    messages = [*self._messages, *(message for part in self._pending for message in part)]
+    # Another process may render the template, and be slow or hang, so a thread waits for it.
+    if self.tokenizer.renders_elsewhere:
+      whole = await asyncio.to_thread(self._render, messages)
+    else:
+      whole = self._render(messages)
+    if whole.startswith(self._text):
+      added = whole[len(self._text) :]
+    else:
+      added = self._rendered_alone(messages[len(self._messages) :])
+    self._messages = messages
+    return self.tokenizer.encode(added), added
+
+  def _render(self, messages: Sequence[ChatMessage], *, answer: bool = True) -> str:
+    return self.tokenizer.render_chat(
+      messages, add_generation_prompt=answer, tools=self._tools or None
+    ).text
+
+  def _rendered_alone(self, observed: Sequence[ChatMessage]) -> str:
+    """Returns what a conversation with these messages adds to an answer of the policy."""
+    exchange = [{'role': 'user', 'content': _MARK}, {'role': 'assistant', 'content': _MARK}]
+    before, after = self._render(exchange, answer=False), self._render([*exchange, *observed])
+    if not after.startswith(before):
+      raise RunError(
+        f'{self._name}: turn {self.turns + 1}: the chat template rewrites the turn before an '
+        'observation; observe text or tokens instead of messages'
+      )
+    # The answer's end, such as '<|im_end|>\n', of which the policy may have sampled the stop token.
+    end = after[before.rindex(_MARK) + len(_MARK) :]
+    last = self._recording.tokens[-1]
+    is_ended = self._recording.finish == Finish.STOP
+    return end.removeprefix(self.tokenizer.token_text(last)) if is_ended else end
+
+  def _encoded(self, observation: str | Sequence[int]) -> Sequence[int]:
+    return self.tokenizer.encode(observation) if isinstance(observation, str) else observation
+
+  async def _completion(self, max_tokens: int, stop_ids: tuple[int, ...]) -> Completion:
+    request = Request(
+      uid=f'{self._place.group}/{self._place.index}/turn {self.turns}',
+      prompt=self._recording.tokens,
+      max_tokens=max_tokens,
+      sampling=self._sampling,
+      stop_ids=stop_ids,
+      first=self._place.index,
+      # A first turn draws what a workflow of one turn draws.
+      key=request_key(self.task, self._place.visit, self.turns),
+    )
+    ((_, completion),) = [answer async for answer in self.hub.generate(request)]
+    return completion
+
+  def _turn(self, added: str, completion: Completion, stop_ids: tuple[int, ...]) -> Turn:
+    tokens = [int(token) for token in completion.tokens]
+    stopped = completion.finish == Finish.STOP and tokens[-1] in stop_ids
+    turn = Turn(self.tokenizer.decode(tokens[:-1] if stopped else tokens), completion.finish)
+    if not self._is_raw:
+      self._text += added + self.tokenizer.decode(tokens, skip_special=False)
+      self._messages.append({'role': 'assistant', 'content': turn.text})
+    return turn
+
+
+def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
+  """Decodes the last turn of a sample, without its stop token."""
+  others = np.flatnonzero(sample.role != Role.POLICY)
+  return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], sample.finish_reason)
+
+
+def _is_conversation(observation: Observation) -> bool:
+  return not isinstance(observation, str) and all(isinstance(part, Mapping) for part in observation)

@@ -1,0 +1,173 @@
+"""Episodes in environments: rewards of turns and of the end, and environments that fail or hang."""
+
+import asyncio
+import sys
+
+import exploring
+import pytest
+from clocks import simulated
+
+from jaxrl_llm.app.composition.workflows import build_workflow
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.score import Status
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig, Verdict
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.environment import environment_scorer
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.episodes.environment import Step
+from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
+
+TASK = exploring.make_tasks(1)[0]
+OPEN = []
+"""Environments that are open now."""
+
+
+class Counting:
+  """Rewards each turn with its number, and ends after `turns`; `trouble` says what goes wrong."""
+
+  def __init__(self, *, turns=3, trouble=''):
+    self._turns, self._trouble, self._turn = turns, trouble, 0
+    OPEN.append(self)
+
+  async def reset(self, task):
+    if self._trouble == 'reset':
+      raise OSError('no such game')
+    return None
+
+  async def step(self, action):
+    self._turn += 1
+    if self._trouble == 'hang':
+      await asyncio.sleep(3600)
+    if self._trouble == 'step':
+      raise OSError('the game\nfell over')
+    return Step('h', float(self._turn), self._turn == self._turns, {'turn': self._turn})
+
+  async def close(self):
+    OPEN.remove(self)
+    if self._trouble == 'close':
+      await asyncio.sleep(3600)
+
+
+def counting(tokenizer, *, max_tokens=40, environment='environment_test:Counting', **options):
+  how = {'max_turns': 5, 'turn_tokens': 4, 'deadline_s': 2.0}
+  names = {name: options.pop(name) for name in [*options] if name in (*how, 'concurrency')}
+  config = WorkflowConfig(
+    kind='environment',
+    options={'environment': environment, 'options': options, **how, **names},
+  )
+  return build_workflow(config, exploring.FakeEngine(tokenizer), tokenizer, max_tokens)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'environment_test', sys.modules[__name__])
+  OPEN.clear()
+
+
+async def rollouts(workflow, samples=2):
+  runs = checked_run(workflow, TASK, 0, stage='grpo', samples=samples, sampling=Sampling())
+  found = sorted([one async for one in runs], key=lambda one: one.sample.sample_index)
+  assert not OPEN, 'every environment is closed'
+  return found
+
+
+def test_the_policy_acts_until_the_environment_is_done(tokenizer):
+  for sample, _, verdict in simulated(rollouts(counting(tokenizer))):
+    assert verdict == Verdict(value=3.0, turn_values=(1.0, 2.0), evidence={'turn': 3})
+    assert len(sample.segments) == 3
+
+
+def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
+  for sample, _, verdict in simulated(rollouts(counting(tokenizer, max_turns=2))):
+    assert len(sample.segments) == 2 and verdict.value == 2.0
+
+
+@pytest.mark.parametrize(
+  ('trouble', 'line'),
+  [
+    ('step', 'environment environment_test:Counting: step: OSError: the game fell over'),
+    ('hang', 'environment environment_test:Counting: step: no answer within 2 s'),
+  ],
+)
+def test_what_an_environment_does_wrong_makes_the_sample_unscorable(tokenizer, trouble, line):
+  for _, _, verdict in simulated(rollouts(counting(tokenizer, trouble=trouble))):
+    assert verdict == Verdict(value=None, evidence={'error': line})
+
+
+def test_an_environment_that_does_not_begin_ends_the_run_with_one_line(tokenizer):
+  with pytest.raises(RunError, match=rf'reset: OSError: no such game \(task {TASK.uid}\); correct'):
+    simulated(rollouts(counting(tokenizer, trouble='reset')))
+  assert not OPEN
+
+
+def test_an_environment_that_does_not_close_is_left_after_its_deadline(tokenizer):
+  assert len(simulated(rollouts(counting(tokenizer, trouble='close')))) == 2
+
+
+def test_no_more_environments_are_open_than_permitted(tokenizer):
+  most = 0
+
+  async def check():
+    nonlocal most
+    running = asyncio.ensure_future(rollouts(counting(tokenizer, concurrency=3), samples=12))
+    while not running.done():
+      most = max(most, len(OPEN))
+      await asyncio.sleep(0)
+    assert len(running.result()) == 12
+
+  simulated(check())
+  assert most == 3
+
+
+@pytest.mark.parametrize(
+  ('options', 'line'),
+  [
+    ({'max_turns': 0}, 'rollout.workflow.options.max_turns: got 0, wanted above 0'),
+    ({'environment': 'environment_test:Absent'}, "no 'Absent'"),
+  ],
+)
+def test_an_impossible_option_is_one_line(tokenizer, options, line):
+  with pytest.raises(UserError) as caught:
+    counting(tokenizer, **options)
+  assert line in str(caught.value) and '\n' not in str(caught.value)
+
+
+ENVIRONMENT = RewardsConfig(scorers=(ScorerConfig(name='environment', weight=2.0),))
+
+
+def explored(tokenizer, store, workflow):
+  async def check():
+    pool = ScorerPool({'environment': environment_scorer()}, ENVIRONMENT)
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, scorers=pool)
+    exploration.runner.workflow = workflow
+    await pool.start()
+    try:
+      return await exploration.batches(1)
+    finally:
+      await pool.close()
+
+  ((batch, counts),) = asyncio.run(check())
+  return batch, counts
+
+
+def test_rewards_of_the_environment_are_stored_as_a_score_and_weighted(tokenizer, store):
+  batch, _ = explored(tokenizer, store, counting(tokenizer))
+  assert len(batch) == 4
+  for member in batch:
+    assert (member.reward.value, member.reward.turn_values) == (6.0, (2.0, 4.0))
+    (score,) = store.scores([member.sample.uid])[member.sample.uid]
+    assert (score.scorer, score.value, score.turn_values) == ('environment', 3.0, (1.0, 2.0))
+    assert score.status == Status.OK and score.evidence == {'turn': 3}
+
+
+def test_a_reward_that_no_scorer_reads_is_one_line(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+  exploration.runner.workflow = counting(tokenizer)
+  with pytest.raises(RunError, match='has a reward of the environment, which no scorer'):
+    simulated(exploration.batches(1))
+
+
+def test_a_scorer_of_the_environment_wants_a_workflow_with_one(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+  with pytest.raises(RunError, match=r"has no reward, and rewards\.scorers has 'environment'"):
+    explored(tokenizer, store, exploration.runner.workflow)

@@ -1,0 +1,226 @@
+"""Episodes of hand-made turns: what the policy writes, reads and is rewarded for, by token."""
+
+import asyncio
+
+import exploring
+import numpy as np
+import pytest
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.records.sample import Finish, Role, Segment, encode
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rewards.api import Verdict
+from jaxrl_llm.rollout.api import Completion, Sampling
+from jaxrl_llm.rollout.episodes.episode import Episode
+from jaxrl_llm.rollout.episodes.workflow import Episodes
+from jaxrl_llm.rollout.recording import Place
+from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
+
+TASK = exploring.make_tasks(1)[0]
+GROUP = f'grpo/{TASK.uid}/0'
+
+
+class Scripted:
+  """A hub whose policy writes given texts, each under the next version; a text that ends with '$'
+  stops there.
+  """
+
+  def __init__(self, tokenizer, *texts):
+    self._tokenizer, self._texts, self.requests = tokenizer, [*texts], []
+
+  async def generate(self, request):
+    text = self._texts[len(self.requests)]
+    self.requests.append(request)
+    tokens = self._tokenizer.encode(text.rstrip('$'))
+    if text.endswith('$'):
+      tokens.append(self._tokenizer.eos_id)
+    tokens = tokens[: request.max_tokens]
+    finish = Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH
+    segment = Segment(
+      start=0,
+      end=len(tokens),
+      version=Version(0, len(self.requests)),
+      engine='scripted',
+      finish=str(finish),
+    )
+    yield (
+      request.first,
+      Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+        finish=finish,
+        segments=(segment,),
+      ),
+    )
+
+
+@pytest.fixture(scope='module')
+def chat(tmp_path_factory):
+  return build_character_tokenizer(
+    ['abcdefgh'], tmp_path_factory.mktemp('chat') / 'tokenizer', template='chatml'
+  )
+
+
+def begun(tokenizer, *texts, max_tokens=64):
+  hub = Scripted(tokenizer, *texts)
+  place = Place(task=TASK, visit=0, group=GROUP, index=1)
+  return hub, Episode(hub, tokenizer, place, sampling=Sampling(), max_tokens=max_tokens)
+
+
+def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokenizer):
+  hub, episode = begun(tokenizer, 'ab$', 'c', 'de$')
+
+  async def play():
+    episode.observe('gh')
+    await episode.act()
+    episode.reward(0.5)
+    episode.observe('f')
+    await episode.act(1)
+    episode.observe('f')
+    episode.observe('g')
+    turn = await episode.act()
+    episode.reward(1.0, {'why': 'right'})
+    assert turn == ('de', Finish.STOP)
+    return episode.end()
+
+  sample, text, verdict = asyncio.run(play())
+  eos = tokenizer.eos_id
+  a, b, c, d, e, f, g, h = (tokenizer.encode(letter)[0] for letter in 'abcdefgh')
+  assert sample.tokens.tolist() == [g, h, a, b, eos, f, c, f, g, d, e, eos]
+  tool, policy = int(Role.TOOL), int(Role.POLICY)
+  assert sample.role.tolist() == [0, 0, *[policy] * 3, tool, policy, tool, tool, *[policy] * 3]
+  drawn = np.isin(np.arange(12), [2, 3, 4, 6, 9, 10, 11])
+  np.testing.assert_array_equal(sample.sampled, drawn)
+  np.testing.assert_array_equal(sample.loss_mask, drawn)
+  assert sample.behaviour_logprobs.tolist() == [0, 0, -1, -2, -3, 0, -1, 0, 0, -1, -2, -3]
+  spans = [(one.start, one.end, one.version.step) for one in sample.segments]
+  assert spans == [(2, 5, 1), (6, 7, 2), (9, 12, 3)]
+  assert (sample.uid, sample.prompt_len, sample.finish_reason) == (f'{GROUP}/1', 2, 'stop')
+  assert text == 'de'
+  assert verdict == Verdict(value=1.0, turn_values=(0.5, 0.0), evidence={'why': 'right'})
+  assert [len(request.prompt) for request in hub.requests] == [2, 6, 9]
+  assert [request.max_tokens for request in hub.requests] == [64, 1, 64 - 7]
+  assert len({request.key for request in hub.requests}) == 3
+
+
+def test_an_episode_of_one_turn_is_the_sample_of_the_built_in_workflow_bit_for_bit(tokenizer):
+  class OneTurn(Episodes):
+    async def play(self, episode):
+      episode.observe(episode.task.prompt)
+      await episode.act()
+
+  async def samples(workflow):
+    how = {'stage': 'grpo', 'samples': 3, 'sampling': Sampling(temperature=0.7)}
+    return {one[0].uid: (encode(one[0]), one[1]) async for one in workflow.run(TASK, 2, **how)}
+
+  async def check():
+    engine = exploring.FakeEngine(tokenizer)
+    built_in = await samples(SingleTurn(engine, tokenizer, max_tokens=4))
+    assert await samples(OneTurn(engine, tokenizer, max_tokens=4)) == built_in
+    assert len(built_in) == 3
+
+  asyncio.run(check())
+
+
+def test_messages_extend_the_tokens_by_what_the_chat_template_renders(chat):
+  _, episode = begun(chat, 'ab$', 'c$')
+
+  async def play():
+    episode.observe([{'role': 'user', 'content': 'h'}])
+    await episode.act()
+    episode.observe([{'role': 'tool', 'content': 'g'}])
+    await episode.act()
+    return episode.end().sample
+
+  sample = asyncio.run(play())
+  said = [('user', 'h'), ('assistant', 'ab'), ('tool', 'g'), ('assistant', 'c')]
+  messages = [{'role': role, 'content': content} for role, content in said]
+  whole = chat.encode(chat.render_chat(messages, add_generation_prompt=False).text)
+  # The template ends the last message with a line break, which nobody has read yet.
+  assert sample.tokens.tolist() == whole[:-1]
+  read = chat.decode(sample.tokens[sample.role == Role.TOOL].tolist(), skip_special=False)
+  assert read == '\n<|im_start|>tool\ng<|im_end|>\n<|im_start|>assistant\n'
+
+
+def test_a_turn_cut_by_its_limit_is_ended_as_the_template_ends_it(chat):
+  _, episode = begun(chat, 'abc', 'd$')
+
+  async def play():
+    episode.observe([{'role': 'user', 'content': 'h'}])
+    await episode.act(2)
+    episode.observe([{'role': 'user', 'content': 'g'}])
+    await episode.act()
+    return episode.end().sample
+
+  sample = asyncio.run(play())
+  read = chat.decode(sample.tokens[sample.role == Role.TOOL].tolist(), skip_special=False)
+  assert read.startswith('<|im_end|>\n<|im_start|>user\n')
+
+
+def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
+  class TwoTurns(Episodes):
+    async def play(self, episode):
+      episode.observe('h')
+      await episode.act()
+      episode.reward(0.25)
+      episode.observe('gg')
+      await episode.act()
+      episode.reward(1.0)
+
+  async def check():
+    workflow = TwoTurns(Scripted(tokenizer, 'ab$'), tokenizer, max_tokens=5)
+    how = {'stage': 'grpo', 'samples': 1, 'sampling': Sampling()}
+    ((sample, text, verdict),) = [one async for one in workflow.run(TASK, 0, **how)]
+    assert (sample.finish_reason, text) == ('length', 'ab')
+    assert len(sample.tokens) == 4 and verdict == Verdict(value=0.25)
+
+  asyncio.run(check())
+
+
+def _twice(episode):
+  episode.end()
+  episode.end()
+
+
+@pytest.mark.parametrize(
+  ('wrong', 'line'),
+  [
+    (lambda e: e.act(), 'act() follows no observation; call observe() first'),
+    (lambda e: e.reward(float('nan')), 'reward is nan, wanted a number from -1e+06 to 1e+06'),
+    (_twice, 'end() follows end(); an episode ends once'),
+    (lambda e: [e.observe('a'), e.act(stop=['ab'])][1], "stop 'ab' has 2 tokens, wanted one"),
+    (
+      lambda e: [e.observe('a'), e.observe(TASK.prompt), e.act()][2],
+      'turn 2: observes messages together with or after raw text',
+    ),
+  ],
+)
+def test_a_mistake_in_a_workflow_is_one_line_that_names_the_episode(tokenizer, wrong, line):
+  _, episode = begun(tokenizer, 'ab$', 'c$')
+
+  async def play():
+    episode.observe('h')
+    await episode.act()
+    result = wrong(episode)
+    if asyncio.iscoroutine(result):
+      await result
+
+  with pytest.raises(RunError) as caught:
+    asyncio.run(play())
+  assert str(caught.value).startswith(f'rollout.workflow: episode {GROUP}/1: ')
+  assert line in str(caught.value) and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('wrong', 'line'),
+  [
+    (lambda e: e.end(), 'has no turn of the policy'),
+    (lambda e: e.reward(1.0), 'reward() precedes the first act()'),
+  ],
+)
+def test_an_episode_in_which_the_policy_did_not_act_is_one_line(tokenizer, wrong, line):
+  _, episode = begun(tokenizer)
+  with pytest.raises(RunError) as caught:
+    wrong(episode)
+  assert line in str(caught.value) and '\n' not in str(caught.value)
