@@ -41,7 +41,9 @@ _WARN_EVERY = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
-  """Outputs of process 0 other than checkpoints, and the objects whose data they contain."""
+  """Outputs of process 0 other than checkpoints (metrics, rollouts, evaluations, progress), and the
+  objects whose data they contain.
+  """
 
   metrics: MetricsWriter
   rollouts: RolloutsWriter

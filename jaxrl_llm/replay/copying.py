@@ -32,7 +32,8 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
     max_uses: maximum number of batches that may train on one sample in the copy.
 
   Raises:
-    UserError: the store is damaged or lacks a segment, or its own maximum is above `max_uses`.
+    UserError: the store is damaged or lacks a segment, or the store's own maximum is above
+      `max_uses`.
   """
   (target / SEGMENTS).mkdir(parents=True)
   with snapshot(source) as (index, _):

@@ -229,8 +229,8 @@ def example_texts(examples: ExampleSet) -> Iterator[str]:
 
 
 def _fate(example: Example, config: ExamplesConfig, seen: set[str]) -> str:
-  """Returns the count to which an example belongs ('kept', 'duplicate' or 'other_split'), and adds
-  the example to `seen`.
+  """Returns the fate of an example: 'kept', 'duplicate' or 'other_split'. Adds the example's key to
+  `seen`.
   """
   if config.deduplicate != 'none':
     key = example.digest if config.deduplicate == 'prompts' else _content_digest(example.content)

@@ -276,8 +276,8 @@ def _check_group(
 
 
 def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
-  """Returns the count to which a pair belongs ('kept', 'identical', 'duplicate' or 'other_split'),
-  and adds the pair's uid to `seen`.
+  """Returns the fate of a pair: 'kept', 'identical', 'duplicate' or 'other_split'. Adds the pair's
+  uid to `seen`.
   """
   if pair.chosen == pair.rejected:
     return 'identical'

@@ -284,8 +284,8 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
-  """Returns the count to which a task belongs ('kept', 'unmatched', 'duplicate' or 'other_split'),
-  and adds the task's digest to `seen`.
+  """Returns the fate of a task: 'kept', 'unmatched', 'duplicate' or 'other_split'. Adds the task's
+  digest to `seen`.
   """
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
     return 'unmatched'

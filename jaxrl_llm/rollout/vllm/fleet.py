@@ -491,7 +491,7 @@ class Fleet:
 
   def _begin(self, replica: Replica, *, joins: bool) -> None:
     """Starts a task that brings the server into service. If the task fails, the server is closed
-    and not used again.
+    and given up.
     """
     task = asyncio.create_task(
       self._bring_in_or_end(replica, joins=joins),

@@ -62,8 +62,8 @@ MAX_LENGTH = 2000
 BUDGET_S = 8.0
 """Time limit in seconds for an answer, including the start of its sandbox.
 
-It is below the default deadline of a call. An answer whose call misses the deadline scores 0, which
-must not happen merely because a sandbox starts slowly.
+It is below the default deadline of a call. A call that misses its deadline counts against the
+answer, which must not happen merely because a sandbox starts slowly.
 """
 
 _FUNCTIONS = frozenset({
