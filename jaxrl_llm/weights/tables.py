@@ -135,7 +135,9 @@ def _sizes(spec: ModelSpec) -> Mapping[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-  """One tensor of a model, which is a row of the table for one layer if the row is per layer."""
+  """One tensor of a model: a row of the table or, for a parameter of the layers, the row for one
+  layer.
+  """
 
   hf: str
   """Name in the safetensors file."""

@@ -326,7 +326,8 @@ def _step(group: ProcessGroup, first: int, options: SlurmOptions) -> str:
     # With --gpus-per-task, each process sees only its own GPUs. With --gres=none, a step without
     # GPUs does not wait until GPUs of its nodes are free.
     *([f'--gpus-per-task={resources.gpus}'] if resources.gpus else ['--gres=none']),
-    # When a process of the trainer fails, its step ends. A service continues without a process.
+    # When a trainer process fails, Slurm ends the whole trainer. When a process of a service fails,
+    # the service's other processes continue.
     f'--kill-on-bad-exit={int(is_trainer)}',
     '--wait=0',
     '--label',

@@ -118,9 +118,7 @@ async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | 
   """Runs `work` until it completes or a signal stops it.
 
   Returns:
-    The result of `work` and 0. After Ctrl-C or SIGTERM, None and the number of the signal, once
-      `work`
-    has cleaned up.
+    (result of `work`, 0), or (None, number of the signal) after Ctrl-C or SIGTERM.
   """
   loop = asyncio.get_running_loop()
   stop = loop.create_future()

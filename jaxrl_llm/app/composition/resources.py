@@ -276,7 +276,9 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
 def _machine_metrics(
   workdir: pathlib.Path, explorers: Sequence[Explorer], services: _Services
 ) -> Callable[[], dict[str, float]]:
-  """Returns a function that measures process 0 and its services since the function's last call."""
+  """Returns a function that returns metrics of process 0 and its services since the previous
+  call.
+  """
   compilations, engine, scorers = CompilationCounter(), services.engine, services.scorers
 
   def take() -> dict[str, float]:
