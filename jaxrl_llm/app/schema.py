@@ -19,6 +19,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
@@ -210,6 +211,15 @@ class Rollouts:
   """Maximum lag: number of updates by which the weights that generated a rollout may be behind the
   weights that are trained on it. 0 means on-policy training.
   """
+  batch_policy: BatchPolicyName = 'in_order'
+  """Rule that decides which groups form a batch.
+
+  'in_order': those that started first; the batch waits for them, so long answers are not at a
+  disadvantage. 'complete_first': those that have finished, groups that earlier batches passed over
+  ahead of newer ones; the trainer waits less, but the first batches contain more short answers, and
+  long answers are older when they are trained on. No group becomes older than `bound` permits. A
+  clock decides which groups form a batch, so it needs a bound above 0.
+  """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
   rollout_only: bool = False
@@ -276,6 +286,11 @@ class Rollouts:
           f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
           'or raise max_uses'
         )
+    if self.batch_policy != 'in_order' and self.bound == 0:
+      raise UserError(
+        f'{where}batch_policy: {self.batch_policy!r} with bound 0, at which no clock may decide '
+        "what a batch contains; wanted 'in_order', or a bound above 0"
+      )
     if self.publish_every > self.bound + 1:
       age = self.publish_every - 1
       raise UserError(

@@ -140,6 +140,7 @@ LABELS: dict[str, Label] = {
   'run/mismatch_over_budget': Label('Mismatch over budget', '0 or 1'),
   'run/skipped_updates': Label('Skipped updates', 'updates'),
   'run/clock_decisions': Label('Decisions by a clock', 'decisions'),
+  'run/passed_over': Label('Groups passed over for later batches', 'groups'),
   'run/dropped/<reason>': Label('Samples dropped: <reason>', 'samples'),
   'val-core/<taskset>/acc/greedy': Label('<taskset>: greedy accuracy', _SHARE),
   'val-core/<taskset>/acc/greedy/stderr': Label('<taskset>: its standard error', _SHARE),

@@ -474,6 +474,10 @@ METRICS: dict[str, str] = {
   'run/dropped/<reason>': (
     'Samples dropped for this reason while the batch was collected; `groups` counts groups.'
   ),
+  'run/passed_over': (
+    'Groups that started before one of the batch and are left for later batches, because they had '
+    'not finished. Absent with the batch policy in_order; counted in run/clock_decisions.'
+  ),
   'run/logging/<writer>/lost_rows': (
     'Rows that a log writer refused since the previous step; absent before its first. They remain '
     'in metrics.jsonl.'

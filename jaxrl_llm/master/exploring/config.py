@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.past import Past
@@ -25,6 +26,8 @@ class ExplorerConfig:
   """In a branch whose stage has started its data again from the beginning: number of batches that
   the run had completed by then. Visits of tasks before that point are counted too. 0 otherwise.
   """
+  first_step: int = 0
+  """Number of batches that the run completes before the stage."""
   groups_per_batch: int
   """Number of new groups per batch, one per task."""
   group_size: int = 8
@@ -33,6 +36,8 @@ class ExplorerConfig:
   """Maximum staleness in batches: the number of batches between the weights that generate a group
   and the weights that the group updates. See `Gate`.
   """
+  batch_policy: BatchPolicyName = 'in_order'
+  """Rule that decides which groups form a batch. 'complete_first' requires a `bound` above 0."""
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
   sampling: Sampling = Sampling()

@@ -6,7 +6,8 @@ these actions share and that a resumed run needs.
 
 Invariant: every sample is recorded in the store when its group starts (it is issued), and ends
 either admitted to a batch or dropped with a reason. The content of a batch depends on which groups
-started and how they were scored, but not on which of them finished first.
+started and how they were scored, but, with the batch policy 'in_order', not on which of them
+finished first.
 
 If the gate's bound is above 0, groups may be in progress when the run commits, and the committed
 state lists them. A resumed explorer reads the finished ones from the store and runs the others
@@ -20,7 +21,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
+from jaxrl_llm.master.exploring.batch_policy import POLICIES, Candidate, passed_over
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.partial import GroupCut
@@ -75,6 +76,8 @@ class _Group:
   of the run) generated it.
   """
   scored: float = 0.0
+  last_batch: int = 0
+  """Index in the stage of the last batch that may train on the group within the gate's bound."""
   is_parked: bool = False
   """Whether the group has used up its token budget and waits to be continued, usually for a later
   batch.
@@ -122,6 +125,7 @@ class Explorer:
     have not been reported to the task sampler, keyed by group number.
     """
     self._scoring_s = 0.0
+    self._passed_over = 0
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -131,8 +135,10 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of group runs that a time limit has ended."""
-    return self._runner.clock_decisions
+    """Number of group runs that a time limit has ended, plus the number of groups that batches have
+    passed over because later groups had finished.
+    """
+    return self._runner.clock_decisions + self._passed_over
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
@@ -239,9 +245,12 @@ class Explorer:
       await (ready if ready.done() else self._running)  # wait collect: none, it is done
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
-    first = self._first()
-    groups = [self._groups.pop(number) for number in first]
-    self._report_outcomes(first[-1])
+    numbers = self._next_batch()
+    if self._config.batch_policy != 'in_order':
+      self._counts['passed_over'] = passed_over(self._candidates(), numbers)
+      self._passed_over += self._counts['passed_over']
+    groups = [self._groups.pop(number) for number in numbers]
+    self._report_outcomes(numbers[-1])
     batch = [member for group in groups for member in group.chosen]
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
@@ -272,16 +281,17 @@ class Explorer:
 
   def _report_outcomes(self, last: int) -> None:
     """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
-    number. With partial rollouts, groups do not finish in order of start, so the outcomes of all
-    groups that are no longer in hand are reported instead.
+    number. With partial rollouts or a batch policy other than in_order, batches do not take groups
+    in order of start, so the outcomes of all groups that are no longer in hand are reported
+    instead.
 
     If the gate's bound is 0, the sampler has drawn all tasks of this batch and none of the next, so
     its choices do not depend on timing. If the bound is larger, they may: the replacement of a
     dropped group of a later batch may be drawn before or after this report.
     """
-    partial = self._config.partial is not None
+    in_order = self._config.partial is None and self._config.batch_policy == 'in_order'
     for number in sorted(self._outcomes):
-      if number not in self._groups if partial else number <= last:
+      if number <= last if in_order else number not in self._groups:
         self._sampler.feedback(*self._outcomes.pop(number))
 
   def _give_up_parked(self) -> None:
@@ -315,23 +325,26 @@ class Explorer:
       self._events.message(Edge.DROP, group=name, reason='given up')
     return dropped
 
-  def _first(self) -> list[int]:
-    """Returns the numbers of the groups that form the next batch. There are fewer than
-    `groups_per_batch` if not enough groups have started.
-
-    A batch takes groups in the order in which they started, and skips those that a later batch
-    continues.
+  def _candidates(self) -> list[Candidate]:
+    """Returns the groups that may form the next batch, in order of start. Parked groups, which a
+    later batch continues, are not among them.
     """
-    unparked = (number for number, group in self._groups.items() if not group.is_parked)
-    return list(itertools.islice(unparked, self._config.groups_per_batch))
+    return [
+      Candidate(number, group.chosen is not None, group.last_batch)
+      for number, group in self._groups.items()
+      if not group.is_parked
+    ]
+
+  def _next_batch(self) -> list[int] | None:
+    """Returns the numbers of the groups that form the next batch, or None as long as it is not
+    complete.
+    """
+    config = self._config
+    batch = self._writer.step - config.first_step
+    return POLICIES[config.batch_policy](self._candidates(), batch, config.groups_per_batch)
 
   async def _batch_ready(self) -> None:
-    # Taking the groups that finish first would bias batches towards short answers and make them
-    # depend on timing. With partial rollouts, whether a group is parked depends only on its tokens.
-    def ended(number):
-      return self._groups[number].chosen is not None
-
-    while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
+    while self._next_batch() is None:
       self._progress.clear()
       await self._progress.wait()  # wait collect: bounded by the caller
 
@@ -360,7 +373,8 @@ class Explorer:
 
   def _draw(self) -> _Group:
     task, visit = self._sampler.next()
-    return _Group(task=task, visit=self._visits.get(_prompt(task.uid), 0) + visit)
+    visit += self._visits.get(_prompt(task.uid), 0)
+    return _Group(task=task, visit=visit, last_batch=self._gate.last_batch)
 
   def _next_groups(self, admitted: int) -> tuple[list[int], int]:
     """Returns the numbers of the parked groups to continue, and the number of new groups to start.
@@ -400,7 +414,7 @@ class Explorer:
     """
     for number in numbers:
       group = self._groups[number] = self._groups.pop(number)
-      group.is_parked = False
+      group.is_parked, group.last_batch = False, self._gate.last_batch
     self._start(tasks, numbers)
     if numbers:
       self._counts['partial/continued'] += len(numbers)
@@ -454,6 +468,7 @@ class Explorer:
         'visit': group.visit,
         'ended': group.chosen is not None,
         'parked': group.is_parked,
+        'last_batch': group.last_batch,
       }
       for number, group in self._groups.items()
     ]
@@ -482,8 +497,10 @@ class Explorer:
         task=task,
         visit=visit,
         chosen=chosen,
-        # Commits of older program versions lack this key, because there were no parked groups.
+        # Commits of older program versions lack these keys. They have no parked groups, and their
+        # groups are taken in order of start.
         is_parked=group.get('parked', False),
+        last_batch=group.get('last_batch', 0),
       )
     self._completed = state
 

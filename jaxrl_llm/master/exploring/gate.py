@@ -39,6 +39,11 @@ class Gate:
     return batches * self._groups_per_batch - self._counted
 
   @property
+  def last_batch(self) -> int:
+    """Index in the stage of the last batch that may train on a group that starts now."""
+    return self._served + self._bound
+
+  @property
   def _counted(self) -> int:
     return self._started - self._dropped - self._parked
 
