@@ -1,4 +1,4 @@
-"""Recording: the tokens of a sample while it is generated, and who wrote each.
+"""Recording: the tokens of a sample while it is generated, and the role that produced each token.
 
 Invariant: tokens are only appended, so the policy's completions stay as the engine returned them.
 """
@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.api import Completion
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-  """Place of a sample in a run: its task, its group and its index within the group."""
+  """Identity of a sample in a run: its task, group and index within the group."""
 
   task: Task
   visit: int
@@ -67,8 +67,8 @@ class Recording:
     self.turns, self.finish = self.turns + 1, completion.finish
 
   def sample(self, place: Place, *, temperature: float, step: int = 0) -> Sample:
-    """Returns the finished sample. The first step of a trajectory has the trajectory's id as its
-    uid; a later step has this id followed by its index.
+    """Returns the finished sample. The uid of a trajectory's first step is the trajectory's id. The
+    uid of a later step is this id, followed by the step's index.
     """
     trajectory = f'{place.group}/{place.index}'
     role = np.repeat(np.array(self._roles, np.uint8), [len(part) for part in self._tokens])

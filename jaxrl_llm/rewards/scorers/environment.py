@@ -1,4 +1,4 @@
-"""Scorer whose value is the reward that the workflow's environment gave."""
+"""Scorer `environment`: its value is the reward that the workflow's environment gave."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict, read_options
 
 
 async def read_environment(attempt: Attempt) -> Verdict:
-  """Returns the environment's reward. An episode that ran out of tokens before its environment gave
-  a reward has the value 0, and any other attempt without a reward cannot be scored.
+  """Returns the environment's reward. Without one, an episode that ran out of tokens gets the value
+  0, and any other attempt cannot be scored.
   """
   if attempt.environment is not None:
     return attempt.environment
@@ -24,12 +24,12 @@ async def read_environment(attempt: Attempt) -> Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentOptions:
-  """The scorer has no options."""
+  """Options class of the scorer, which has no options."""
 
 
 def environment_scorer(**options: Any) -> Awaited:
-  """The reward that the workflow's environment gave, at the end or for each turn. The options are
-  `EnvironmentOptions`.
+  """Scores with the reward that the workflow's environment gave, at the end or for each turn. The
+  options are `EnvironmentOptions`.
   """
   read_options(EnvironmentOptions, options, 'environment')
   return Awaited(_opened, concurrency=1024)

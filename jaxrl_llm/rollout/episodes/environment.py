@@ -1,4 +1,4 @@
-"""Environments: what a policy acts in over several turns, and the workflow that plays in one."""
+"""Environments in which a policy acts over several turns, and the workflow that runs one."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ class Step(NamedTuple):
   """Response of an environment to an action."""
 
   observation: str | Sequence[ChatMessage]
-  """What the policy reads next. A text becomes a message of the user."""
+  """Text or messages that the policy reads next. A text becomes a message of the user."""
   reward: float = 0.0
   done: bool = False
-  """Whether the episode ends, so that the observation is not read."""
+  """Whether the episode ends with this step. The policy then does not read the observation."""
   evidence: Mapping[str, Json] = {}
-  """Basis of the reward, stored with it."""
+  """Details that explain the reward. They are stored with it."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-  """State of one episode. Each episode has an environment of its own, and many are open at a time.
+  """Environment of one episode. Each episode has its own environment, and many are open at a time.
 
-  The methods must not block: a slow library belongs into a thread or another process.
+  The methods must not block. Calls of a slow library belong in a thread or another process.
   """
 
   async def reset(self, task: Task) -> str | Sequence[ChatMessage] | None:
-    """Begins an episode. Returns the first observation; None: the task's prompt."""
+    """Begins an episode. Returns the first observation, or None if the task's prompt is the first
+    observation.
+    """
     ...
 
   async def step(self, action: str) -> Step:
-    """Carries out the policy's action, the text of its turn."""
+    """Carries out an action of the policy, which is the text of its turn."""
     ...
 
   async def close(self) -> None:
-    """Ends the episode and frees its resources. It is always called, once."""
+    """Ends the episode and frees its resources. It is called once for each environment, in any
+    case.
+    """
     ...
 
 
@@ -60,10 +64,10 @@ class EnvironmentFailed(Exception):
 
 
 class EnvironmentWorkflow(Episodes):
-  """Workflow in which the policy acts in an environment until it is done.
+  """Workflow in which the policy acts in an environment until the episode is done.
 
-  A call that exceeds its deadline or raises an exception makes the sample unscorable, since the
-  policy is not at fault.
+  If a call of the environment exceeds its deadline or raises an exception, the sample is
+  unscorable, because the policy is not at fault.
   """
 
   def __init__(
@@ -83,10 +87,12 @@ class EnvironmentWorkflow(Episodes):
     """
     Args:
       environment: 'module:attribute' of a class or function that returns an `Environment`.
-      options: its keyword arguments.
+      options: keyword arguments for this class or function.
       max_turns: maximum number of turns of an episode.
-      turn_tokens: maximum number of tokens of a turn; None: all that the episode has left.
-      stop: texts of one token each that end a turn, in addition to the tokenizer's end tokens.
+      turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
+        episode has left.
+      stop: texts that end a turn, in addition to the tokenizer's end tokens. Each must be a single
+        token.
       deadline_s: maximum seconds for each call of an environment.
       concurrency: maximum number of environments that are open at a time in this process.
     """

@@ -1,9 +1,9 @@
 """Episode: one attempt at a task over several turns of the policy and its environment.
 
-The prompt of a turn extends what came before token by token: the policy's completions stay as they
-were sampled, and only the text that follows them is rendered and encoded. If the rendered
-conversation does not begin with the text so far, because the chat template or the policy's special
-tokens change it, the observations are rendered after a neutral exchange instead.
+The prompt of a turn consists of all earlier tokens and the new observations. The policy's
+completions stay as they were sampled, and only the text after them is rendered and encoded. The
+chat template may render the earlier turns differently, so that the rendered conversation does not
+begin with the text so far. The observations are then rendered after a neutral exchange instead.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _MARK = '\ue000'
-"""Character that no chat template contains."""
+"""Placeholder that no chat template contains."""
 
 Observation = str | Sequence[int] | Sequence[ChatMessage]
-"""Text or tokens that follow as they are, or messages that the chat template renders."""
+"""Observation of the policy: text or tokens that are appended unchanged, or messages that the chat
+template renders.
+"""
 
 
 class OutOfTokens(Exception):
-  """The episode has no room for another turn. `Episodes` catches this and ends the sample with
-  finish reason 'length'.
+  """The episode has no tokens left for another turn. `Episodes` catches this exception and ends the
+  sample with the finish reason 'length'.
   """
 
 
@@ -44,15 +46,15 @@ class Turn(NamedTuple):
   """A completion of the policy within an episode."""
 
   text: str
-  """Decoded completion without the token that stopped it."""
+  """Decoded completion, without the stop token."""
   finish: Finish
 
 
 class Episode:
-  """Builds the sample of one attempt: observations in, completions of the policy out.
+  """Builds the sample of one attempt at a task from observations and the policy's completions.
 
   Attributes:
-    task: task that is attempted.
+    task: the attempted task.
     hub: access to scorers and auxiliary models.
     tokenizer: the policy's tokenizer.
     turns: number of completions so far.
@@ -70,9 +72,9 @@ class Episode:
   ):
     """
     Args:
-      place: place of the sample in its group.
+      place: task, group and index of the sample.
       sampling: sampling parameters of every turn.
-      max_tokens: maximum number of tokens after the first prompt, observations included.
+      max_tokens: maximum number of tokens after the first prompt, including observations.
       tools: JSON schemas of the tools, which the chat template describes to the policy.
     """
     self.task, self.hub, self.tokenizer, self.turns = place.task, hub, tokenizer, 0
@@ -81,25 +83,27 @@ class Episode:
     self._recording: Recording | None = None
     self._messages: list[ChatMessage] = []
     self._text = ''
-    """Text of the recorded tokens, as the chat template rendered it and the policy continued it."""
+    """Text of all tokens so far: rendered by the chat template, and continued by the policy."""
     self._is_raw = False
-    """Whether the last observation was raw text, so that no chat template can continue from it."""
+    """Whether an observation was raw text or tokens. The chat template cannot continue after
+    those.
+    """
     self._pending: list[Observation] = []
     self._rewards: list[float] = []
-    """Sum of the rewards after each turn."""
+    """Sum of the rewards for each turn."""
     self._evidence: dict[str, Json] = {}
     self._failure: str | None = None
     self._ended = False
 
   @property
   def room(self) -> int:
-    """Number of tokens left for observations and completions."""
+    """Number of tokens that are left for observations and completions."""
     return self._max_tokens - (self._recording.response_len if self._recording else 0)
 
   @property
   def verdict(self) -> Verdict | None:
-    """Rewards so far; None if there were none. The rewards after the last turn are the value, and
-    earlier ones belong to their turns.
+    """Rewards so far; None if there were none. The rewards for the last turn are the value, and the
+    others belong to their turns.
     """
     if self._failure is not None:
       return Verdict(value=None, evidence={**self._evidence, 'error': self._failure})
@@ -110,20 +114,24 @@ class Episode:
     return Verdict(value=given[-1], turn_values=tuple(earlier), evidence=dict(self._evidence))
 
   def observe(self, observation: Observation) -> None:
-    """Adds what the policy reads before its next turn. These tokens are never trained on."""
+    """Adds an observation, which the policy reads before its next turn. Its tokens are never
+    trained on.
+    """
     self._check_open('observe')
     self._pending.append(observation)
 
   async def act(self, max_tokens: int | None = None, *, stop: Sequence[str] = ()) -> Turn:
-    """Lets the policy write its next turn, and returns it.
+    """Samples the policy's next turn, and returns it.
 
     Args:
-      max_tokens: maximum number of tokens of this turn. If None, all that the episode has left.
-      stop: texts of one token each that end the turn, in addition to the tokenizer's end tokens.
+      max_tokens: maximum number of tokens of this turn. If None, the turn may use all tokens that
+        are left.
+      stop: texts that end the turn, in addition to the tokenizer's end tokens. Each must be a
+        single token.
 
     Raises:
-      OutOfTokens: the observations leave no room for a turn.
-      RunError: nothing was observed since the last turn.
+      OutOfTokens: the observations leave no tokens for a turn.
+      RunError: there was no observation since the last turn.
     """
     self._check_open('act')
     if not self._pending:
@@ -149,7 +157,8 @@ class Episode:
 
     Args:
       value: finite reward.
-      evidence: basis of the reward, stored with the score. Later entries replace earlier ones.
+      evidence: details that explain the reward. They are stored with the score, and later entries
+        replace earlier ones of the same name.
     """
     self._check_open('reward')
     if not self.turns:
@@ -163,7 +172,7 @@ class Episode:
     self._evidence.update(evidence or {})
 
   def fail(self, error: str) -> None:
-    """Makes the sample unscorable, because of an error for which the policy is not at fault."""
+    """Makes the sample unscorable, because of an error that is not the policy's fault."""
     self._check_open('fail')
     self._failure = error
 
@@ -185,7 +194,7 @@ class Episode:
     """Ends the episode, and returns its sample with the rewards.
 
     Args:
-      out_of_tokens: whether the episode ends because it has no room for another turn.
+      out_of_tokens: whether the episode ends because it has no tokens left for another turn.
 
     Raises:
       RunError: the policy has not acted.
@@ -228,7 +237,7 @@ class Episode:
       self._is_raw = True
       return [token for part in self._pending for token in self._encoded(part)], ''
     messages = [*self._messages, *(message for part in self._pending for message in part)]
-    # Another process may render the template, and be slow or hang, so a thread waits for it.
+    # Another process may render the template. It may be slow or hang, so a thread waits for it.
     if self.tokenizer.renders_elsewhere:
       whole = await asyncio.to_thread(self._render, messages)
     else:
@@ -246,7 +255,9 @@ class Episode:
     ).text
 
   def _rendered_alone(self, observed: Sequence[ChatMessage]) -> str:
-    """Returns what a conversation with these messages adds to an answer of the policy."""
+    """Returns the text that these messages add after an answer of the policy. It is found by
+    rendering them after a neutral exchange.
+    """
     exchange = [{'role': 'user', 'content': _MARK}, {'role': 'assistant', 'content': _MARK}]
     before, after = self._render(exchange, answer=False), self._render([*exchange, *observed])
     if not after.startswith(before):
@@ -254,7 +265,8 @@ class Episode:
         f'{self._name}: turn {self.turns + 1}: the chat template rewrites the turn before an '
         'observation; observe text or tokens instead of messages'
       )
-    # The answer's end, such as '<|im_end|>\n', of which the policy may have sampled the stop token.
+    # `end` begins with the end of the answer, such as '<|im_end|>\n'. If the policy has sampled its
+    # stop token, that token is removed.
     end = after[before.rindex(_MARK) + len(_MARK) :]
     last = self._recording.tokens[-1]
     is_ended = self._recording.finish == Finish.STOP
@@ -271,7 +283,7 @@ class Episode:
       sampling=self._sampling,
       stop_ids=stop_ids,
       first=self._place.index,
-      # A first turn draws what a workflow of one turn draws.
+      # The key of the first turn is the same as in a single-turn workflow.
       key=request_key(self.task, self._place.visit, self.turns),
     )
     ((_, completion),) = [answer async for answer in self.hub.generate(request)]
@@ -288,7 +300,7 @@ class Episode:
 
 
 def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
-  """Decodes the last turn of a sample, without its stop token."""
+  """Decodes the policy's last turn in a sample, without its stop token."""
   others = np.flatnonzero(sample.role != Role.POLICY)
   return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], sample.finish_reason)
 

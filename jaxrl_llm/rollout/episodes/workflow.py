@@ -1,5 +1,5 @@
-"""Workflows that are written as episodes: a class says how one episode goes, and its samples are
-built here.
+"""Workflows of episodes: a subclass defines the course of one episode, and this module builds the
+samples.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 
 class Episodes(abc.ABC):
-  """A workflow whose subclass says in `play` how one episode goes. The episodes of a group run
-  concurrently.
+  """Workflow of episodes. A subclass defines the course of one episode in `play`. The episodes of a
+  group run concurrently.
   """
 
   def __init__(self, hub: Hub, tokenizer: Tokenizer, *, max_tokens: int):
@@ -28,8 +28,8 @@ class Episodes(abc.ABC):
 
   @abc.abstractmethod
   async def play(self, episode: Episode) -> None:
-    """Plays one episode from its first observation to its last turn or reward. If the episode runs
-    out of tokens, the call ends with `OutOfTokens`.
+    """Runs one episode, from its first observation to its last turn or reward. If the episode runs
+    out of tokens, a method of `episode` raises `OutOfTokens`, which need not be caught.
     """
 
   def text(self, sample: Sample) -> str:
@@ -43,7 +43,7 @@ class Episodes(abc.ABC):
     playing = [asyncio.ensure_future(self._played(place, sampling)) for place in places]
     try:
       for finished in asyncio.as_completed(playing):
-        # wait played: the group's limits, the engine's and the environment's
+        # wait played: bounded by the limits of the group, the engine and the environment
         yield await finished
     finally:
       for episode in playing:
