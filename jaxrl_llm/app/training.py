@@ -81,9 +81,9 @@ def train(
 
   A run directory with commits is resumed, with `config` as its configuration from then on. The run
   has its own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C)
-  stops it after a commit; before the first step, an interrupt raises KeyboardInterrupt. In a
-  script, write the import and the call under `if __name__ == '__main__':`, because scorer processes
-  import the script. Start jobs of several processes with `jaxrl train` instead.
+  stops it after a commit. Before the training begins, an interrupt raises KeyboardInterrupt
+  instead. In a script, write the import and the call under `if __name__ == '__main__':`, because
+  scorer processes import the script. Start jobs of several processes with `jaxrl train` instead.
 
   Args:
     branch_from: 'RUN' or 'RUN:STEP': commit of another run from which this one starts, by default
