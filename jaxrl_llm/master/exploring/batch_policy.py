@@ -1,12 +1,12 @@
 """Batch policies: rules that decide which of the started groups form the next batch.
 
-`in_order` takes groups in the order in which they started and waits for them: the composition of a
-batch does not depend on how long its answers take. `complete_first` takes groups that have
-finished: the trainer waits less, but early batches hold more short answers
-(docs/guides/staleness.md measures this). A clock then decides which groups form a batch.
+`in_order` takes groups in the order in which they started, and waits for them. The composition of a
+batch then does not depend on how long its answers take. `complete_first` takes groups that have
+finished. The trainer waits less, but early batches contain more short answers
+(docs/guides/staleness.md measures this), and timing decides which groups form a batch.
 
-Invariant: no policy makes a group older than the stage's staleness bound permits, provided that the
-gate admitted the groups. A group that would become too old is waited for.
+Invariant: under each policy, the groups that the gate admits stay within the stage's staleness
+bound. A batch waits for a group that would otherwise become too old.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ class Candidate(NamedTuple):
 
   number: int
   is_finished: bool
-  """Whether its samples are generated, scored and selected."""
+  """Whether the group's samples are generated, scored and selected."""
   last_batch: int
-  """Index in the stage of the last batch that may train on the group within the staleness bound."""
+  """Index in the stage of the last batch that may train on the group without exceeding the
+  staleness bound.
+  """
 
 
 BatchPolicy = Callable[[Sequence[Candidate], int, int], list[int] | None]
-"""Function of the candidates in their order of start, of the index of the next batch in the stage,
-and of the number of groups in a batch. Returns the numbers of the groups that form the batch, in
-order of start, or None if some of them are unfinished or have not started.
+"""Function of (candidates in order of start, index of the next batch in the stage, number of groups
+per batch). It returns the numbers of the groups that form the batch, in order of start, or None if
+some of them are unfinished or have not started.
 """
 
 
 def in_order(candidates: Sequence[Candidate], batch: int, count: int) -> list[int] | None:
-  """Chooses the groups that started first."""
+  """Chooses the groups that started first, and waits for them."""
   del batch
   return _complete(candidates[:count], count)
 
 
 def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> list[int] | None:
-  """Chooses finished groups, those that started first ahead of the others. So groups that earlier
-  batches passed over come before newer ones.
+  """Chooses finished groups in order of start, so groups that earlier batches passed over come
+  before newer ones.
 
-  Exceptions are groups that must join this batch, finished or not, because later batches would have
-  no room for all groups whose time is up by then (earliest deadline first).
+  Some groups must join this batch, finished or not: later batches would not have room for all
+  groups before they exceed the staleness bound. They are found as in earliest-deadline-first
+  scheduling.
   """
   chosen: list[Candidate] = []
   for last in sorted({candidate.last_batch for candidate in candidates}):
@@ -60,7 +63,9 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
 
 
 def passed_over(candidates: Sequence[Candidate], chosen: Sequence[int]) -> int:
-  """Returns the number of groups that started before a group of the batch, but are not in it."""
+  """Returns the number of groups that are not in the batch although they started before its newest
+  group.
+  """
   numbers = [candidate.number for candidate in candidates]
   before_last = numbers[: numbers.index(chosen[-1])] if chosen else []
   return len(set(before_last) - set(chosen))

@@ -135,8 +135,8 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of group runs that a time limit has ended, plus the number of groups that batches have
-    passed over because later groups had finished.
+    """Number of decisions that a clock has made: group runs that a time limit has ended, and groups
+    that a batch has passed over because later groups had finished first.
     """
     return self._runner.clock_decisions + self._passed_over
 
@@ -281,9 +281,9 @@ class Explorer:
 
   def _report_outcomes(self, last: int) -> None:
     """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
-    number. With partial rollouts or a batch policy other than in_order, batches do not take groups
-    in order of start, so the outcomes of all groups that are no longer in hand are reported
-    instead.
+    number. With partial rollouts or a batch policy other than 'in_order', batches do not take
+    groups in order of start, so the outcomes of all groups that are in a batch or dropped are
+    reported instead.
 
     If the gate's bound is 0, the sampler has drawn all tasks of this batch and none of the next, so
     its choices do not depend on timing. If the bound is larger, they may: the replacement of a
