@@ -3,25 +3,20 @@
 import ast
 import json
 import pathlib
-import re
 
 import pytest
+from pages import block
 
 from jaxrl_llm import api
 from jaxrl_llm.tasks.example_tokens import example_tokens
 from jaxrl_llm.tasks.examples import Conversation, ExamplesConfig, load_examples
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'guides' / 'sft.md'
-PARTS = dict(re.findall(r'<!-- begin: ([\w ]+) -->\n(.*?)<!-- end', PAGE.read_text(), re.DOTALL))
-
-
-def block(name: str, language: str) -> str:
-  return re.search(rf'```{language}\n(.*?)\n```', PARTS[name], re.DOTALL)[1]
+PAGE = 'docs/guides/sft.md'
 
 
 def loaded(name: str, folder: pathlib.Path, **fields):
-  row = json.loads(block(name, 'json'))
+  row = json.loads(block(PAGE, name, 'json'))
   (folder / 'rows.jsonl').write_text(json.dumps(row))
   config = ExamplesConfig(name='rows', source=str(folder / 'rows.jsonl'), **fields)
   (example,) = load_examples(config).examples
@@ -34,11 +29,11 @@ def loaded(name: str, folder: pathlib.Path, **fields):
 def test_a_row_is_learned_as_shown(name, tmp_path):
   fields = {}
   if name == 'templates':
-    call = ast.parse(block(name, 'python'), mode='eval').body
+    call = ast.parse(block(PAGE, name, 'python'), mode='eval').body
     fields = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     fields = {key: value for key, value in fields.items() if key not in ('name', 'source')}
   _, example = loaded(name, tmp_path, **fields)
-  shown = block(name, 'text')
+  shown = block(PAGE, name, 'text')
   tokenizer = build_character_tokenizer([shown], tmp_path / 'tokenizer', template='chatml')
   found = example_tokens(example, tokenizer)
   text, inside = '', False
@@ -57,5 +52,5 @@ def test_the_row_with_tools_is_read(tmp_path):
 
 def test_the_configuration_on_the_page_is_one():
   names = {name: getattr(api, name) for name in api.__all__ if name[0].isupper()}
-  config = eval(block('stage', 'python'), names)
+  config = eval(block(PAGE, 'stage', 'python'), names)
   assert config.stages[0].source.train == config.examples[0].name

@@ -611,7 +611,7 @@ class Config:
   examples: tuple[ExamplesConfig, ...] = ()
   rewards: RewardsConfig = RewardsConfig(scorers=())
   rollout: RolloutConfig
-  learner: LearnerConfig
+  learner: LearnerConfig = LearnerConfig()
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()

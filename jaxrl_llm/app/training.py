@@ -54,10 +54,11 @@ class TrainResult:
     return self.workdir / 'report.html'
 
 
-def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Config:
-  """Loads `FILE.py[:VARIANT]` or the name of a shipped configuration, as --config does.
+def load_config(spec: str | Config, overrides: Mapping[str, Json] | None = None) -> Config:
+  """Loads a configuration as --config does, and applies overrides to it.
 
   Args:
+    spec: `FILE.py[:VARIANT]`, the name of a shipped configuration, or a configuration made already.
     overrides: values keyed by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as
       on the command line.
 
@@ -65,7 +66,7 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
     UserError: the file or an override is invalid.
   """
   return apply_overrides(
-    load_file(spec, Config),
+    load_file(spec, Config) if isinstance(spec, str) else spec,
     {key: override_text(key, value) for key, value in (overrides or {}).items()},
   )
 

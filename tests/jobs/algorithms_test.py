@@ -84,7 +84,10 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
       'mix',
       'actor/expert_logprob',
     ),
-    ('dpo.py:online', ('--config.stages.0.steps=150',), 'online', 'rewards/accuracies'),
+    pytest.param(
+      *('dpo.py:online', ('--config.stages.0.steps=150',), 'online', 'rewards/accuracies'),
+      marks=pytest.mark.acceptance,
+    ),
   ],
   ids=['opmd', 'mix', 'online'],
 )

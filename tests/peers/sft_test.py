@@ -18,8 +18,9 @@ from job import rows as metrics_of
 from paths import PEERS_PYTHON, ROOT
 from safetensors.numpy import load_file
 
-from jaxrl_llm.api import load_config
+from jaxrl_llm.api import Config
 from jaxrl_llm.batching.plan import StepPlan, plan_shape
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import all_rows
@@ -97,7 +98,7 @@ def rows_of(folder, name):
 def cases(found):
   """What TRL is to train: the run that is in `found`, and each form of rows."""
   model, chats = str(found / 'checkpoint'), messages_of(found)
-  (stage,) = load_config(f'sft:{found / "chat.jsonl"}').stages
+  (stage,) = from_json(json.loads((found / 'run' / 'config.json').read_text()), Config).stages
   batch = stage.source.sequences_per_batch
   order = [row['uid'] for plan in plans(found / 'run', 'sft') for row in plan['rows']]
   numbers = [int(uid.split(':')[1]) for uid in order[: STEPS * batch]]

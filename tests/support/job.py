@@ -221,14 +221,16 @@ def ppo_run() -> pathlib.Path:
   return finished('ppo', config=PPO)
 
 
+def start_script(name: str, folder: pathlib.Path, *changes: str) -> str:
+  """Runs a script of docs/start to its end; returns what it prints."""
+  cache = f'compilation_cache={session() / "programs"}'
+  return call(f'docs/start/{name}.py', folder, cache, *changes).stdout
+
+
 def chat_sft_run() -> pathlib.Path:
-  """What docs/start/chat_sft.py leaves: rows, checkpoint and `run`; its output is beside it."""
-
-  def build(folder: pathlib.Path) -> None:
-    cache = f'compilation_cache={session() / "programs"}'
-    folder.with_suffix('.stdout').write_text(call('docs/start/chat_sft.py', folder, cache).stdout)
-
-  return shared('chat_sft', build)
+  """What docs/start/chat_sft.py leaves with a third of its steps: rows, checkpoint and `run`."""
+  steps = ('stages.sft.steps=60', 'stages.sft.evaluate_every=20')
+  return shared('chat_sft', lambda folder: start_script('chat_sft', folder, *steps))
 
 
 def killed_ppo_run() -> pathlib.Path:
