@@ -85,8 +85,7 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
       'actor/expert_logprob',
     ),
     pytest.param(
-      *('dpo.py:online', ('--config.stages.0.steps=150',), 'online', 'rewards/accuracies'),
-      marks=pytest.mark.acceptance,
+      *('dpo.py:online', job.RIGHT, 'online', 'rewards/accuracies'), marks=pytest.mark.acceptance
     ),
   ],
   ids=['opmd', 'mix', 'online'],
@@ -94,8 +93,7 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
 def test_every_sample_is_accounted_for(tmp_path, config, flags, stage, key):
   """Whatever is chosen of a group, paired, or mixed with experts, and with a kill in between."""
   run = tmp_path / 'run'
-  first = 152 if stage == 'online' else 14
-  job.killed_and_resumed(run, first + 4, config=job.small(config, *flags))
+  job.killed_and_resumed(run, 14 + 4, config=job.small(config, *flags))
   assert len(stage_rows(run, stage, key)) == 6
   report = audit(run / 'replay')
   assert report.ok, report.lines

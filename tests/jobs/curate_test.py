@@ -13,17 +13,12 @@ from jaxrl_llm.tasks.taskset import load_taskset
 pytestmark = pytest.mark.full
 FEW = ('--config.tasksets.eval.size=300',)
 SAMPLES, TRIES = 10, 4
-RIGHT = (
-  '--config.rewards.scorers.0.kind=format',
-  '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
-)
-"""What a policy of a few steps meets now and then: a word with one 'a', at neither end."""
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('curate') / 'run'
-  job.train(workdir, config=(*job.QUICK, *RIGHT, '--config.stages.grpo.steps=1'))
+  job.train(workdir, config=(*job.QUICK, *job.RIGHT, '--config.stages.grpo.steps=1'))
   return workdir
 
 
@@ -90,7 +85,7 @@ def test_a_configuration_gives_what_the_initial_policy_of_its_run_gives(run, tmp
   told = [
     job.call('launch/curate.py', *source, *few, f'--out={out}').stdout.splitlines()[0]
     for out, source in zip(
-      outs, ((f'--workdir={run}', '--step=0'), (*job.QUICK, *RIGHT)), strict=True
+      outs, ((f'--workdir={run}', '--step=0'), (*job.QUICK, *job.RIGHT)), strict=True
     )
   ]
   assert told[0] == told[1] and outs[0].read_bytes() == outs[1].read_bytes()

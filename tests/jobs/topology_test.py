@@ -4,12 +4,11 @@ types.
 
 import json
 import re
-import subprocess
-import sys
 from typing import NamedTuple
 
 import job
 import pytest
+import warm
 
 from jaxrl_llm.app.commands.train import AOT_ENVIRONMENT
 
@@ -44,18 +43,14 @@ def rows_of(prompt, response):
 def dry_run(topology, *flags, config='sizes.py:0.5b', model=MODEL, rows=(64, 192), expect=0):
   """Standard output, or the error where one is expected."""
   model_flag = f'--config.policy.model={json.dumps(model)}'
-  command = [
-    sys.executable,
-    'launch/train.py',
-    f'--config=configs/{config}',
-    '--dry_run',
-    f'--topology={topology}',
-  ]
+  command = ['launch/train.py', f'--config=configs/{config}', '--dry_run', f'--topology={topology}']
   command += [model_flag, *rows_of(*rows), *flags]
   env = job.environment(XLA_FLAGS='')
-  done = subprocess.run(command, cwd=job.ROOT, env=env, capture_output=True, text=True, timeout=900)
-  assert done.returncode == expect, done.stderr[-3000:]
-  return done.stderr if expect else done.stdout
+  # The command executes the Python that has the compilers.
+  process = warm.start(command, cwd=job.ROOT, env=env, replaced=True)
+  out, err = process.communicate(timeout=900)
+  assert process.returncode == expect, err[-3000:]
+  return err if expect else out
 
 
 def line_of(program, text):
@@ -199,14 +194,7 @@ def test_a_shape_that_the_compiler_does_not_know_is_one_line():
 
 
 def test_training_for_devices_that_are_not_here_is_refused():
-  command = [
-    sys.executable,
-    'launch/train.py',
-    '--config=configs/quickstart.py',
-    '--topology=v5e:2x4',
-  ]
-  done = subprocess.run(
-    command, cwd=job.ROOT, env=job.environment(XLA_FLAGS=''), capture_output=True, text=True
+  done = job.call(
+    'launch/train.py', '--config=configs/quickstart.py', '--topology=v5e:2x4', expect=2
   )
-  assert done.returncode == 2
   assert done.stderr.splitlines()[-1].startswith('error: --topology: compiles and trains nothing')

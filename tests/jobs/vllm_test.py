@@ -5,11 +5,8 @@ speculation. Those that start and kill servers of their own are in tests/jobs/vl
 """
 
 import asyncio
-import os
 import subprocess
-import sys
 
-import aiohttp
 import engine_contract
 import jax
 import job
@@ -20,7 +17,6 @@ import serving
 from serving import TIED, VOCAB, ask, fault, forward, request, weights
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.net.front import ROUTES, Front, FrontConfig
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
@@ -425,32 +421,6 @@ def test_a_fleet_of_real_servers_keeps_the_contract(pair, tmp_path):
   asyncio.run(main())
 
 
-def front_in_namespace(address, folder):
-  """A front on the cable before a real server; ends with its input."""
-
-  async def main():
-    token = os.path.join(folder, 'token')
-    config = FrontConfig(host=namespaces.SERVING, allow_plaintext=True, token_file=token)
-    async with Front(config, upstream=address) as front:
-      print(front.address, flush=True)
-      await asyncio.to_thread(sys.stdin.read)
-
-  asyncio.run(main())
-
-
-def call_from_namespace(address, token):
-  """Statuses of a call to each route, and of a few that no front lets through."""
-
-  async def main():
-    headers = {'Authorization': f'Bearer {token}'} if token else {}
-    async with aiohttp.ClientSession(address, headers=headers) as session:
-      for method, path in (*ROUTES, ('POST', '/sleep'), ('GET', '/docs')):
-        async with session.request(method, path, json={} if method == 'POST' else None) as response:
-          print(path, response.status)
-
-  asyncio.run(main())
-
-
 def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tmp_path):
   """A real server behind a front, called from another network namespace: on every path, the
   unguarded ones too.
@@ -464,13 +434,13 @@ def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tm
     'env': cabled.environment(),
   }
   front = subprocess.Popen(
-    cabled.run(0, __name__, 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes
+    cabled.run(0, 'fronts', 'serve_before', pair[0].address, str(tmp_path)), **pipes
   )
   try:
     address = front.stdout.readline().strip()
 
     def call(token):
-      command = cabled.run(1, __name__, 'call_from_namespace', address, token)
+      command = cabled.run(1, 'fronts', 'call_every_route', address, token)
       out = subprocess.run(
         command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120
       ).stdout

@@ -1,11 +1,18 @@
-"""Fronts for tests: their token, their configuration, a server behind them."""
+"""Fronts for tests: their token, their configuration, a server behind them.
+
+Processes in other network namespaces import this module, so it imports little.
+"""
 
 import asyncio
 import contextlib
+import os
+import sys
 
+import aiohttp
+import namespaces
 from aiohttp import web
 
-from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.front import ROUTES, Front, FrontConfig
 
 TOKEN = 'token-of-this-test-0123456789'
 
@@ -69,6 +76,32 @@ def request_bytes(method='GET', path='/health', *lines, body=b''):
     '\r\n'.join([f'{method} {path} HTTP/1.1', 'Host: x', *lines, *length, '', '']).encode('latin1')
     + body
   )
+
+
+def serve_before(address, folder):
+  """A front on the cable between two namespaces, before a server; ends with its input."""
+
+  async def main():
+    token = os.path.join(folder, 'token')
+    config = FrontConfig(host=namespaces.SERVING, allow_plaintext=True, token_file=token)
+    async with Front(config, upstream=address) as front:
+      print(front.address, flush=True)
+      await asyncio.to_thread(sys.stdin.read)
+
+  asyncio.run(main())
+
+
+def call_every_route(address, token):
+  """Prints the statuses of a call to each route, and of a few that no front lets through."""
+
+  async def main():
+    headers = {'Authorization': f'Bearer {token}'} if token else {}
+    async with aiohttp.ClientSession(address, headers=headers) as session:
+      for method, path in (*ROUTES, ('POST', '/sleep'), ('GET', '/docs')):
+        async with session.request(method, path, json={} if method == 'POST' else None) as response:
+          print(path, response.status)
+
+  asyncio.run(main())
 
 
 AUTHORISED = f'Authorization: Bearer {TOKEN}'

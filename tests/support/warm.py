@@ -111,19 +111,25 @@ class Process:
 
 
 def start(
-  args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str], piped: bool = True
+  args: Sequence[str],
+  *,
+  cwd: str | os.PathLike,
+  env: Mapping[str, str],
+  piped: bool = True,
+  replaced: bool = False,
 ) -> Process:
   """Starts `args`, a script and its arguments, in a session of its own.
 
   Args:
     piped: whether `communicate` reads stdout and stderr; otherwise they go to /dev/null.
+    replaced: whether the script only executes another program, which reads `env` anew.
 
   Raises:
     ValueError: a variable of `_FIXED` has another value in `env` than in the forking process.
   """
   server, fixed = _server()
   different = [name for name in _FIXED if env.get(name) != fixed.get(name)]
-  if different:
+  if different and not replaced:
     raise ValueError(
       f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess'
     )
@@ -222,6 +228,7 @@ def _become(request: dict, descriptors: list[int]) -> None:
   os.environ.update(request['env'])
   tempfile.tempdir = None
   sys.argv = request['args']
+  sys.orig_argv = [sys.executable, *sys.argv]
   script = sys.argv[0]
   paths = request['env'].get('PYTHONPATH', '').split(os.pathsep)
   sys.path[:0] = [
