@@ -36,7 +36,9 @@ ROW = b'{"training/global_step": 1}\n'
 @pytest.fixture(scope='module')
 def config():
   loaded = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
-  return apply_overrides(loaded, {'stages.sft.steps': '1', 'stages.grpo.steps': '9'})
+  steps = {'stages.sft.steps': '1', 'stages.grpo.steps': '9'}
+  sizes = {f'tasksets.{name}.size': '400' for name in ('train', 'eval')}
+  return apply_overrides(loaded, steps | sizes)
 
 
 @pytest.fixture(scope='module')
