@@ -253,7 +253,10 @@ def utilisations(rows, ranks, chunks):
   ]
 
 
-@pytest.mark.parametrize(('ranks', 'chunks'), [(1, 4), (1, 8), (1, 16), (2, 8)])
+_FULL = [pytest.param(*cut, marks=pytest.mark.full) for cut in ((1, 16), (2, 8))]
+
+
+@pytest.mark.parametrize(('ranks', 'chunks'), [(1, 4), (1, 8), *_FULL])
 def test_planned_micro_batches_are_full(ranks, chunks):
   shape = plan_shape(rows=512, ranks=ranks, chunks=chunks, chunk_len=512, lengths=KNOWN)
   assert 1 < shape.chunks <= chunks, (
@@ -266,12 +269,14 @@ def test_without_the_plan_they_are_not():
   assert min(utilisations(512, 1, 16)) < 0.95
 
 
+@pytest.mark.full
 def test_many_ranks_lose_no_more_than_their_chunks_do():
   # 8 ranks of 512 tokens each are 6 % of such a step: what is lost to that, no plan brings back.
   shape = plan_shape(rows=512, ranks=8, chunks=8, chunk_len=512, lengths=KNOWN)
   assert np.mean(utilisations(512, 8, shape.chunks)) >= 0.97 * np.mean(utilisations(512, 8, 1))
 
 
+@pytest.mark.full
 def test_a_large_step_keeps_wide_micro_batches():
   assert plan_shape(rows=4096, ranks=1, chunks=8, chunk_len=512, lengths=KNOWN).chunks == 8
 

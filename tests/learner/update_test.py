@@ -114,7 +114,7 @@ def unpacked():
     )
 
 
-@pytest.mark.parametrize('precision', LIMITS)
+@pytest.mark.parametrize('precision', [pytest.param('float32', marks=pytest.mark.full), 'float64'])
 def test_loss_and_gradient_are_those_of_unpacked_sequences(folder, precision):
   found = compute(folder, SUBJECTS['token-mean'], dtype=precision)
   loss, grads = unpacked()
@@ -125,7 +125,13 @@ def test_loss_and_gradient_are_those_of_unpacked_sequences(folder, precision):
 CUTS = [{'chunks': 1}, {'chunks': 12}, {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8}]
 
 
-@pytest.mark.parametrize('name', SUBJECTS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    name if name in ('sft', 'token-mean') else pytest.param(name, marks=pytest.mark.full)
+    for name in SUBJECTS
+  ],
+)
 def test_micro_batches_chunks_and_padding_change_nothing(folder, name):
   first, second = (
     compute(folder, SUBJECTS[name], model='bigram', **cut) for cut in (CUTS[0], CUTS[2])
@@ -213,6 +219,7 @@ def test_no_mesh_changes_the_decoders_gradient(folder, axes, precision):
   assert_same(on_mesh(folder, axes, dtype=precision), whole, precision)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('options', [{'scan': True}, {'remat': 'full'}], ids=str)
 def test_scan_and_remat_change_nothing(folder, options):
   assert_same(

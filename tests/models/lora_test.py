@@ -87,7 +87,14 @@ def test_the_same_key_gives_the_same_adapters_scanned_or_not():
   assert not np.array_equal(one['mlp']['up']['lora_a'], one['mlp']['gate']['lora_a'])
 
 
-@pytest.mark.parametrize('options', [{}, {'scan_layers': True}, {'remat': 'full'}], ids=str)
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    *(pytest.param(o, marks=pytest.mark.full) for o in ({'scan_layers': True}, {'remat': 'full'})),
+  ],
+  ids=str,
+)
 def test_joined_and_merged_are_the_same_function(options):
   adapted = model(**options)
   tree = drawn(params(adapted), adapted)

@@ -440,6 +440,7 @@ def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
   assert len(sent) == 2  # The program and one input.
 
 
+@pytest.mark.full
 def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes):
   spin = 'while time.process_time() - began < {}: pass'
   many = (
@@ -515,6 +516,7 @@ sandboxes.close()
 """
 
 
+@pytest.mark.full
 def test_limits_hold_where_a_container_hides_proc():
   """A file of /proc is covered, as in containers: the kernel permits no other /proc there."""
   within = [
@@ -883,6 +885,7 @@ def test_deleting_the_working_directory_harms_nobody(sandboxes):
   assert is_well(sandboxes)
 
 
+@pytest.mark.full
 def test_ignored_signals_do_not_help(sandboxes, brief):
   assert sandboxes.run_cases(hostile.IGNORE_SIGNALS + hostile.SPIN, ANY).ended == Ending.CPU
   assert brief.run_cases(hostile.IGNORE_SIGNALS + 'time.sleep(1000)', ANY).ended == Ending.WALL
@@ -1677,6 +1680,11 @@ def test_a_starter_that_was_killed_is_replaced(sandboxes):
   assert is_well(sandboxes)
 
 
+@pytest.mark.parametrize(
+  'sandboxes',
+  ['namespaces', pytest.param('bubblewrap', marks=pytest.mark.acceptance)],
+  indirect=True,
+)
 @pytest.mark.parametrize(
   'count',
   [pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)],
