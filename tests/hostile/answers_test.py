@@ -1,4 +1,4 @@
-"""Hostile answers by the hundred: workers, canaries and the verdicts on others stay as they
+"""Hostile answers by the dozen: workers, canaries and the verdicts on others stay as they
 were.
 """
 
@@ -21,7 +21,7 @@ from jaxrl_llm.rewards.scorers.verifier.evaluating import check_isolation
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 COUNTS = [
-  pytest.param(100, marks=pytest.mark.full),
+  pytest.param(40, marks=pytest.mark.full),
   pytest.param(1000, marks=pytest.mark.acceptance),
 ]
 MODES = {

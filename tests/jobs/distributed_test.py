@@ -114,9 +114,16 @@ def children(supervisor: int) -> dict[int, int]:
   return found
 
 
-def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(two_processes, tmp_path):
+@pytest.mark.parametrize(
+  'kills',
+  [((0, 16),), pytest.param(((0, 15), (1, 18)), marks=pytest.mark.acceptance)],
+  ids=['process 0', 'each'],
+)
+def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
+  two_processes, tmp_path, kills
+):
   run = tmp_path / 'run'
-  for rank, count in ((0, 15), (1, 18)):
+  for rank, count in kills:
     process = job.start(run, config=job.PPO, processes=2)
     job.wait_for_rows(run, count, process)
     os.kill(children(process.pid)[rank], signal.SIGKILL)

@@ -237,14 +237,22 @@ MANY_UPDATES = (
 )
 
 
-def test_reference_minibatches_and_epochs_run_and_resume_bit_for_bit(tmp_path):
-  job.train(tmp_path / 'whole', *MANY_UPDATES)
-  steps = [r for r in job.rows(tmp_path / 'whole') if r['stage'] == 'grpo' and 'actor/pg_loss' in r]
+@pytest.fixture(scope='module')
+def many_updates():
+  return job.finished('many_updates', *MANY_UPDATES)
+
+
+def test_reference_minibatches_and_epochs_run(many_updates):
+  steps = [r for r in job.rows(many_updates) if r['stage'] == 'grpo' and 'actor/pg_loss' in r]
   assert all(r['timing_s/ref'] > 0 and r['timing_s/old_log_prob'] > 0 for r in steps)
   assert steps[0]['actor/ppo_kl'] != 0.0, 'later optimizer steps are off the proximal policy'
   assert steps[-1]['actor/kl'] > 0.0
+
+
+@pytest.mark.acceptance
+def test_reference_minibatches_and_epochs_resume_bit_for_bit(many_updates, tmp_path):
   job.killed_and_resumed(tmp_path / 'killed', 18, flags=MANY_UPDATES)
-  job.assert_equal_runs(tmp_path / 'killed', tmp_path / 'whole')
+  job.assert_equal_runs(tmp_path / 'killed', many_updates)
 
 
 def checkpoint(directory, *, config=None, cut=None, source):

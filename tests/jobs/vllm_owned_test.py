@@ -106,6 +106,7 @@ def training(run, rows, *flags):
     raise
 
 
+@pytest.mark.acceptance
 def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   """One API server, then the other's engine process alone, killed in mid-run; both are started
   again.
@@ -133,7 +134,7 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   serving.wait_until_gone(tree, files)
 
 
-def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
+def test_a_run_outlives_its_server_and_nothing_of_a_server_outlives_its_killed_trainer(tmp_path):
   run = tmp_path / 'run'
   flags = ('--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
   with training(run, 12 + 2, *flags) as (process, tree, files):
@@ -142,9 +143,19 @@ def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
       and len(files) > 1
       and serving.published(run).exists()
     )
+    (server,) = serving.api_servers(process.pid)
+    serving.kill(next(p for p, line in serving.descendants(server).items() if 'EngineCore' in line))
+    # The batch of that moment may have had all its completions, but not the one after it.
+    job.wait_for_rows(run, job.count_rows(run) + 3, process, timeout_s=500)
+    steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'actor/pg_loss' in row]
+    assert sum(row['run/engine_restarts'] for row in steps) == 1
+    assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
+    assert {row['staleness/max'] for row in steps} == {0}
+    again = serving.processes(serving.descendants(process.pid))
+    files |= serving.shared_memory(again)
     process.kill()
     process.communicate()
-  serving.wait_until_gone(tree, files)
+  serving.wait_until_gone(tree | again, files)
 
 
 def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
