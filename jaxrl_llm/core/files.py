@@ -100,10 +100,10 @@ _TOKENS = re.compile(rb'"(?:[^"\\\n]|\\.)*+"|[\[\]{}]')
 
 
 def check_file_depth(path: str | os.PathLike) -> None:
-  """Checks the nesting depth of a JSON file, whose size does not matter.
+  """Checks the nesting depth of a JSON file without reading the whole file into memory.
 
-  Call it before a reader that deeply nested JSON would crash. The file may contain one JSON value,
-  or one value per line.
+  Deeply nested JSON crashes some parsers, so call this function before them. The file may contain
+  one JSON value, or one value per line.
 
   Raises:
     ValueError: a value is nested deeper than `MAX_DEPTH` levels, or `path` is not a regular file.

@@ -106,12 +106,13 @@ class Batcher:
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     self._waiting.append((sequence, future))
     self._work.set()
-    return await future  # wait pass: the client's deadline, whose end cancels this
+    # wait pass: bounded by the client, which cancels the request at its deadline
+    return await future
 
   async def run(self) -> None:
     """Scores requests until it is cancelled."""
     while True:
-      await self._work.wait()  # wait request: none, a service waits for its next request
+      await self._work.wait()  # wait request: unbounded, since a service waits for its next request
       batch, self._waiting = (
         self._waiting[: self._model.sequences],
         self._waiting[self._model.sequences :],

@@ -77,8 +77,8 @@ class Coordinator:
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
-      return await decision  # wait decision: its own waits; for the other processes `exchange`
-    # wait decision: bounded by the decision's own waits in process 0, and by `exchange` elsewhere
+      return await decision  # wait decision: bounded by the waits inside `decision`
+    # wait decision: bounded by its waits in process 0, and by `exchange` elsewhere
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
@@ -88,7 +88,7 @@ class Coordinator:
         await self._headers(_BEAT, 0)
     finally:
       task.cancel()  # This has no effect on a finished task.
-      # wait decision: bounded by the decision's own waits
+      # wait decision: bounded by the waits inside `decision`
       await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
@@ -130,7 +130,7 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  value = await decision  # wait decision: its own waits; the others get beats meanwhile
+  value = await decision  # wait decision: bounded by the waits inside `decision`
   return json.dumps(value).encode()
 
 

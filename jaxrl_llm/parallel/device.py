@@ -58,7 +58,7 @@ class DeviceThread:
     call = asyncio.get_running_loop().run_in_executor(self._executor, work)
     try:
       if jax.process_count() == 1:
-        return await call  # wait device: alone, the computation itself
+        return await call  # wait device: bounded by the computation of this single process
       return await bounded(
         call,
         name='device',

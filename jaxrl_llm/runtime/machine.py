@@ -104,7 +104,7 @@ class Heartbeat:
       yield
     finally:
       task.cancel()
-      await asyncio.wait({task})  # wait cancelled: it has just been cancelled
+      await asyncio.wait({task})  # wait cancelled: short, since the task has just been cancelled
 
   async def _beat(self) -> None:
     while True:

@@ -53,9 +53,12 @@ def example_samples(
 ) -> tuple[list[Sample], dict[str, int]]:
   """Converts examples to samples of at most `longest` tokens each.
 
-  Returns the samples and five counts, keyed by name: the rows that are `corrupt` (their answers
-  cannot be located), left out as `too_long`, `truncated`, or `without_loss` (no token is left for
-  the loss), and the resulting `sequences`.
+  Returns the samples and five counts, keyed by name:
+    corrupt: rows that are left out because their answers cannot be located.
+    too_long: rows that are left out because of their length.
+    truncated: rows that are shortened to `longest` tokens.
+    without_loss: rows that are left out because none of their tokens would enter the loss.
+    sequences: samples returned.
 
   Raises:
     UserError: a row is corrupt and `on_corrupt` is 'fail'; a row is too long and `too_long` is

@@ -23,7 +23,8 @@ def main() -> None:
 
   from transformers.utils.chat_template_utils import render_jinja_template
 
-  limits = json.loads(orders.readline())  # wait order: none, the owner's end closes the pipe
+  # wait order: unbounded, until the owner of this process sends a line or ends
+  limits = json.loads(orders.readline())
   _limit_memory(limits['memory_bytes'])
   _write(answers, {})
   for line in orders:

@@ -87,7 +87,7 @@ class FailureRate:
   def __init__(self, *, prior: float, newest: float, floor: float):
     """
     Args:
-      prior: value of s for a task that was never attempted.
+      prior: success rate that a task is assumed to have until it is attempted.
       newest: weight of the newest group in the moving average. The first group alone sets the
         average.
       floor: minimum weight of a task, so that solved tasks can be drawn again.

@@ -389,8 +389,10 @@ def _row_files(config: Config, stage_name: str) -> tuple[str, ...]:
 
 
 def _forget_ended(batches: Any) -> None:
-  """Marks groups in flight as not ended, so that they are rolled out again, since a new store does
-  not contain them. Parked groups stay parked and begin anew when their turn comes.
+  """Marks every started group as unfinished, so that the branch generates its samples again. The
+  samples of a finished group are in the parent's store only, and the branch begins with an empty
+  one. Groups that wait to be continued (partial rollouts) keep waiting, and then start from their
+  prompt.
   """
   for group in _groups(batches):
     group['ended'] = False

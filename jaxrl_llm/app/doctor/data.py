@@ -35,8 +35,8 @@ _RENDERED = 64
 _MEASURED = 2000
 """Maximum number of tasks of each taskset whose lengths are measured."""
 _MUCH = 0.1
-"""Share of prompts or answers over a length limit above which the check fails. So many would be
-dropped that the run would train on other data than configured.
+"""Maximum share of prompts or answers that may exceed a length limit. If more do, the check fails,
+because the run would drop them and train on other data than configured.
 """
 _NEAR = 0.01
 """Share of near duplicates above which the doctor warns."""

@@ -182,7 +182,8 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
-    stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
+    # wait signal: unbounded, since a service runs until a signal stops it
+    stopped = asyncio.create_task(stop.wait())
     async with asyncio.TaskGroup() as group:
       keepers = [
         group.create_task(keep_up(server, functools.partial(lend, i, addresses[i])))
@@ -220,7 +221,8 @@ async def keep_up(
   while True:
     since = loop.time()
     async with lend():
-      while server.is_running():  # wait server: none, it is restarted when it ends
+      # wait server: unbounded, since a server runs until it fails and is restarted
+      while server.is_running():
         await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
     logging.error('%s ended: %s', server.name, server.last_lines())

@@ -242,7 +242,8 @@ class Explorer:
     try:
       # wait collect: bounded by `collect_deadline_s`, through `ready`
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      await (ready if ready.done() else self._running)  # wait collect: none, it is done
+      # wait collect: over already, since the awaited task is done
+      await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
     numbers = self._next_batch()
@@ -367,7 +368,8 @@ class Explorer:
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
-            await self._progress.wait()  # wait collect: of the loop, which cancels this
+            # wait collect: bounded by the loop, which cancels this task
+            await self._progress.wait()
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 

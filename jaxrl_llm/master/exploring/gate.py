@@ -74,7 +74,8 @@ class Gate:
     """Waits until the engines serve a first version."""
     while self._served < 0:
       self._changed.clear()
-      await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
+      # wait gate: bounded by the trainer's waits; the end of the stage cancels it
+      await self._changed.wait()
 
   async def admit(self) -> int:
     """Waits until at least one group may start. Returns the number of groups that may start, and
@@ -82,7 +83,8 @@ class Gate:
     """
     while self.capacity <= 0:
       self._changed.clear()
-      await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
+      # wait gate: bounded by the trainer's waits; the end of the stage cancels it
+      await self._changed.wait()
     groups = self.capacity
     self._started += groups
     return groups

@@ -74,7 +74,8 @@ class AwaitedScorer:
       async with self._scorer.open() as call:
         if not ready.done():  # `ready` is done if `start` has stopped waiting.
           ready.set_result(call)
-        await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
+        # wait scorer_closed: unbounded, since the scorer stays open until `close`
+        await self._closing.wait()
     except (KeyboardInterrupt, GeneratorExit):
       raise
     except BaseException as error:

@@ -90,7 +90,7 @@ class LiveFile:
     """Stops polling, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      await self._following  # wait live_file: `scorers_start` of a change that is under way
+      await self._following  # wait live_file: bounded by `scorers_start` of the change in progress
 
   async def _follow(self) -> None:
     while True:

@@ -108,7 +108,8 @@ class UserFunction:
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
-  return await awaitable  # wait score: the deadline of the call, which kills this process
+  # wait score: bounded by the call's deadline, at which this process is killed
+  return await awaitable
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:

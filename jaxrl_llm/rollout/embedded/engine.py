@@ -170,7 +170,8 @@ class EmbeddedEngine:
   async def close(self) -> None:
     if self._driver is not None:
       self._driver.cancel()
-      await asyncio.wait({self._driver})  # wait cancelled: it has just been cancelled
+      # wait cancelled: short, since the task has just been cancelled
+      await asyncio.wait({self._driver})
     self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, weights: Weights) -> None:
@@ -269,7 +270,8 @@ class EmbeddedEngine:
             decoded = await self._run(self._execute, turn)
             self.counts['completions'] += self._scheduler.harvest(decoded)
         if turn is None:
-          await self._wake.wait()  # wait request: none, an engine waits for its next
+          # wait request: unbounded, since an engine waits for its next request
+          await self._wake.wait()
     except Exception as error:
       logging.exception(
         'engine %s: a device call failed; %d requests with it',

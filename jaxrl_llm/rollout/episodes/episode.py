@@ -3,7 +3,8 @@
 The prompt of a turn consists of all earlier tokens and the new observations. The policy's
 completions stay as they were sampled, and only the text after them is rendered and encoded. The
 chat template may render the earlier turns differently, so that the rendered conversation does not
-begin with the text so far. The observations are then rendered after a neutral exchange instead.
+begin with the text so far. In that case, the new observations are rendered after a placeholder
+conversation instead of the earlier turns.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Crew:
     )
 
   async def _first_explorer(self) -> None:
-    while not self._leases.explorers:  # wait first_explorer: from outside
+    while not self._leases.explorers:  # wait first_explorer: bounded by the caller
       if self._failure is not None:
         raise self._failure
       await asyncio.sleep(_CHECK_S / 5)

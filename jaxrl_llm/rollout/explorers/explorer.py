@@ -238,7 +238,8 @@ async def _take_groups(
     task = asyncio.create_task(_run(link, lease, make(lease), order))
     under_way[lease] = task
     try:
-      await asyncio.wait({task})  # wait explored: the master's limits, which take the lease away
+      # wait explored: bounded by the master, which takes the lease away at its limits
+      await asyncio.wait({task})
       if not task.cancelled():
         task.result()
     finally:

@@ -441,7 +441,8 @@ class Fleet:
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
-      await self._changed.wait()  # wait served: `start_deadline_s`, by the watcher
+      # wait served: bounded by `start_deadline_s`, which the watcher enforces
+      await self._changed.wait()
       self._check_alive()
     for replica in self.replicas:
       replica.assigned = 0
@@ -633,7 +634,8 @@ class Fleet:
     ]
     try:
       for _ in samples:
-        result = await results.get()  # wait completion: deadlines of requests, times `max_retries`
+        # wait completion: bounded by the request's deadline times `max_retries`
+        result = await results.get()
         if isinstance(result, Exception):
           raise result
         yield result
@@ -683,7 +685,8 @@ class Fleet:
       replica, life = await self._acquire()
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
-        await replica.settled.wait()  # wait settled: deadlines of the calls that bring a version
+        # wait settled: bounded by the deadlines of the calls that publish a version
+        await replica.settled.wait()
         if replica.life == life and all(
           segment.version in replica.proven for segment in completion.segments
         ):

@@ -246,7 +246,8 @@ class _Layout:
     _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
-    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:  # wait digest: computation
+    # wait digest: bounded by the computation of the digest
+    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:
       for name, leaf in leaves:
         stacked = self._check(name, leaf)
         for entry in self._by_leaf[name]:
@@ -292,7 +293,7 @@ def _write_tensor(
     # Digesting and writing both release the GIL, so they overlap.
     hashed = helper.submit(digest, flat)
     _write_all(file, memoryview(flat.view(np.uint8)))
-    return hashed.result()  # wait digest: computation
+    return hashed.result()  # wait digest: bounded by the computation of the digest
   hasher = xxhash.xxh3_128()
   for start in range(0, flat.size, staging.size):
     block = flat[start : start + staging.size]

@@ -153,7 +153,8 @@ class Replica:
         self.paused_s = time.monotonic() - before
         if probe is not None:
           if publication.adapter is not None and self._on_cpu:
-            await self._drained.wait()  # wait drained: deadlines of the requests in flight
+            # wait drained: bounded by the deadlines of the requests in flight
+            await self._drained.wait()
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
       except Refused as error:  # The weights were already written: the state is unknown.

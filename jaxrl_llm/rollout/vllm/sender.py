@@ -99,7 +99,8 @@ class Trainer:
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
-    return json.loads(self._lines.get())  # wait order: none, the end of stdin ends this process
+    # wait order: unbounded, until the owner of this process sends a line or ends
+    return json.loads(self._lines.get())
 
   def write(self, message: Mapping[str, Any]) -> None:
     self._answers.write(json.dumps(message).encode() + b'\n')

@@ -263,7 +263,8 @@ class SenderTransfer:
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()
-      if line := await self._answers.readline():  # wait sender: `transfer_deadline_s`, of the order
+      # wait sender: bounded by `transfer_deadline_s` of the order
+      if line := await self._answers.readline():
         return dict(json.loads(line))
     except ConnectionError:
       pass  # The sender has closed its stdin.

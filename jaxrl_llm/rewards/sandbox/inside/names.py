@@ -207,10 +207,15 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Returns the names that the tests assign to a name in `others`, as in `candidate = Extract`.
+  """Returns the names that the tests also use under another name.
 
-  Names that the tests pass to their own functions count, too, if the parameter's name is in
-  `others`.
+  An assignment such as `candidate = Extract` gives `Extract` the name `candidate`. A call
+  `check(Extract)` of a test function `def check(candidate)` does so too. If `candidate` is in
+  `others`, the result contains `Extract`.
+
+  Args:
+    others: names to look for on the left side of assignments and among parameters.
+    nodes: syntax tree nodes of the tests.
   """
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
   pairs = []
