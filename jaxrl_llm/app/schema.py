@@ -695,14 +695,16 @@ class Config:
     them.
     """
     rollout, reason = self.rollout, ''
-    if rollout.engine != 'embedded':
-      reason = f'rollout.engine {rollout.engine!r}; wanted embedded'
+    if rollout.engine not in ENGINES:
+      reason = f'rollout.engine {rollout.engine!r}; wanted {" or ".join(ENGINES)}'
     elif rollout.explorers is not None:
       reason = 'rollout.explorers; remove it'
     elif rollout.workflow != WorkflowConfig():
       reason = f'rollout.workflow {rollout.workflow.kind!r}; wanted single_turn without options'
-    elif (longest := max(rollout.embedded.prefill_buckets, default=None)) is not None and (
-      longest < rollout.max_length - 2
+    elif (
+      rollout.engine == 'embedded'
+      and (longest := max(rollout.embedded.prefill_buckets, default=None)) is not None
+      and longest < rollout.max_length - 2
     ):
       reason = (
         f'rollout.embedded.prefill_buckets up to {longest}; continuing an answer needs one of at '

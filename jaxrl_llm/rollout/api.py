@@ -121,6 +121,25 @@ class Request:
     if any(not 0 <= word < WORD for word in self.key):
       raise ValueError(f'request {self.uid}: key {self.key} is not made of uint32 words')
 
+  def repetition_end(self, tokens: Int32[np.ndarray, 'time'], *, start: int = 0) -> int | None:
+    """Returns the number of tokens after which repetition ends a completion of this request, or
+    None. Tokens that earlier requests sampled for the completion count as part of it, but not
+    towards the number.
+
+    Args:
+      tokens: the tokens so far, without the prompt.
+      start: number of tokens that were examined before, after which the completion did not end.
+    """
+    detection = self.sampling.repetition_detection
+    if detection is None:
+      return None
+    # Engines ask this after every few tokens, so its cost must not grow with the completion.
+    earlier = max(0, min(self.begun, detection.reach - start))
+    if earlier:
+      tokens = np.r_[np.array(self.prompt[-earlier:], np.int32), tokens]
+    end = detection.end(tokens, start=start + earlier)
+    return None if end is None else end - earlier
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:

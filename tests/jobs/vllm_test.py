@@ -5,6 +5,7 @@ speculation. Those that start and kill servers of their own are in tests/jobs/vl
 """
 
 import asyncio
+import json
 import subprocess
 
 import engine_contract
@@ -328,6 +329,23 @@ def test_each_mode_runs_on_real_servers(pair, tmp_path, flag, lag):
   assert report.ok and report.states[state] == report.issued == 6 * 6 * 4, report.lines
   fresh = [row for row in steps if row['staleness/max'] == 0 and 'actor/pg_loss' in row]
   assert all(row['sampling/sampling_logp_difference/max'] < 1e-4 for row in fresh)
+
+
+@pytest.mark.acceptance
+def test_partial_rollouts_on_real_servers_lose_no_sample(pair, tmp_path):
+  run, partial = tmp_path / 'run', {'budget': 3, 'max_spans': 4, 'loss': 'all'}
+  flags = (
+    *serving.attached_job(pair),
+    f'--config.rollout.partial={json.dumps(partial)}',
+    '--config.stages.grpo.source.bound=1',
+  )
+  job.kill_at_random(run, *flags, kills=2, seed=2, after=15)
+  rows = [row for row in job.rows(run) if 'partial/cut' in row]
+  assert len(rows) == 8 and max(row['partial/spans/max'] for row in rows) >= 2
+  assert sum(row['partial/continued'] for row in rows) > 0
+  report = audit(run / 'replay')
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+  assert report.states['trained'] == 8 * 6 * 4
 
 
 async def generating(server):

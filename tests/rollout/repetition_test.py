@@ -5,7 +5,6 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request, Sampling
-from jaxrl_llm.rollout.embedded import scheduler
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 
@@ -92,7 +91,7 @@ def test_the_end_of_a_continued_completion_is_found_from_its_last_tokens_alone()
     )
     start = int(random.integers(0, length))
     wanted = detection.end(tokens, start=begun + start)
-    end = scheduler._repetition_end(tokens[begun:], request, start=start)
+    end = request.repetition_end(tokens[begun:], start=start)
     assert end == (None if wanted is None else wanted - begun)
     assert all(size <= most * count for size in prompt.slices)
     found += wanted is not None

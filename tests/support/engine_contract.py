@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import pytest
-from serving import LENGTH, VOCAB, ask, forward, request, weights_of
+from serving import LENGTH, VOCAB, ask, distributions, forward, request, weights_of
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import Engine, Sampling
+from jaxrl_llm.rollout.api import Engine, Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 A, B, C, D, E = (Version(0, step) for step in range(5))
@@ -42,6 +44,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
   await _tokens_are_the_policys(engine, model, second, B, atol)
   await _samples_do_not_depend_on_their_number(engine)
   await _repetition_ends_a_completion(engine)
+  await completions_continue(engine, model, second, atol=atol)
   await _bad_requests_are_refused(engine)
   await _weights_may_get_another_name(engine, model, first, atol)
   await _a_caller_may_leave(engine)
@@ -121,6 +124,75 @@ async def _repetition_ends_a_completion(engine) -> None:
         assert cut.segments[-1].end == len(cut.tokens)
         found.add(cut.finish)
   assert Finish.REPETITION in found
+
+
+async def completions_continue(engine, model, params, *, atol: float, count: int = 240) -> None:
+  """Checks that completions can be continued token by token, on an engine that serves `params`.
+
+  Args:
+    atol: of logprobs against the model's own forward.
+    count: completions of the χ² test.
+  """
+  greedy = request(12, max_tokens=24, sampling=Sampling(temperature=0.0))
+  (whole,) = await ask(engine, greedy)
+  tokens, logprobs = [], []
+  while len(tokens) < 24:
+    part = continued(greedy, 0, tokens, max_tokens=min(7, 24 - len(tokens)))
+    (found,) = await ask_indexed(engine, part)
+    assert found[1].segments[0].start == 0
+    tokens += found[1].tokens.tolist()
+    logprobs += found[1].logprobs.tolist()
+  known = distributions(model, params, [*greedy.prompt, *tokens])[len(greedy.prompt) - 1 : -1]
+  np.testing.assert_allclose(logprobs, known[np.arange(24), tokens], atol=atol)
+  if tokens != whole.tokens.tolist():
+    at = np.flatnonzero(whole.tokens != tokens)[0]
+    best = np.sort(known[at])[-2:]
+    assert best[1] - best[0] < 1e-4, f'another token at {at}, with a margin of {best[1] - best[0]}'
+  await _first_tokens_after_a_cut_are_new(engine, model, params, count)
+
+
+async def _first_tokens_after_a_cut_are_new(engine, model, params, count) -> None:
+  """χ² of a table of quartiles: where in its distribution each completion's first token lies, and
+  where the first token after a cut does. The same random numbers again would fill the diagonal.
+  """
+  asked = request(8, max_tokens=3, samples=count)
+  begun = await ask(engine, asked)
+  parts = [continued(asked, i, c.tokens.tolist(), max_tokens=1) for i, c in enumerate(begun)]
+  after = await asyncio.gather(*(ask_indexed(engine, part) for part in parts))
+  rows = [
+    [*asked.prompt, *c.tokens.tolist(), *further.tokens.tolist()]
+    for c, ((_, further),) in zip(begun, after, strict=True)
+  ]
+  tokens = np.array(rows, np.int32)
+  positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+  hidden = jax.jit(model.apply)(params, tokens, positions, np.ones_like(tokens))
+  probabilities = np.asarray(jax.nn.softmax(hidden @ model.head_kernel(params).T), np.float64)
+
+  def quartiles(at):
+    """Of the token at a position, spread evenly over the token's share of the distribution."""
+    row, drawn = probabilities[:, at - 1], tokens[:, at]
+    below = np.array([p[:token].sum() for p, token in zip(row, drawn)])
+    own = row[np.arange(count), drawn]
+    spread = np.random.default_rng(at).random(count)
+    return np.minimum(4 * (below + spread * own), 3).astype(int)
+
+  table = np.zeros((4, 4))
+  np.add.at(table, (quartiles(5), quartiles(8)), 1)
+  for margin in (table.sum(0), table.sum(1)):
+    assert ((margin - count / 4) ** 2 / (count / 4)).sum() < 16.27, '3 degrees of freedom, 0.1 %'
+  expected = np.outer(table.sum(1), table.sum(0)) / count
+  assert ((table - expected) ** 2 / expected).sum() < 27.88, '9 degrees of freedom, 0.1 %'
+
+
+def continued(asked: Request, index: int, begun: Sequence[int], **fields) -> Request:
+  """The request that continues one completion after the tokens `begun`."""
+  return dataclasses.replace(
+    asked, prompt=(*asked.prompt, *begun), begun=len(begun), first=index, samples=1, **fields
+  )
+
+
+async def ask_indexed(engine, asked: Request) -> list:
+  return [pair async for pair in engine.generate(asked)]
 
 
 async def _bad_requests_are_refused(engine) -> None:

@@ -240,7 +240,7 @@ def check(asked, completions):
   names.
   """
   for index, completion in enumerate(completions):
-    assert completion.tokens.tolist() == script(sampler_seed(3, asked.key, index), asked.max_tokens)
+    assert completion.tokens.tolist() == script(sampler_seed(3, asked, index), asked.max_tokens)
     drawn_by, steps = np.divmod((-completion.logprobs / SCALE).astype(np.int64), 128)
     assert len(set(drawn_by)) == 1, 'of one draw'
     assert {segment.engine for segment in completion.segments} == {f'vllm-{drawn_by[0] % 4}'}

@@ -193,7 +193,13 @@ def _logits(spec):
 
 
 def forward(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
-  """Logprobs of each token given those before it, by our own model; 0 for the first.
+  """Logprobs of each token given those before it, by our own model; 0 for the first."""
+  logprobs = distributions(model, params, tokens, temperature=temperature)
+  return np.r_[0.0, logprobs[np.arange(len(tokens) - 1), np.asarray(tokens[1:], int)]]
+
+
+def distributions(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
+  """Logprobs of all tokens after each of `tokens`, by our own model.
 
   In float64: in float32 it is off by up to 1e-5 itself, as much as engines may be.
   """
@@ -203,8 +209,7 @@ def forward(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     logits = np.asarray(_logits(model.spec)(exact, padded, count))[:count] / temperature
   logits -= logits.max(-1, keepdims=True)
-  logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-  return np.r_[0.0, logprobs[np.arange(count - 1), tokens[1:]]]
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 async def fault(address: str, name: str, value) -> None:

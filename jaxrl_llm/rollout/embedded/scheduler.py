@@ -244,7 +244,7 @@ class Scheduler:
       before, occupant.length = occupant.length, occupant.length + int(decoded.produced[i])
       tokens, request = self._tokens[i, : occupant.length], occupant.queued.request
       finish = _finish(tokens, request) if decoded.remaining[i] == 0 else None
-      end = _repetition_end(tokens, request, start=before)
+      end = request.repetition_end(tokens, start=before)
       if end is not None and (finish is None or end < occupant.length):
         # Tokens that the decode call sampled after the repetition are discarded.
         finish, occupant.length = Finish.REPETITION, end
@@ -274,22 +274,3 @@ def _finish(tokens: Int32[np.ndarray, 'time'], request: Request) -> Finish:
   length limit.
   """
   return Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH
-
-
-def _repetition_end(
-  tokens: Int32[np.ndarray, 'time'], request: Request, *, start: int
-) -> int | None:
-  """Returns the number of this request's tokens after which repetition ends a completion, or None
-  if there is no repetition. Tokens that earlier requests sampled for the completion are also
-  examined.
-  """
-  detection = request.sampling.repetition_detection
-  if detection is None:
-    return None
-  # Only the last tokens are examined, because the cost of this check, which follows each decode
-  # call, must not grow with the completion.
-  earlier = max(0, min(request.begun, detection.reach - start))
-  if earlier:
-    tokens = np.r_[np.array(request.prompt[-earlier:], np.int32), tokens]
-  end = detection.end(tokens, start=start + earlier)
-  return None if end is None else end - earlier

@@ -64,8 +64,9 @@ class EngineServer(Protocol):
     """Samples completion `index` of a request. The completion is aborted after `deadline_s`
     seconds, or when this call is cancelled.
 
-    The random numbers depend only on `seed`, the request's key and `index`. Each segment names the
-    published version that sampled its tokens.
+    The random numbers depend only on `seed`, the request's key, `index` and the position of each
+    token, those that earlier requests sampled included. Each segment names the published version
+    that sampled its tokens.
     """
     ...
 

@@ -149,7 +149,7 @@ class VllmClient:
 
     Args:
       index: index of the sample within the request.
-      seed: seed of the engine. vLLM gets a hash of this seed, the request's key and the index.
+      seed: seed of the engine. vLLM gets a hash of it (`sampler_seed`).
 
     Raises:
       Lost: the server does not answer, or its answer does not match the request.
@@ -161,7 +161,7 @@ class VllmClient:
       'token_ids': list(request.prompt),
       **_model(adapter),
     }
-    body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request.key, index))
+    body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request, index))
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
@@ -341,14 +341,17 @@ def _model(adapter: Publication | None) -> dict[str, str]:
   return {} if adapter is None else {'model': adapter.adapter}
 
 
-def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
-  """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key and
-  the sample index.
+def sampler_seed(seed: int, request: Request, index: int) -> int:
+  """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key, the
+  sample index, and the number of tokens that earlier requests sampled for the completion.
+
+  vLLM draws the same random numbers for each request with the same seed. Without that number, the
+  tokens after a cut would repeat the draws of the tokens before it.
   """
-  words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
-  return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (
-    64 - _SEED_BITS
-  )
+  words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *request.key, index], '<u4')
+  position = request.begun.to_bytes(8, 'little')  # Salt 0 is no salt.
+  digest = hashlib.blake2b(words.tobytes(), digest_size=8, salt=position).digest()
+  return int.from_bytes(digest, 'little') >> (64 - _SEED_BITS)
 
 
 def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
@@ -398,7 +401,15 @@ def _completion(
       f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?'
     )
   _check_repetition(tokens, finish, request, engine)
-  spans = choice['weight_versions']
+  end = request.repetition_end(tokens) if request.begun else None
+  if end is not None and (end < len(tokens) or finish == Finish.REPETITION):
+    # The server does not know which tokens of the prompt belong to the completion.
+    finish, tokens, logprobs = Finish.REPETITION, tokens[:end], logprobs[:end]
+  spans = [
+    {**span, 'end': min(span['end'], len(tokens))}
+    for span in choice['weight_versions']
+    if span['start'] < len(tokens)
+  ]
   segments = tuple(
     Segment(
       start=span['start'],

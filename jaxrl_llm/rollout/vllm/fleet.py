@@ -661,10 +661,6 @@ class Fleet:
       )
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
-    if request.begun:
-      # A server restarts the random numbers of a completion and would repeat those of the earlier
-      # tokens.
-      raise UserError(f'{where}: continues a completion, which needs rollout.engine=embedded')
 
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:

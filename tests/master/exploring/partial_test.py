@@ -506,8 +506,7 @@ def test_a_budget_that_means_nothing_is_refused(fields):
 @pytest.mark.parametrize(
   ('rollout', 'source', 'line'),
   [
-    ({'engine': 'vllm'}, {}, "rollout.engine 'vllm'; wanted embedded"),
-    ({'engine': 'fixtures.own_engine:ENGINE'}, {}, 'wanted embedded'),
+    ({'engine': 'fixtures.own_engine:ENGINE'}, {}, 'wanted embedded or vllm'),
     ({'explorers': ExplorersConfig()}, {}, 'rollout.explorers; remove it'),
     ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'wanted single_turn without options'),
     ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
@@ -537,6 +536,7 @@ def test_what_partial_rollouts_do_not_support_is_refused_in_one_line(rollout, so
     )
 
   assert build({}, {}).rollout.partial == BUDGETED
+  assert build({'engine': 'vllm', 'embedded': config.rollout.embedded}, {}).rollout.partial
   with pytest.raises(UserError, match=r'^rollout\.partial: cannot be combined with ') as refused:
     build(rollout, source)
   assert line in str(refused.value) and '\n' not in str(refused.value)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_contract import ask_indexed, continued
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Finish
@@ -249,13 +250,6 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it(runner, engine):
   assert all(c.finish == Finish.LENGTH and len(c.tokens) == at for c in shorter)
 
 
-def continued(asked, index, begun, **fields):
-  """The request that continues one completion after the tokens `begun`."""
-  return dataclasses.replace(
-    asked, prompt=(*asked.prompt, *begun), begun=len(begun), first=index, samples=1, **fields
-  )
-
-
 @pytest.mark.parametrize(
   'sampling',
   [
@@ -274,49 +268,13 @@ def test_a_completion_in_parts_is_the_completion_in_one_go(runner, engine, sampl
     tokens, logprobs = part.tokens.tolist(), part.logprobs.tolist()
     while part.finish == Finish.LENGTH and len(tokens) < 16:
       further = continued(asked, index, tokens, max_tokens=5)
-      ((found, part),) = runner.run(answers(engine, further))
+      ((found, part),) = runner.run(ask_indexed(engine, further))
       assert found == index and part.segments[0].start == 0
       tokens, logprobs = tokens + part.tokens.tolist(), logprobs + part.logprobs.tolist()
     assert (tokens, part.finish) == (wanted.tokens.tolist(), wanted.finish)
     np.testing.assert_allclose(logprobs, wanted.logprobs, atol=1e-5)
   if sampling.repetition_detection is not None:
     assert Finish.REPETITION in {completion.finish for completion in whole}
-
-
-async def answers(engine, asked):
-  return [pair async for pair in engine.generate(asked)]
-
-
-def test_the_first_tokens_after_a_cut_are_independent_of_those_before(runner, engine, params):
-  """χ² of a table of quartiles: where in its distribution each completion's first token lies, and
-  where the first token after a cut does. The same random numbers again would fill the diagonal.
-  """
-  count, asked = 240, request(8, max_tokens=3)
-  begun = runner.run(ask(engine, dataclasses.replace(asked, samples=count)))
-  after = runner.run(
-    ask_all(
-      engine, [continued(asked, i, c.tokens.tolist(), max_tokens=1) for i, c in enumerate(begun)]
-    )
-  )
-  tokens = np.array([[*asked.prompt, *c.tokens, *f.tokens] for c, (f,) in zip(begun, after)])
-  positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  hidden = MODEL.apply(params[V1], *map(jnp.asarray, (tokens, positions, np.ones_like(tokens))))
-  probabilities = np.asarray(jax.nn.softmax(hidden @ MODEL.head_kernel(params[V1]).T), np.float64)
-
-  def quartiles(at):
-    """Of the token at a position, spread evenly over the token's share of the distribution."""
-    row, drawn = probabilities[:, at - 1], tokens[:, at]
-    below = np.array([p[:token].sum() for p, token in zip(row, drawn)])
-    own = row[np.arange(count), drawn]
-    spread = np.random.default_rng(at).random(count)
-    return np.minimum(4 * (below + spread * own), 3).astype(int)
-
-  table = np.zeros((4, 4))
-  np.add.at(table, (quartiles(5), quartiles(8)), 1)
-  for margin in (table.sum(0), table.sum(1)):
-    assert ((margin - count / 4) ** 2 / (count / 4)).sum() < 16.27, '3 degrees of freedom, 0.1 %'
-  expected = np.outer(table.sum(1), table.sum(0)) / count
-  assert ((table - expected) ** 2 / expected).sum() < 27.88, '9 degrees of freedom, 0.1 %'
 
 
 def test_free_slots_are_refilled_at_once(runner, engine):

@@ -7,6 +7,7 @@ that were loaded.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 
 import numpy as np
@@ -39,6 +40,7 @@ from fleets import (
   outcome,
   places,
   run,
+  script,
   until,
   versions,
   wave,
@@ -49,6 +51,7 @@ from serving import ask, request
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.front import Front, FrontConfig
+from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
@@ -1027,12 +1030,38 @@ def test_a_server_behind_a_front_wants_its_key(tmp_path, right):
 
 
 def test_seeds_are_as_many_as_samples_and_fit(tmp_path):
+  def seed_of(seed, key, index, begun):
+    return sampler_seed(seed, request(1, length=9, key=key, begun=begun), index)
+
   named = itertools.product(
-    (0, 1, 2**32, 2**64 - 1), ((), (0,), (1,), (0, 0), (1, 2), (2, 1), (2**32 - 1, 1)), range(8)
+    (0, 1, 2**32, 2**64 - 1),
+    ((), (0,), (1,), (0, 0), (1, 2), (2, 1), (2**32 - 1, 1)),
+    range(8),
+    (0, 1, 2, 8),
   )
-  seeds = [sampler_seed(seed, key, index) for seed, key, index in named]
+  seeds = [seed_of(*each) for each in named]
   assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
-  assert sampler_seed(3, (1, 2), 0) == sampler_seed(3, (1, 2), 0)
+  assert seed_of(3, (1, 2), 0, 4) == seed_of(3, (1, 2), 0, 4)
+
+
+def test_a_repetition_across_a_cut_ends_a_completion_that_the_server_goes_on_with(tmp_path):
+  """The tokens of a script count up, so that only those before the cut make the first one a
+  repetition.
+  """
+  rule = Sampling(repetition_detection=RepetitionDetection(max_pattern_size=1, min_count=2))
+
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      asked = request(1, max_tokens=6, begun=2, sampling=rule)
+      (first, *_) = script(sampler_seed(3, asked, 0), 6)
+      for before, kept, finish in ((0, 6, Finish.LENGTH), (first, 1, Finish.REPETITION)):
+        continued = dataclasses.replace(asked, prompt=(*asked.prompt[:-1], before))
+        (completion,) = await ask(fleet, continued)
+        assert len(completion.tokens) == len(completion.logprobs) == kept
+        assert completion.finish == finish
+        assert [(s.start, s.end) for s in completion.segments] == [(0, kept)]
+
+  run(main)
 
 
 def test_a_sample_that_is_asked_for_again_is_the_same_sample(tmp_path):
