@@ -285,8 +285,12 @@ METRICS: dict[str, str] = {
     'them. Absent without rollout.partial.'
   ),
   'partial/continued': (
-    'Number of times that a group whose budget was spent was continued for this batch. Above the '
-    'number of such groups if some were continued more than once.'
+    'Number of times that a waiting group was continued for this batch. Above the number of such '
+    'groups if some were continued more than once.'
+  ),
+  'partial/returned': (
+    'Number of groups that finished within their budget although the batch was full, at bound 0. '
+    'Their new tokens are discarded, and are generated again for a later batch.'
   ),
   'partial/open': (
     'Groups that wait for a later batch. If it keeps growing, raise rollout.partial.budget.'

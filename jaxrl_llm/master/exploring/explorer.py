@@ -21,6 +21,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
 from jaxrl_llm.master.exploring.selection import Experience, choose, experience_rows
+from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue, State
@@ -83,6 +85,9 @@ class _Group:
   batch.
   """
 
+  is_waiting: bool = False
+  """Whether the group has finished and waits for a place in the batch, before it is scored."""
+
   @property
   def is_running(self) -> bool:
     return self.chosen is None and not self.is_parked
@@ -101,8 +106,17 @@ class Explorer:
     events: Events = SILENT,
   ):
     self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
+    most = config.groups_per_batch
+    if config.partial is not None:
+      most = config.partial.max_groups(config.groups_per_batch, config.bound)
+    in_waves = config.partial is not None and not config.bound
+    self._waves = Waves(max_groups=most) if in_waves else None
+    self._max_groups, self._collecting = most, False
     self._gate = Gate(
-      bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches
+      bound=config.bound,
+      groups_per_batch=config.groups_per_batch,
+      batches=config.batches,
+      spare=most - config.groups_per_batch if in_waves else 0,
     )
     self._events = events
     self._writer = store.at(0)
@@ -192,6 +206,7 @@ class Explorer:
       served: number of this stage's batches that the engines' current weights have been trained on.
     """
     self._writer, self._returned = self._store.at(step), set()
+    self._collecting = True
     self._give_up_surplus()
     self._round.clear()
     self._form_round()
@@ -251,6 +266,9 @@ class Explorer:
       self._counts['passed_over'] = passed_over(self._candidates(), numbers)
       self._passed_over += self._counts['passed_over']
     groups = [self._groups.pop(number) for number in numbers]
+    self._collecting = False
+    if self._waves is not None:
+      self._waves.close()
     self._report_outcomes(numbers[-1])
     batch = [member for group in groups for member in group.chosen]
     self._scoring_s += max(group.scored for group in groups) - max(
@@ -260,7 +278,8 @@ class Explorer:
     if self._gate.is_full and not any(group.is_running for group in self._groups.values()):
       self._give_up_parked()
     if self._config.partial is not None:
-      self._counts.update({'partial/cut': 0, 'partial/continued': 0})  # Both keys are present.
+      for name in ('cut', 'continued', 'returned'):  # These keys are always present.
+        self._counts[f'partial/{name}'] += 0
       self._counts['partial/open'] = sum(group.is_parked for group in self._groups.values())
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
@@ -340,6 +359,8 @@ class Explorer:
     """Returns the numbers of the groups that form the next batch, or None as long as it is not
     complete.
     """
+    if self._waves is not None and any(group.is_running for group in self._groups.values()):
+      return None
     config = self._config
     batch = self._writer.step - config.first_step
     return POLICIES[config.batch_policy](self._candidates(), batch, config.groups_per_batch)
@@ -391,12 +412,46 @@ class Explorer:
     """
     if self._config.partial is None:
       return [], admitted
-    most = self._config.partial.max_groups(self._config.groups_per_batch, self._config.bound)
-    room = most - len(self._groups)
+    if self._waves is not None:
+      return self._next_wave(self._waves)
+    room = self._max_groups - len(self._groups)
     if room <= 0 and not self._round and not any(g.is_running for g in self._groups.values()):
       self._form_round()
     parked = [self._round.popleft() for _ in range(min(admitted, len(self._round)))]
     return parked, max(0, min(admitted - len(parked), room))
+
+  def _next_wave(self, waves: Waves) -> tuple[list[int], int]:
+    """Returns what `_next_groups` does, at bound 0. A wave starts once all groups of the one before
+    have finished or been parked, if the batch still lacks groups.
+    """
+    groups = self._groups.values()
+    needed = self._config.groups_per_batch - sum(g.chosen is not None for g in groups)
+    if not self._collecting or needed <= 0 or any(g.is_running for g in groups):
+      return [], 0
+    size = waves.size(needed)
+    parked = [self._round.popleft() for _ in range(min(size, len(self._round)))]
+    new = min(size - len(parked), self._max_groups - len(self._groups))
+    if size > len(parked) + new:  # Then all groups of earlier batches continue already.
+      cut = sorted(n for n, g in self._groups.items() if g.is_parked and n not in parked)
+      parked += cut[: size - len(parked) - new]
+    waves.start(len(parked) + new)
+    return parked, new
+
+  async def _place(self, number: int) -> bool:
+    """Waits until it is certain whether the batch takes a group of this wave that has finished. It
+    takes the first `groups_per_batch` of them in order of start, whichever finishes first.
+    """
+    group = self._groups[number]
+    group.is_waiting = True
+    self._waves.finish()
+    self._progress.set()
+    while number not in [c.number for c in self._candidates()[: self._config.groups_per_batch]]:
+      if not any(g.is_running and not g.is_waiting for g in self._groups.values()):
+        return False
+      self._progress.clear()
+      await self._progress.wait()  # wait collect: of the loop, which cancels this
+    group.is_waiting = False
+    return True
 
   def _unknown(self) -> list[_Group]:
     """Returns the unfinished groups without unfinished samples in the store. Their samples were
@@ -481,6 +536,8 @@ class Explorer:
       'outcomes': outcomes,
       'counts': dict(self._counts),
     }
+    if self._waves is not None:
+      flight['waves'] = self._waves.state()
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
@@ -504,6 +561,8 @@ class Explorer:
         is_parked=group.get('parked', False),
         last_batch=group.get('last_batch', 0),
       )
+    if self._waves is not None and 'waves' in flight:
+      self._waves.restore(flight['waves'])
     self._completed = state
 
   def stored(self, task: Task, visit: int) -> list[Experience]:
@@ -520,7 +579,8 @@ class Explorer:
     with self._clock.busy():
       try:
         spans = await self._spans(task, visit)
-        judged = await self._runner.run(self._name(task, visit), task, visit, spans)
+        placed = functools.partial(self._place, number) if self._waves is not None else None
+        judged = await self._runner.run(self._name(task, visit), task, visit, spans, placed=placed)
       except GroupCut as cut:
         self._park(number, task, visit, cut.spans)
         return
@@ -546,8 +606,9 @@ class Explorer:
     """
     issued = self._issued(task, visit)
     self._writer.extend({issued[index].uid: span for index, span in spans.items()})
-    self._groups[number].is_parked = True
-    self._counts['partial/cut'] += 1
+    group = self._groups[number]
+    group.is_parked, group.is_waiting = True, False
+    self._counts['partial/cut' if spans else 'partial/returned'] += 1
     self._gate.park()
     self._progress.set()
 

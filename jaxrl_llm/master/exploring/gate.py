@@ -15,15 +15,20 @@ class Gate:
   stage need.
   """
 
-  def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
+  def __init__(
+    self, *, bound: int, groups_per_batch: int, batches: int | None = None, spare: int = 0
+  ):
     """
     Args:
       bound: maximum staleness in batches: the number of batches between the weights that generate a
         group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
       batches: number of batches in the stage. If None, the number is unlimited.
+      spare: number of further groups that may be generated, of which the caller parks those that
+        the batch does not need.
     """
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
+    self._spare = spare
     self._started = self._dropped = self._parked = 0
     self._served = -1
     self._changed = asyncio.Event()
@@ -36,7 +41,7 @@ class Gate:
     batches = self._served + self._bound + 1
     if self._batches is not None:
       batches = min(batches, self._batches)
-    return batches * self._groups_per_batch - self._counted
+    return batches * self._groups_per_batch + self._spare - self._counted
 
   @property
   def last_batch(self) -> int:

@@ -83,7 +83,8 @@ class GroupCut(Exception):
   """An unfinished sample of a group has used up its token budget for this iteration.
 
   Attributes:
-    spans: tokens that each sample generated in this iteration, keyed by sample index.
+    spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
+      are discarded, because the batch is full.
   """
 
   def __init__(self, spans: Mapping[int, Span]):

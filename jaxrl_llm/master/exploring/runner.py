@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.core.records.sample import Sample
@@ -24,6 +25,8 @@ from jaxrl_llm.rollout.workflow import Rollout, Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
+
+Placed = Callable[[], Awaitable[bool]]
 
 
 class Judged(NamedTuple):
@@ -67,15 +70,24 @@ class GroupRunner:
     """Durations of the most recent successful tries, in seconds."""
 
   async def run(
-    self, name: str, task: Task, visit: int, spans: Sequence[Sequence[Span]] = ()
+    self,
+    name: str,
+    task: Task,
+    visit: int,
+    spans: Sequence[Sequence[Span]] = (),
+    *,
+    placed: Placed | None = None,
   ) -> Judged:
     """Generates and scores the group `name`. Tries again if a try times out.
 
     Args:
       spans: with partial rollouts, the spans of earlier iterations for each sample.
+      placed: waits until it is known whether the batch takes the group, once its samples are
+        finished. If None, the group is scored in any case.
 
     Raises:
-      GroupCut: a sample has spent its budget, and a later iteration continues the group.
+      GroupCut: a sample has spent its budget, or the batch does not take the group. A later
+        iteration continues the group.
       GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit.
     """
     limits = self._config.limits
@@ -83,7 +95,8 @@ class GroupRunner:
       (reason, seconds), begun = self._limit(), time.monotonic()
       try:
         async with asyncio.timeout(seconds) as limit:
-          judged = await self._run(name, task, visit, spans)
+          hold = None if placed is None else functools.partial(_untimed, limit, placed)
+          judged = await self._run(name, task, visit, spans, hold)
       except TimeoutError:
         if not limit.expired():
           raise
@@ -108,7 +121,7 @@ class GroupRunner:
     return _TIMEOUT, limits.timeout_s
 
   async def _generate(
-    self, task: Task, visit: int, spans: Sequence[Sequence[Span]]
+    self, task: Task, visit: int, spans: Sequence[Sequence[Span]], placed: Placed | None
   ) -> AsyncIterator[Rollout]:
     """Returns an iterator over the group's samples with their texts. With partial rollouts, first
     waits until all samples are finished, since an unfinished group is not scored.
@@ -119,16 +132,23 @@ class GroupRunner:
     whole = await continue_group(
       self.workflow, self._config.partial, task, visit, spans=spans, **how
     )
+    if placed is not None and not await placed():
+      raise GroupCut({})
     return _each(whole)
 
   async def _run(
-    self, name: str, task: Task, visit: int, spans: Sequence[Sequence[Span]]
+    self,
+    name: str,
+    task: Task,
+    visit: int,
+    spans: Sequence[Sequence[Span]],
+    placed: Placed | None,
   ) -> Judged:
     count, rewards = self._config.group_size, self.scorers.config
     open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
     try:
       try:
-        runs = await self._generate(task, visit, spans)
+        runs = await self._generate(task, visit, spans, placed)
       except GroupCut:
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
         raise
@@ -151,6 +171,19 @@ class GroupRunner:
       for asked in open_requests.values():
         self._events.reply(asked, given_up=True)
     return Judged(members, rolled_out, scored)
+
+
+async def _untimed(limit: asyncio.Timeout, placed: Placed) -> bool:
+  """Returns the result of `placed`, and extends the time limit by the time that this took."""
+  loop, deadline = asyncio.get_running_loop(), limit.when()
+  if deadline is None:
+    return await placed()
+  left = deadline - loop.time()
+  limit.reschedule(None)
+  try:
+    return await placed()
+  finally:
+    limit.reschedule(loop.time() + left)
 
 
 async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[Rollout]:

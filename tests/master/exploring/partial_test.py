@@ -27,7 +27,9 @@ from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring import partial as partials
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.partial import PartialConfig
+from jaxrl_llm.master.exploring.runner import _untimed
 from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.master.records import _partial_metrics
 from jaxrl_llm.objectives.correction import importance_weights
 from jaxrl_llm.replay.audit import audit
@@ -192,6 +194,72 @@ def test_an_answer_of_three_iterations_is_scored_and_trained_once_and_its_last_s
   report = audit(store)
   assert report.ok, report.lines
   assert (report.states['trained'], report.uses, report.live) == (12, {1: 12}, ())
+
+
+def test_a_group_that_finishes_after_the_batch_is_full_is_generated_again_under_the_next_weights(
+  tokenizer, tmp_path
+):
+  """Two of three groups finished in each of the first batches, so that the third one starts three
+  for the two that it needs, and all three finish. A kill after it changes nothing.
+  """
+  store = exploring.new_store(tmp_path / 'whole')
+  run = Run(tokenizer, store, one_long)
+  whole = run.batches(0, 4)
+  (third, counts), (fourth, last) = whole[2:]
+  assert names(run, third) == [(0, 0), (0, 1), (5, 0), (5, 1)]
+  assert [counts[f'partial/{name}'] for name in ('cut', 'returned', 'open')] == [0, 1, 1]
+  assert names(run, fourth) == [(6, 0), (6, 1), (7, 0), (7, 1)]
+  assert {spans(member.sample)[0][2] for member in fourth} == {3}, 'of the weights of its batch'
+  assert [last[f'partial/{name}'] for name in ('continued', 'returned', 'open')] == [1, 0, 0]
+  uid = f'grpo/{run.exploration.tasks[6].uid}/0'
+  assert [r.begun for r in run.engine.requests if r.uid == uid] == [0, 0]
+  assert set(run.scored.values()) == {1}, 'it is not scored in vain'
+  assert audit(store).ok
+  store.close()
+  store = exploring.new_store(tmp_path / 'killed')
+  killed = Run(tokenizer, store, one_long, delays=2)
+  found = killed.batches(0, 3)
+  store.close()
+  store = open_store(tmp_path / 'killed', synchronous='normal')
+  store.recover(3)
+  again = Run(tokenizer, store, one_long, attempt=store.attempt)
+  again.explorer.restore(json.loads(killed.states[3]))
+  assert content([*found, *again.batches(3, 4)]) == content(whole)
+  report = audit(store)
+  assert report.ok and report.states['void'] == 2, report.lines
+  store.close()
+
+
+def test_waiting_for_a_place_does_not_count_towards_a_groups_time_limit():
+  async def main(after_s):
+    async def placed():
+      await asyncio.sleep(10.0)
+      return True
+
+    async with asyncio.timeout(5.0) as limit:
+      await asyncio.sleep(2.0)
+      assert await _untimed(limit, placed)
+      await asyncio.sleep(after_s)
+
+  simulated(main(2.0))
+  with pytest.raises(TimeoutError):
+    simulated(main(4.0))
+
+
+def test_waves_are_as_large_as_the_last_batch_suggests():
+  waves = Waves(max_groups=10)
+  assert waves.size(4) == 4
+  waves.start(6)
+  for _ in range(4):
+    waves.finish()
+  waves.close()
+  assert [waves.size(needed) for needed in (1, 4, 8)] == [2, 6, 10]
+  again = Waves(max_groups=10)
+  again.restore(json.loads(json.dumps(waves.state())))
+  assert again.size(4) == 6
+  waves.start(3)
+  waves.close()
+  assert waves.size(4) == 10, 'none finished'
 
 
 def test_an_answer_in_spans_is_the_answer_in_one_go(tokenizer, tmp_path):
