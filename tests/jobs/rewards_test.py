@@ -51,14 +51,10 @@ def finished(tmp_path_factory):
     '--config.rewards.memory_limit_mib=1024',
   )
   config = tuple(flag for flag in job.QUICK if 'rewards.scorers' not in flag)
-  done = subprocess.run(
-    job.command(workdir, *flags, config=config),
-    cwd=job.ROOT,
-    env=job.environment(PYTHONPATH=f'{job.ROOT}:{FIXTURES}'),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  environ = job.environment(PYTHONPATH=f'{job.ROOT}:{FIXTURES}')
+  process = job.start(workdir, *flags, config=config, environ=environ)
+  out, err = process.communicate(timeout=300)
+  done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
   with contextlib.closing(sqlite3.connect(workdir / 'replay' / 'index.sqlite')) as index:
     issued = [uid for (uid,) in index.execute('SELECT uid FROM samples ORDER BY uid')]
   return workdir, done, issued

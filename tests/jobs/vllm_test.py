@@ -393,6 +393,8 @@ async def sampled_with_drafts_is_off(server, params):
     logprobs = np.array([row['logprob'] for row in choice['logprobs']['content']])
     wanted = forward(TIED, params, [*asked.prompt, *choice['token_ids']])[len(asked.prompt) :]
     worst = max(worst, np.abs(logprobs - wanted).max())
+    if worst > 0.1 and await drafts(client) > before:
+      break
   assert await drafts(client) > before, 'drafts were accepted at temperature 1'
   assert worst > 0.1
   await client.close()

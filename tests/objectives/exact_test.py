@@ -74,6 +74,7 @@ def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(make, fa
   )
 
 
+@pytest.mark.full
 def test_away_from_its_reference_opmd_has_the_gradient_of_its_own_objective():
   found = e.expected_gradient(e.catalogue('opmd', tau=0.7), e.MOVED, size=3)
   assert_equal(

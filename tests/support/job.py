@@ -338,19 +338,27 @@ def commits(workdir: pathlib.Path) -> list[int]:
   return sorted(int(path.parent.name) for path in (workdir / 'checkpoints').glob('*/COMMIT'))
 
 
-def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-  """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by
+Arrays = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def newest_arrays(workdir: pathlib.Path) -> Arrays:
+  """The `arrays` of the newest commit."""
+  return arrays(workdir, commits(workdir)[-1])
+
+
+def arrays(workdir: pathlib.Path, step: int) -> Arrays:
+  """Every array of the commit at a step (parameters and optimizer), as (dtype, shape, bytes) by
   path.
   """
   import jax
   import numpy as np
   import orbax.checkpoint as ocp
 
-  arrays = (workdir / 'checkpoints' / str(commits(workdir)[-1]) / 'arrays').absolute()
+  folder = (workdir / 'checkpoints' / str(step) / 'arrays').absolute()
   with ocp.PyTreeCheckpointer() as checkpointer:
-    shapes = checkpointer.metadata(arrays).item_metadata.tree
+    shapes = checkpointer.metadata(folder).item_metadata.tree
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-    tree = checkpointer.restore(arrays, restore_args=as_numpy)
+    tree = checkpointer.restore(folder, restore_args=as_numpy)
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
     jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())

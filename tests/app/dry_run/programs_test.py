@@ -9,6 +9,7 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
 
+@pytest.mark.full
 def test_an_offloaded_optimizer_is_in_host_memory_for_policy_and_critic():
   def roles(offload: bool):
     optimizers = ('sft.optimizer', 'ppo.optimizer', 'ppo.critic.optimizer')

@@ -230,6 +230,7 @@ def test_infinite_numbers_are_refused(tmp_path):
   assert all('wanted a' in text for text in texts(result).values())
 
 
+@pytest.mark.full
 def test_much_in_a_file_takes_time_in_proportion(tmp_path):
   path = tmp_path / 'a.yaml'
   files = ','.join(['a.parquet'] * 5000)

@@ -53,6 +53,7 @@ def test_failures_are_retried_then_marked_and_the_others_go_on(tmp_path):
   assert ledger.retry() == 2 and states(ledger) == ['waiting', 'waiting', 'finished']
 
 
+@pytest.mark.full
 def test_a_signal_lets_the_runs_commit_and_the_next_start_repeats_no_step(tmp_path):
   fields = f"axes={{'{RATE}': (0.01, 0.02, 0.03)}}, overrides={{'stages.grpo.steps': 40}}"
   file = sweep_file(tmp_path, fields)
@@ -95,6 +96,7 @@ def _run(file, sweepdir):
   open_sweep(file, sweepdir)[1].run()
 
 
+@pytest.mark.full
 def test_early_stopping_repeats_no_step(tmp_path):
   pytest.importorskip('optuna')
   fields = (
@@ -152,6 +154,7 @@ def test_a_misspelt_objective_ends_the_sweep_after_one_trial(tmp_path):
   assert {report.trial for report in ledger.reports()} == {0, 1, 2}
 
 
+@pytest.mark.full
 def test_a_run_that_is_still_alive_is_waited_for(tmp_path):
   ledger, runner, notes = open_sweep(sweep_file(tmp_path, TWO), tmp_path)
   workdir = ledger.workdir(ledger.entries()[0])

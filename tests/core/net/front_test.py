@@ -1026,6 +1026,7 @@ def test_a_connection_without_the_token_is_closed_at_its_deadline(
   asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch):
   monkeypatch.setattr(front_module, '_STRANGER_S', 2.0)
 
@@ -1038,6 +1039,7 @@ def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch)
   asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_connection_does_not_inherit_the_deadline_of_its_descriptor(tmp_path, monkeypatch):
   monkeypatch.setattr(front_module, '_STRANGER_S', 1.0)
 
@@ -1054,6 +1056,7 @@ def test_a_connection_does_not_inherit_the_deadline_of_its_descriptor(tmp_path, 
   asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_flood_of_strangers_leaves_descriptors(tmp_path, monkeypatch):
   monkeypatch.setattr(front_module, '_permit_descriptors', lambda: 200)
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

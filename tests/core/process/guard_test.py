@@ -247,6 +247,7 @@ def test_nothing_survives_a_command_that_is_killed(scene):
   assert sorted(removed) == sorted(f'guard: removed {file}' for file in scene.files())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('new, count', [('', 1), ('made(), made_lock()', 3)])
 def test_files_that_orphans_still_use_need_no_earlier_look(scene, foreign, new, count):
   # The command is gone as soon as its child uses a file that the tree did not use before, and has
@@ -341,6 +342,7 @@ idle()
   assert not any('killed' in line for line in scene.lines())
 
 
+@pytest.mark.full
 def test_what_is_forked_in_the_last_moment_is_killed_too(scene):
   guard = scene.start(
     """
