@@ -20,7 +20,7 @@ MODULES = sorted(
   if SANDBOXED not in path.parents
 )
 
-MARKER = re.compile(r'# wait (\w+): \S')
+MARKER = re.compile(r"# The wait '(\w+)' is \S")
 BOUNDING = {
   'bounded',
   'gathered',
@@ -251,7 +251,8 @@ def test_no_wait_is_bare(path):
   for line, code in bare_waits(path.read_text()):
     pytest.fail(
       f'{path.relative_to(ROOT)}:{line}: {code} waits without a bound; wrap it in '
-      'core.waits.bounded, give it a timeout, or say what ends it in a comment "# wait NAME: BOUND"'
+      'core.waits.bounded, give it a timeout, or say what ends it in a comment '
+      '"# The wait \'NAME\' is BOUND."'
     )
 
 
@@ -334,8 +335,8 @@ BOUNDED = [
   'while time.monotonic() < deadline: await asyncio.sleep(0.1)',
   'process.kill(); x = 1\n  process.wait()',
   'link.settimeout(1.0)\n  link.recv(10)',
-  'await event.wait()  # wait work: until it is cancelled',
-  '# wait work: until it is cancelled\n  await event.wait()',
+  "await event.wait()  # The wait 'work' is bounded by the caller.",
+  "# The wait 'work' is bounded by the caller.\n  await event.wait()",
 ]
 
 
@@ -363,14 +364,16 @@ def test_a_bound_around_a_function_does_not_cover_calls_of_it():
   assert [line for line, _ in bare_waits(source)] == [4]
 
 
-@pytest.mark.parametrize('comment', ['# wait', '# wait work', '# wait work:', '# noqa'])
+@pytest.mark.parametrize(
+  'comment', ['# The wait', "# The wait 'work'", "# The wait 'work' is", '# noqa']
+)
 def test_a_comment_that_names_no_bound_marks_nothing(comment):
   assert bare_waits(f'async def f():\n  await event.wait()  {comment}\n')
 
 
 def test_the_names_of_a_module_are_those_of_its_comments_and_calls():
   source = (
-    "x = bounded(y, name='a', deadline_s=1)\ny = gathered(z, name='b')\nz.wait()  # wait c: "
-    'never\n# wait d\n'
+    "x = bounded(y, name='a', deadline_s=1)\ny = gathered(z, name='b')\nz.wait()  "
+    "# The wait 'c' is short.\n# The wait 'd'\n"
   )
   assert names(source) == {'a', 'b', 'c'}

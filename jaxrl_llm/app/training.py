@@ -146,11 +146,11 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()
-    return ended.result()  # wait main: bounded by the run's own waits
+    return ended.result()  # The wait 'main' is bounded by the run's own waits.
   except KeyboardInterrupt:
     if ended.cancel():  # The thread has not begun; nothing was written.
       raise
     interrupted.set()
     for interrupt in interrupts:
       interrupt()
-    return ended.result()  # wait main: bounded by the run's own waits
+    return ended.result()  # The wait 'main' is bounded by the run's own waits.

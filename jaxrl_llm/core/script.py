@@ -81,7 +81,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
   async def guarded() -> T:
     try:
-      return await main  # wait main: bounded by the waits inside `main`
+      return await main  # The wait 'main' is bounded by the waits inside `main`.
     except Exception as error:
       if isinstance(first_cause(error), WaitExpired):
         cause = _earliest(error)

@@ -289,7 +289,7 @@ class Grid(NamedTuple):
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Column of each local chunk, keyed by chunk number."""
+  """Column of the local arrays that holds a chunk, keyed by chunk number."""
   local: tuple[int, ...]
   """Indices of the packed rows whose chunks are on this process's devices."""
   sharding: NamedSharding

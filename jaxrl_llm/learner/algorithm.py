@@ -157,7 +157,9 @@ class Algorithm(NamedTuple):
 
 
 def plain(rows: Sequence[Row], **more: Any) -> Annotation:
-  """Returns an annotation that trains on all rows, with zero advantages."""
+  """Returns an annotation for a loss without advantages, such as SFT: all rows are trained on, and
+  all advantages are 0.
+  """
   return Annotation(np.zeros(len(rows)), np.ones(len(rows), bool), {}, **more)
 
 

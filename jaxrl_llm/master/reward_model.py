@@ -106,13 +106,14 @@ class Batcher:
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     self._waiting.append((sequence, future))
     self._work.set()
-    # wait pass: bounded by the client, which cancels the request at its deadline
+    # The wait 'pass' is bounded by the client, which cancels the request at its deadline.
     return await future
 
   async def run(self) -> None:
     """Scores requests until it is cancelled."""
     while True:
-      await self._work.wait()  # wait request: unbounded, since a service waits for its next request
+      # The wait 'request' is unbounded, since a service waits for its next request.
+      await self._work.wait()
       batch, self._waiting = (
         self._waiting[: self._model.sequences],
         self._waiting[self._model.sequences :],

@@ -77,8 +77,8 @@ class Coordinator:
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
-      return await decision  # wait decision: bounded by the waits inside `decision`
-    # wait decision: bounded by its waits in process 0, and by `exchange` elsewhere
+      return await decision  # The wait 'decision' is bounded by the waits inside `decision`.
+    # The wait 'decision' is bounded by its waits in process 0, and by `exchange` elsewhere.
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
@@ -88,7 +88,7 @@ class Coordinator:
         await self._headers(_BEAT, 0)
     finally:
       task.cancel()  # This has no effect on a finished task.
-      # wait decision: bounded by the waits inside `decision`
+      # The wait 'decision' is bounded by the waits inside `decision`.
       await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
@@ -130,7 +130,7 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  value = await decision  # wait decision: bounded by the waits inside `decision`
+  value = await decision  # The wait 'decision' is bounded by the waits inside `decision`.
   return json.dumps(value).encode()
 
 
@@ -141,6 +141,6 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
   received = []
   for block in buffer.reshape(blocks, _BLOCK):
-    # wait exchange: bounded by `silence_s` in the caller
+    # The wait 'exchange' is bounded by `silence_s` in the caller.
     received.append(multihost_utils.broadcast_one_to_all(block))
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

@@ -76,7 +76,8 @@ class Membership:
       return workdir / f'left-{start}-{i}'
 
     if index > 0:
-      jax.distributed.shutdown()  # wait leave: bounded by a timeout of 300 s inside `shutdown`
+      # The wait 'leave' is bounded by a timeout of 300 s inside `shutdown`.
+      jax.distributed.shutdown()
       marker(index).touch()
       return
     deadline = time.monotonic() + self._config.leave_s
@@ -84,7 +85,8 @@ class Membership:
       time.sleep(0.02)
     for i in range(1, count):
       marker(i).unlink(missing_ok=True)
-    jax.distributed.shutdown()  # wait leave: bounded by a timeout of 300 s inside `shutdown`
+    # The wait 'leave' is bounded by a timeout of 300 s inside `shutdown`.
+    jax.distributed.shutdown()
 
 
 def join(job: JobDescription, config: CoordinationConfig) -> Membership:

@@ -147,7 +147,7 @@ class Checkpoints:
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
-      # wait device: bounded by the deadline of the device thread, which makes this call
+      # The wait 'device' is bounded by the deadline of the device thread, which makes this call.
       multihost_utils.sync_global_devices(f'commit {step}')
 
   def restore(self, step: int, like: Any) -> Any:

@@ -26,8 +26,8 @@ from jaxrl_llm.runtime.transcripts import is_number, short
 PAGE = 'compare.html'
 SCRIPTS = ('dom.js', 'export.js', 'charts.js', 'side_by_side.js', 'compare.js')
 MAX_POINTS = 1000
-"""Maximum number of steps per curve. If a run is longer, long curves show only every k-th step,
-with the same k for all runs.
+"""Maximum number of points per curve. A curve with more points shows only every k-th step, with the
+same k for all runs.
 """
 MAX_BESIDE = 8
 """Maximum number of runs whose answers and rollouts the page embeds. If there are more runs, the

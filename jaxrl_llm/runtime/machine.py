@@ -104,7 +104,8 @@ class Heartbeat:
       yield
     finally:
       task.cancel()
-      await asyncio.wait({task})  # wait cancelled: short, since the task has just been cancelled
+      # The wait 'cancelled' is short, since the task has just been cancelled.
+      await asyncio.wait({task})
 
   async def _beat(self) -> None:
     while True:

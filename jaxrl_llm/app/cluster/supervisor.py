@@ -431,7 +431,7 @@ class JobSupervisor:
 
 
 def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[ProcessEnd]) -> None:
-  # wait process: unbounded, since a process runs as long as the job; the supervisor ends it
+  # The wait 'process' is unbounded, since a process runs as long as the job.
   ends.put(ProcessEnd(label=label, code=process.wait()))
 
 

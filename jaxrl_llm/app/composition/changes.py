@@ -135,11 +135,12 @@ def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refuse
 
 
 def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
-  """Returns the flags with which a branch can make the given changes. Returns None if it cannot
-  make all of them.
+  """Returns the flags that `--branch_from` needs to start a branch of the run with all refused
+  changes, such as `--reset_optimizer`. Returns None if no branch can make all of them.
 
   Args:
-    problems: the changes, as returned by `misfits`.
+    problems: refused changes, each with what a branch has to reset for it, as `misfits` returns
+      them.
   """
   needed = {reset for _, reset in problems}
   return None if None in needed else [f'--reset_{reset}' for reset in sorted(needed)]

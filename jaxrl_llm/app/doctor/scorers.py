@@ -151,7 +151,8 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
 async def _of_demonstrations(
   stage: str, pairs: Sequence[tuple[Task, str]], scored: set[str], judge: _Judge
 ) -> list[Finding]:
-  """Scores the demonstrations that end with their task's truth.
+  """Scores demonstrations, which should get full marks. Only those are scored whose text ends with
+  the reference answer of the task.
 
   Args:
     pairs: tasks and the texts of their demonstrations.

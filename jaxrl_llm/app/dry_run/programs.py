@@ -37,11 +37,11 @@ class Held(NamedTuple):
 
   role: str
   whole: int
-  """Bytes in total, where copies of the same data count once."""
+  """Size of the role's arrays in bytes, where data that several devices hold counts once."""
   per_device: int
-  """Bytes in each device's memory, including copies."""
+  """Bytes of these arrays in the memory of each device, replicas included."""
   offloaded: int
-  """Bytes that each device keeps in host memory instead, including copies."""
+  """Bytes of these arrays that each device keeps in host memory instead, replicas included."""
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:

@@ -84,7 +84,7 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 async def _master(watch: Watch) -> Lease:
   """Waits until a run is registered, and returns the lease of the newest run."""
-  # wait master: unbounded, since an explorer waits as long as no run is registered
+  # The wait 'master' is unbounded, since an explorer waits as long as no run is registered.
   while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
   return masters[-1]
@@ -98,7 +98,7 @@ async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))
   replaced = asyncio.create_task(_replaced(master, watch))
   try:
-    # wait master: unbounded, since an explorer works as long as its master does
+    # The wait 'master' is unbounded, since an explorer works as long as its master does.
     await asyncio.wait({exploring, replaced}, return_when=asyncio.FIRST_COMPLETED)
     if exploring.done():
       exploring.result()

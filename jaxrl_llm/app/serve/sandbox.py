@@ -59,7 +59,8 @@ async def serve(
     print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
     async with registering(registry, lease_of(Kind.SANDBOX, public or address, name)):
       write_addresses(FLAGS.addresses_file, [public or address])
-      await stop.wait()  # wait signal: unbounded, since a service runs until a signal stops it
+      # The wait 'signal' is unbounded, since a service runs until a signal stops it.
+      await stop.wait()
 
 
 def run(argv: Sequence[str], document: str | None = None) -> int:

@@ -182,7 +182,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
-    # wait signal: unbounded, since a service runs until a signal stops it
+    # The wait 'signal' is unbounded, since a service runs until a signal stops it.
     stopped = asyncio.create_task(stop.wait())
     async with asyncio.TaskGroup() as group:
       keepers = [
@@ -190,7 +190,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
         for i, server in enumerate(servers)
       ]
       announcer = group.create_task(announce(servers, addresses))
-      # wait signal: unbounded, since a service runs until a signal stops it
+      # The wait 'signal' is unbounded, since a service runs until a signal stops it.
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
@@ -221,7 +221,7 @@ async def keep_up(
   while True:
     since = loop.time()
     async with lend():
-      # wait server: unbounded, since a server runs until it fails and is restarted
+      # The wait 'server' is unbounded, since a server runs until it fails and is restarted.
       while server.is_running():
         await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
@@ -300,7 +300,9 @@ def _run(options: Sequence[str]) -> int:
 
 
 def _digests(model: pathlib.Path) -> dict[str, str]:
-  """Returns the fingerprint of the servers. For judges, it covers only their config.json."""
+  """Returns digests by which clients check that this service has the model they expect: of the
+  policy's shapes and tokenizer, or of config.json alone if the model is a judge.
+  """
   if _ROLE.value == 'judge':
     return {'config': hashlib.sha256((model / 'config.json').read_bytes()).hexdigest()[:16]}
   file = model / 'tokenizer.json'

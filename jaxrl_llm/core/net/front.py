@@ -290,7 +290,7 @@ class Front:
     assert self._session is not None
     response: web.StreamResponse | None = None
     try:
-      # wait upstream: bounded by the client, which cancels the request by hanging up
+      # The wait 'upstream' is bounded by the client, which cancels the request by hanging up.
       async with self._session.request(
         request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
       ) as upstream:
@@ -373,7 +373,7 @@ class _Listener(socket.socket):
 
   def accept(self) -> tuple[socket.socket, Any]:
     """Accepts a connection. Called by the event loop."""
-    # wait request: over already, since the event loop has found the socket readable
+    # The wait 'request' is over already, since the event loop has found the socket readable.
     connection, address = super().accept()
     number = connection.fileno()
     self._forget(number)  # An earlier connection with this descriptor is closed.

@@ -255,9 +255,9 @@ class Explorer:
       )
     )
     try:
-      # wait collect: bounded by `collect_deadline_s`, through `ready`
+      # The wait 'collect' is bounded by `collect_deadline_s`, through `ready`.
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      # wait collect: over already, since the awaited task is done
+      # The wait 'collect' is over already, since the awaited task is done.
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
@@ -368,7 +368,7 @@ class Explorer:
   async def _batch_ready(self) -> None:
     while self._next_batch() is None:
       self._progress.clear()
-      await self._progress.wait()  # wait collect: bounded by the caller
+      await self._progress.wait()  # The wait 'collect' is bounded by the caller.
 
   async def _explore(self) -> None:
     try:
@@ -389,7 +389,7 @@ class Explorer:
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
-            # wait collect: bounded by the loop, which cancels this task
+            # The wait 'collect' is bounded by the loop, which cancels this task.
             await self._progress.wait()
     except BaseExceptionGroup as group:
       raise first_cause(group) from None

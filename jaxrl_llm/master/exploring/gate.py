@@ -79,7 +79,7 @@ class Gate:
     """Waits until the engines serve a first version."""
     while self._served < 0:
       self._changed.clear()
-      # wait gate: bounded by the trainer's waits; the end of the stage cancels it
+      # The wait 'gate' is bounded by the trainer's waits; the end of the stage cancels it.
       await self._changed.wait()
 
   async def admit(self) -> int:
@@ -88,7 +88,7 @@ class Gate:
     """
     while self.capacity <= 0:
       self._changed.clear()
-      # wait gate: bounded by the trainer's waits; the end of the stage cancels it
+      # The wait 'gate' is bounded by the trainer's waits; the end of the stage cancels it.
       await self._changed.wait()
     groups = self.capacity
     self._started += groups

@@ -85,7 +85,7 @@ class Discovered:
 
   async def _first_services(self) -> None:
     await self._check()
-    # wait services: bounded by the caller with SERVICES_DEADLINE_S
+    # The wait 'services' is bounded by the caller with SERVICES_DEADLINE_S.
     while not all(followed.addresses for followed in self._scorers):
       await asyncio.sleep(_LOOK_S)
       await self._check()
@@ -94,7 +94,7 @@ class Discovered:
     """Stops watching the registry, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # wait live_file: bounded by the change in progress, as for scorers.json
+      # The wait 'live_file' is bounded by the change in progress, as for scorers.json.
       await self._following
 
   async def _follow(self) -> None:

@@ -90,7 +90,8 @@ class LiveFile:
     """Stops polling, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      await self._following  # wait live_file: bounded by `scorers_start` of the change in progress
+      # The wait 'live_file' is bounded by `scorers_start` of the change in progress.
+      await self._following
 
   async def _follow(self) -> None:
     while True:

@@ -52,7 +52,7 @@ class PipeLock:
         poll.register(self._reader.fileno(), select.POLLIN)
         poll.poll(
           None if remaining is None else 1000 * remaining
-        )  # wait turn: bounded by `timeout`, which pebble passes
+        )  # The wait 'turn' is bounded by `timeout`, which pebble passes.
       self._holder = threading.get_ident()
     self._depth += 1
     return True

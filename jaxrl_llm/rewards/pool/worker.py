@@ -67,7 +67,7 @@ def _die_with_owner() -> None:
   else:
 
     def watch() -> None:
-      parent.join()  # wait owner: unbounded, since a worker lives as long as its owner
+      parent.join()  # The wait 'owner' is unbounded, since a worker lives as long as its owner.
       os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -108,7 +108,7 @@ class UserFunction:
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
-  # wait score: bounded by the call's deadline, at which this process is killed
+  # The wait 'score' is bounded by the call's deadline, at which this process is killed.
   return await awaitable
 
 

@@ -170,7 +170,7 @@ class EmbeddedEngine:
   async def close(self) -> None:
     if self._driver is not None:
       self._driver.cancel()
-      # wait cancelled: short, since the task has just been cancelled
+      # The wait 'cancelled' is short, since the task has just been cancelled.
       await asyncio.wait({self._driver})
     self._fail(RunError(f'engine {self.name}: closed'))
 
@@ -211,7 +211,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # wait completion: bounded by `collect` and `suite`; if the engine fails, it raises here
+        # The wait 'completion' is bounded by `collect` and `suite`. A failed engine raises here.
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result
@@ -270,7 +270,7 @@ class EmbeddedEngine:
             decoded = await self._run(self._execute, turn)
             self.counts['completions'] += self._scheduler.harvest(decoded)
         if turn is None:
-          # wait request: unbounded, since an engine waits for its next request
+          # The wait 'request' is unbounded, since an engine waits for its next request.
           await self._wake.wait()
     except Exception as error:
       logging.exception(

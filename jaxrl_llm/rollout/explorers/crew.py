@@ -199,7 +199,7 @@ class Crew:
     )
 
   async def _first_explorer(self) -> None:
-    while not self._leases.explorers:  # wait first_explorer: bounded by the caller
+    while not self._leases.explorers:  # The wait 'first_explorer' is bounded by the caller.
       if self._failure is not None:
         raise self._failure
       await asyncio.sleep(_CHECK_S / 5)
@@ -228,7 +228,7 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        # wait sample: bounded by `limits`, `collect` and `suite`; if the crew fails, it raises here
+        # The wait 'sample' is bounded by `limits`, `collect`, `suite`. A failed crew raises here.
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result

@@ -238,7 +238,7 @@ async def _take_groups(
     task = asyncio.create_task(_run(link, lease, make(lease), order))
     under_way[lease] = task
     try:
-      # wait explored: bounded by the master, which takes the lease away at its limits
+      # The wait 'explored' is bounded by the master, which takes the lease away at its limits.
       await asyncio.wait({task})
       if not task.cancelled():
         task.result()

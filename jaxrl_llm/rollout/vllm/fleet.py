@@ -223,7 +223,7 @@ class Fleet:
 
   async def _follow(self, discovery: Discovery) -> None:
     """Reads the registry periodically, and lets servers join and leave."""
-    # wait registry: unbounded, because it looks for servers as long as the fleet runs
+    # The wait 'registry' is unbounded, because it looks for servers as long as the fleet runs.
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
@@ -263,7 +263,7 @@ class Fleet:
     self._changed.set()
 
   async def _see_off(self, replica: Replica, *, drain: bool) -> None:
-    # wait leaving: bounded by the deadlines of the requests in flight
+    # The wait 'leaving' is bounded by the deadlines of the requests in flight.
     while drain and replica.in_flight:
       await asyncio.sleep(_WATCH_S)
     await self._end(replica)
@@ -441,7 +441,7 @@ class Fleet:
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
-      # wait served: bounded by `start_deadline_s`, which the watcher enforces
+      # The wait 'served' is bounded by `start_deadline_s`, which the watcher enforces.
       await self._changed.wait()
       self._check_alive()
     for replica in self.replicas:
@@ -634,7 +634,7 @@ class Fleet:
     ]
     try:
       for _ in samples:
-        # wait completion: bounded by the request's deadline times `max_retries`
+        # The wait 'completion' is bounded by the request's deadline times `max_retries`.
         result = await results.get()
         if isinstance(result, Exception):
           raise result
@@ -681,7 +681,7 @@ class Fleet:
       replica, life = await self._acquire()
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
-        # wait settled: bounded by the deadlines of the calls that publish a version
+        # The wait 'settled' is bounded by the deadlines of the calls that publish a version.
         await replica.settled.wait()
         if replica.life == life and all(
           segment.version in replica.proven for segment in completion.segments
@@ -724,7 +724,7 @@ class Fleet:
     self._waiting.append(future)
     self._deal()
     try:
-      # wait place: bounded by the requests before it; `_watch` fails all after `start_deadline_s`
+      # The wait 'place' is bounded by the requests before it, and by `_watch`.
       return await future
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:

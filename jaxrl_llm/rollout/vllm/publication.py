@@ -246,7 +246,7 @@ class _Layout:
     _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
-    # wait digest: bounded by the computation of the digest
+    # The wait 'digest' is bounded by the computation of the digest.
     with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:
       for name, leaf in leaves:
         stacked = self._check(name, leaf)
@@ -293,7 +293,7 @@ def _write_tensor(
     # Digesting and writing both release the GIL, so they overlap.
     hashed = helper.submit(digest, flat)
     _write_all(file, memoryview(flat.view(np.uint8)))
-    return hashed.result()  # wait digest: bounded by the computation of the digest
+    return hashed.result()  # The wait 'digest' is bounded by the computation of the digest.
   hasher = xxhash.xxh3_128()
   for start in range(0, flat.size, staging.size):
     block = flat[start : start + staging.size]

@@ -153,7 +153,7 @@ class Replica:
         self.paused_s = time.monotonic() - before
         if probe is not None:
           if publication.adapter is not None and self._on_cpu:
-            # wait drained: bounded by the deadlines of the requests in flight
+            # The wait 'drained' is bounded by the deadlines of the requests in flight.
             await self._drained.wait()
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)

@@ -263,14 +263,14 @@ class SenderTransfer:
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()
-      # wait sender: bounded by `transfer_deadline_s` of the order
+      # The wait 'sender' is bounded by `transfer_deadline_s` of the order.
       if line := await self._answers.readline():
         return dict(json.loads(line))
     except ConnectionError:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    # wait sender: bounded by `transfer_deadline_s` of the order
+    # The wait 'sender' is bounded by `transfer_deadline_s` of the order.
     while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:

@@ -148,7 +148,7 @@ class Follower:
 def main() -> int:
   """Runs the process until the run closes the socket; returns the exit code."""
   os.dup2(2, 1)  # What a writer prints goes to the log.
-  # wait order: unbounded, until the run that owns this process sends a line or closes the socket
+  # The wait 'order' is unbounded, until the owner of this process sends a line or ends.
   follower = Follower(json.loads(sys.stdin.readline()))
   last = False
   while not last:

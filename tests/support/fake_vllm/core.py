@@ -97,10 +97,12 @@ class Core:
       if call.params.prompt_logprobs is not None:
         call.tasks.append(asyncio.create_task(self._score(call)))
       call.tasks += [asyncio.create_task(self._complete(call, sample)) for sample in call.samples]
-      await asyncio.wait(call.tasks)  # wait client: its hang-up cancels this
+      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      await asyncio.wait(call.tasks)
     finally:
       call.abort()
-      await asyncio.wait(call.tasks)  # wait cancelled: they have just been cancelled
+      # The wait 'cancelled' is short, since the tasks have just been cancelled.
+      await asyncio.wait(call.tasks)
       self.calls.discard(call)
       self.finished.update(sample.finish for sample in call.samples)
       self._notify()
@@ -151,7 +153,7 @@ class Core:
     params, finish = call.params, None
     slowness = self._latency.seconds(params.seed, sample.index)
     async with contextlib.aclosing(self.backend.draw(call.prompt, params, sample.index)) as pieces:
-      while finish is None:  # wait client: its hang-up cancels this
+      while finish is None:  # The wait 'client' is bounded by the client, whose hang-up cancels it.
         async with self._turn(call):
           drawn = await anext(pieces, None)
         if drawn is None:
@@ -161,7 +163,7 @@ class Core:
           )
         before = len(sample.tokens)
         finish = self._take(sample, drawn, params)
-        # wait client: its hang-up cancels this
+        # The wait 'client' is bounded by the client, whose hang-up cancels it.
         while (
           finish is None
           and self.faults.stall_at is not None
@@ -205,7 +207,8 @@ class Core:
 
   async def _until(self, reached: Callable[[], bool]) -> None:
     while not reached():
-      await self._changed.wait()  # wait client: its hang-up cancels this
+      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      await self._changed.wait()
 
 
 def _repeats(tokens: Sequence[int], least: int, most: int, count: int) -> bool:

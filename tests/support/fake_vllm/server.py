@@ -142,7 +142,8 @@ class FakeServer:
     for task in self._background:
       task.cancel()
     if self._background:
-      await asyncio.wait(self._background)  # wait cancelled: they have just been cancelled
+      # The wait 'cancelled' is short, since the tasks have just been cancelled.
+      await asyncio.wait(self._background)
     await self._core.backend.close()
     if alive and self._uds is not None:
       with contextlib.suppress(FileNotFoundError):
@@ -208,7 +209,8 @@ class FakeServer:
     if fault is Fault.DIE:
       await self.die()
     if fault in (Fault.HANG, Fault.DIE):
-      await asyncio.Event().wait()  # wait client: its hang-up cancels this
+      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      await asyncio.Event().wait()
     if fault is Fault.DELAY:
       await asyncio.sleep(self.faults.delay_s)
     if fault is Fault.CORE:

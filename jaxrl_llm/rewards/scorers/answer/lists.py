@@ -175,7 +175,9 @@ def _elements_agree(truth: str, answer: str) -> bool:
 
 
 def _is_set(text: str) -> bool:
-  """Whether the text is in escaped braces, or is a list in the braces that group text in LaTeX."""
+  r"""Whether the text is a set: anything in escaped braces, as in `\{1\}`, or a list in plain
+  braces, as in `{1, 2}`. In LaTeX, plain braces only group text, so `{1}` is not a set.
+  """
   grouped = inside(text, ('{',), ('}',))
   return inside(text, (r'\{',), (r'\}',)) is not None or (
     grouped is not None and len(split(grouped)) > 1
