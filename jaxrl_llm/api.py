@@ -53,6 +53,8 @@ _NAMES = (
   ('jaxrl_llm.rollout.workflow', 'Rollout SingleTurn Workflow completion_text'),
   ('jaxrl_llm.rollout.episodes.episode', 'Episode OutOfTokens Turn'),
   ('jaxrl_llm.rollout.episodes.environment', 'Environment Step'),
+  ('jaxrl_llm.rollout.episodes.tool_calls', 'ToolCall'),
+  ('jaxrl_llm.rollout.episodes.tools', 'Tool'),
   ('jaxrl_llm.rollout.episodes.workflow', 'Episodes'),
   ('jaxrl_llm.rollout.api', 'Completion Request Sampling'),
   ('jaxrl_llm.rollout.hub', 'Hub'),

@@ -81,6 +81,8 @@ from jaxrl_llm.rollout.episodes.environment import Step as Step
 from jaxrl_llm.rollout.episodes.episode import Episode as Episode
 from jaxrl_llm.rollout.episodes.episode import OutOfTokens as OutOfTokens
 from jaxrl_llm.rollout.episodes.episode import Turn as Turn
+from jaxrl_llm.rollout.episodes.tool_calls import ToolCall as ToolCall
+from jaxrl_llm.rollout.episodes.tools import Tool as Tool
 from jaxrl_llm.rollout.episodes.workflow import Episodes as Episodes
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig as ExplorersConfig
 from jaxrl_llm.rollout.hub import Hub as Hub

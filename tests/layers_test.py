@@ -35,7 +35,7 @@ NESTED = {
   'rewards.pool': {'core', 'rewards'},
   'rollout.embedded': {'core', 'models', 'rollout'},
   'rollout.vllm': {'core', 'models', 'weights', 'rollout'},
-  'rollout.episodes': {'core', 'config', 'rewards', 'tasks', 'rollout'},
+  'rollout.episodes': {'core', 'config', 'rewards', 'rewards.sandbox', 'tasks', 'rollout'},
   'rollout.explorers': {'core', 'rewards', 'tasks', 'rollout'},
   'runtime.log': {'core', 'config', 'runtime'},
   'master.exploring': {'core', 'config', 'replay', 'rewards', 'rollout', 'runtime', 'tasks'},

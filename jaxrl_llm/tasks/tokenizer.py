@@ -106,7 +106,8 @@ class Tokenizer:
     model = json.loads(files['tokenizer.json'])['model']
     # The built-in templates are known to terminate. Others are rendered in a process that can be
     # killed.
-    template = fast.get_chat_template()
+    self.template: str = fast.get_chat_template()
+    template = self.template
     self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
     specials = [token.content for token in fast.added_tokens_decoder.values()]
     self._alphabet = frozenset(model['vocab']) if model.get('type') == 'WordLevel' else None
@@ -154,6 +155,7 @@ class Tokenizer:
       raise UserError(f'chat template {file}: cannot be read: {one_line(error)}') from None
     other = copy.copy(self)
     other._process, other._name = TemplateProcess(template), f'{self._name} with {file}'
+    other.template = template
     return other
 
   @property

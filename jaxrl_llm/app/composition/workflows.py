@@ -11,6 +11,7 @@ from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.episodes.environment import EnvironmentWorkflow
+from jaxrl_llm.rollout.episodes.tools import ToolUse
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {
   'environment': EnvironmentWorkflow,
   'single_turn': SingleTurn,
+  'tools': ToolUse,
 }
 
 

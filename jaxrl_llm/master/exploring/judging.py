@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Finish, Sample
+from jaxrl_llm.core.records.score import worth
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.api import (
@@ -50,7 +51,7 @@ def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
       f'rollout.workflow: sample {sample.uid} has no reward, and rewards.scorers has '
       f'{ENVIRONMENT!r}; call episode.reward in the workflow, or remove the scorer'
     )
-  if verdict is not None and not is_read:
+  if verdict is not None and not is_read and worth(verdict.value, verdict.turn_values) != 0:
     raise RunError(
       f'rollout.workflow: sample {sample.uid} has a reward of the environment, which no scorer of '
       f'its taskset reads; add ScorerConfig(name={ENVIRONMENT!r}) to rewards.scorers'

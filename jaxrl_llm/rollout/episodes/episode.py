@@ -47,7 +47,7 @@ class Turn(NamedTuple):
   """A completion of the policy within an episode."""
 
   text: str
-  """Decoded completion, without the stop token."""
+  """Decoded completion, without the end token."""
   finish: Finish
 
 
@@ -93,6 +93,7 @@ class Episode:
     self._rewards: list[float] = []
     """Sum of the rewards for each turn."""
     self._evidence: dict[str, Json] = {}
+    self._counts: dict[str, float] = {}
     self._failure: str | None = None
     self._ended = False
 
@@ -107,12 +108,18 @@ class Episode:
     others belong to their turns.
     """
     if self._failure is not None:
-      return Verdict(value=None, evidence={**self._evidence, 'error': self._failure})
-    if not self._rewards:
+      evidence = {**self._evidence, 'error': self._failure}
+      return Verdict(value=None, parts=dict(self._counts), evidence=evidence)
+    if not self._rewards and not self._counts:
       return None
     given = [*self._rewards, *[0.0] * (self.turns - len(self._rewards))]
     earlier = given[:-1] if any(given[:-1]) else []
-    return Verdict(value=given[-1], turn_values=tuple(earlier), evidence=dict(self._evidence))
+    return Verdict(
+      value=given[-1] if given else 0.0,
+      parts=dict(self._counts),
+      turn_values=tuple(earlier),
+      evidence=dict(self._evidence),
+    )
 
   def observe(self, observation: Observation) -> None:
     """Adds an observation, which the policy reads before its next turn. Its tokens are never
@@ -151,7 +158,7 @@ class Episode:
     completion = await self._completion(most, stop_ids)
     self._recording.act(completion)
     self.turns += 1
-    return self._turn(text, completion, stop_ids)
+    return self._turn(text, completion)
 
   def reward(self, value: float, evidence: Mapping[str, Json] | None = None) -> None:
     """Adds a reward for the last turn. Several rewards for a turn are summed.
@@ -171,6 +178,13 @@ class Episode:
     self._rewards += [0.0] * (self.turns - len(self._rewards))
     self._rewards[-1] += float(value)
     self._evidence.update(evidence or {})
+
+  def count(self, name: str, amount: float = 1.0) -> None:
+    """Adds to a count of the episode, such as its tool calls. Counts are parts of the environment's
+    reward in scores and metrics, and do not change its value.
+    """
+    self._check_open('count')
+    self._counts[name] = self._counts.get(name, 0.0) + amount
 
   def fail(self, error: str) -> None:
     """Makes the sample unscorable, because of an error that is not the policy's fault."""
@@ -290,9 +304,9 @@ class Episode:
     ((_, completion),) = [answer async for answer in self.hub.generate(request)]
     return completion
 
-  def _turn(self, added: str, completion: Completion, stop_ids: tuple[int, ...]) -> Turn:
+  def _turn(self, added: str, completion: Completion) -> Turn:
     tokens = [int(token) for token in completion.tokens]
-    stopped = completion.finish == Finish.STOP and tokens[-1] in stop_ids
+    stopped = completion.finish == Finish.STOP and tokens[-1] in self.tokenizer.stop_ids
     turn = Turn(self.tokenizer.decode(tokens[:-1] if stopped else tokens), completion.finish)
     if not self._is_raw:
       self._text += added + self.tokenizer.decode(tokens, skip_special=False)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.episodes.episode import Episode, OutOfTokens, response_text
 from jaxrl_llm.rollout.hub import Hub
@@ -23,8 +24,21 @@ class Episodes(abc.ABC):
   group run concurrently.
   """
 
-  def __init__(self, hub: Hub, tokenizer: Tokenizer, *, max_tokens: int):
+  def __init__(
+    self,
+    hub: Hub,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    schemas: Sequence[Mapping[str, Json]] = (),
+  ):
+    """
+    Args:
+      max_tokens: maximum number of tokens of an episode after its first prompt.
+      schemas: JSON schemas of tools, which the chat template describes to the policy.
+    """
     self.hub, self.tokenizer, self.max_tokens = hub, tokenizer, max_tokens
+    self._schemas = tuple(schemas)
 
   @abc.abstractmethod
   async def play(self, episode: Episode) -> None:
@@ -52,7 +66,12 @@ class Episodes(abc.ABC):
 
   async def _played(self, place: Place, sampling: Sampling) -> Rollout:
     episode = Episode(
-      self.hub, self.tokenizer, place, sampling=sampling, max_tokens=self.max_tokens
+      self.hub,
+      self.tokenizer,
+      place,
+      sampling=sampling,
+      max_tokens=self.max_tokens,
+      tools=self._schemas,
     )
     try:
       await self.play(episode)

@@ -5,54 +5,17 @@ import asyncio
 import exploring
 import numpy as np
 import pytest
+from scripted import GROUP, TASK, Scripted
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.sample import Finish, Role, Segment, encode
-from jaxrl_llm.core.types import Version
+from jaxrl_llm.core.records.sample import Finish, Role, encode
 from jaxrl_llm.rewards.api import Verdict
-from jaxrl_llm.rollout.api import Completion, Sampling
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.episodes.episode import Episode
 from jaxrl_llm.rollout.episodes.workflow import Episodes
 from jaxrl_llm.rollout.recording import Place
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
-
-TASK = exploring.make_tasks(1)[0]
-GROUP = f'grpo/{TASK.uid}/0'
-
-
-class Scripted:
-  """A hub whose policy writes given texts, each under the next version; a text that ends with '$'
-  stops there.
-  """
-
-  def __init__(self, tokenizer, *texts):
-    self._tokenizer, self._texts, self.requests = tokenizer, [*texts], []
-
-  async def generate(self, request):
-    text = self._texts[len(self.requests)]
-    self.requests.append(request)
-    tokens = self._tokenizer.encode(text.rstrip('$'))
-    if text.endswith('$'):
-      tokens.append(self._tokenizer.eos_id)
-    tokens = tokens[: request.max_tokens]
-    finish = Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH
-    segment = Segment(
-      start=0,
-      end=len(tokens),
-      version=Version(0, len(self.requests)),
-      engine='scripted',
-      finish=str(finish),
-    )
-    yield (
-      request.first,
-      Completion(
-        tokens=np.array(tokens, np.int32),
-        logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
-        finish=finish,
-        segments=(segment,),
-      ),
-    )
 
 
 @pytest.fixture(scope='module')

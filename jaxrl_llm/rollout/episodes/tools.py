@@ -1,0 +1,195 @@
+"""Tools: Python functions that the policy may call, and the workflow in which it does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.sandbox.sandbox import Limits, Sandboxes
+from jaxrl_llm.rollout.episodes.episode import Episode
+from jaxrl_llm.rollout.episodes.tool_calls import ToolCall, choose_parser
+from jaxrl_llm.rollout.episodes.workflow import Episodes
+from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+  'array': list,
+  'boolean': bool,
+  'integer': int,
+  'number': (int, float),
+  'object': dict,
+  'string': str,
+}
+
+
+class ToolFailed(Exception):
+  """A call failed. The policy reads the message."""
+
+
+class Tool:
+  """A typed Python function that the policy may call.
+
+  Attributes:
+    name: name of the function.
+    schema: JSON schema for chat templates, from the function's annotations and docstring.
+  """
+
+  def __init__(
+    self, function: Callable[..., Any], *, deadline_s: float = 30.0, max_characters: int = 8192
+  ):
+    """
+    Args:
+      function: function, or coroutine function, with annotations and a docstring that describes
+        each parameter under `Args:`. A plain function runs in a thread. Python cannot end a thread,
+        so a function that may hang must start a process of its own.
+      deadline_s: maximum seconds for a call.
+      max_characters: maximum length of a result. The rest is cut off.
+
+    Raises:
+      UserError: the function is not annotated or not documented.
+    """
+    from transformers.utils import get_json_schema  # Takes seconds to import.
+
+    self.name, self._function = function.__name__, function
+    self._deadline_s, self._max_characters = deadline_s, max_characters
+    try:
+      self.schema: dict[str, Json] = get_json_schema(function)
+    except Exception as error:
+      raise UserError(
+        one_line(f'tool {self.name}: no JSON schema can be made of its signature: {error}')
+      ) from None
+
+  async def __call__(self, arguments: Mapping[str, Json]) -> str:
+    """Calls the function and returns its result as text. Raises ToolFailed if the arguments do not
+    fit, or if the function raises an exception or exceeds its deadline.
+    """
+    self._check(arguments)
+    try:
+      async with asyncio.timeout(self._deadline_s) as limit:
+        if inspect.iscoroutinefunction(self._function):
+          result = await self._function(**arguments)
+        else:
+          result = await asyncio.to_thread(self._function, **arguments)
+    except Exception as error:
+      if isinstance(error, TimeoutError) and limit.expired():
+        raise ToolFailed(f'{self.name}: no result within {self._deadline_s:g} s') from None
+      raise ToolFailed(one_line(f'{self.name}: {type(error).__name__}: {error}')) from None
+    return str(result)[: self._max_characters]
+
+  def _check(self, arguments: Mapping[str, Json]) -> None:
+    parameters = self.schema['function']['parameters']
+    known = parameters.get('properties', {})
+    if unknown := sorted(set(arguments) - set(known)):
+      raise ToolFailed(
+        one_line(f'{self.name}: no argument {unknown[0]!r}; there are {", ".join(known)}', 200)
+      )
+    if missing := [name for name in parameters.get('required', []) if name not in arguments]:
+      raise ToolFailed(f'{self.name}: argument {missing[0]!r} is missing')
+    for name, value in arguments.items():
+      kind = known[name].get('type')
+      wanted = _TYPES.get(kind) if isinstance(kind, str) else None
+      is_bool = isinstance(value, bool) and kind != 'boolean'
+      if wanted is not None and (is_bool or not isinstance(value, wanted)):
+        raise ToolFailed(
+          one_line(f'{self.name}: argument {name!r} is {value!r}, wanted {kind}', 200)
+        )
+
+
+class ToolUse(Episodes):
+  """Workflow in which the policy may call tools. An episode ends with a turn without a call.
+
+  The results are messages of the role 'tool'. Numbers of calls and of failed calls are the parts
+  `tool_calls` and `tool_failures` of the environment's reward, which is 0.
+  """
+
+  def __init__(
+    self,
+    hub: Hub,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    tools: Sequence[str],
+    parser: str = 'auto',
+    max_turns: int = 8,
+    turn_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    deadline_s: float = 30.0,
+  ):
+    """
+    Args:
+      tools: 'module:attribute' of each tool, a function or a `Tool`; 'python' is a Python
+        interpreter in the sandbox.
+      parser: reads the calls in a turn's text: 'hermes', 'llama3', 'qwen3', 'module:attribute' of a
+        function from text to a list of `ToolCall`, or 'auto' for the one of the chat template.
+      max_turns: maximum number of turns of an episode.
+      turn_tokens: maximum number of tokens of a turn. If None, all that the episode has left.
+      stop: texts of one token each that end a turn, in addition to the tokenizer's end tokens.
+      deadline_s: maximum seconds for a call of a tool that is given as a function.
+    """
+    given = [_tool(name, deadline_s) for name in tools]
+    self._tools = {tool.name: tool for tool in given}
+    if not given or len(self._tools) < len(given):
+      raise UserError(f'rollout.workflow.options.tools: got {list(tools)}, wanted names, each once')
+    if max_turns < 1:
+      raise UserError(f'rollout.workflow.options.max_turns: got {max_turns}, wanted at least 1')
+    super().__init__(hub, tokenizer, max_tokens=max_tokens, schemas=[tool.schema for tool in given])
+    self._calls = choose_parser(parser, tokenizer.template)
+    self._max_turns, self._turn_tokens, self._stop = max_turns, turn_tokens, tuple(stop)
+
+  async def play(self, episode: Episode) -> None:
+    episode.observe(episode.task.prompt)
+    for name in ('tool_calls', 'tool_failures'):
+      episode.count(name, 0)
+    for _ in range(self._max_turns):
+      turn = await episode.act(self._turn_tokens, stop=self._stop)
+      calls = self._calls(turn.text)
+      if not calls:
+        return
+      results = await asyncio.gather(*(self._result(episode, call) for call in calls))
+      episode.observe(
+        [
+          {'role': 'tool', 'name': call.name, 'content': result}
+          for call, result in zip(calls, results)
+        ]
+      )
+
+  async def _result(self, episode: Episode, call: ToolCall) -> str:
+    episode.count('tool_calls')
+    try:
+      if call.error:
+        raise ToolFailed(call.error)
+      if call.name not in self._tools:
+        raise ToolFailed(
+          one_line(f'no tool {call.name!r}; there are {", ".join(self._tools)}', 200)
+        )
+      return await self._tools[call.name](call.arguments)
+    except ToolFailed as failed:
+      episode.count('tool_failures')
+      return f'error: {failed}'
+
+
+def _tool(name: str, deadline_s: float) -> Tool:
+  found = python_tool() if name == 'python' else own_part(name, 'tool')
+  return found if isinstance(found, Tool) else Tool(found, deadline_s=deadline_s)
+
+
+def python_tool(limits: Limits | None = None) -> Tool:
+  """Returns a tool that runs a Python program in the sandbox and returns what it prints."""
+  allowed = Limits() if limits is None else limits
+  sandboxes = Sandboxes(allowed)
+
+  def python(code: str) -> str:
+    """Runs a Python program and returns what it prints.
+
+    Args:
+      code: the program.
+    """
+    outcome, output = sandboxes.output(code, '')
+    return output if not outcome.detail else f'{output}\n{outcome.detail}'.strip()
+
+  return Tool(python, deadline_s=allowed.wall_s + 30.0)

@@ -1,0 +1,198 @@
+"""Tools: schemas, calls in the policy's text, errors that the policy reads, episodes of calls."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+from scripted import GROUP, TASK, Scripted
+
+from jaxrl_llm.app.composition.workflows import build_workflow
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Role
+from jaxrl_llm.rewards.api import Verdict
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.episodes.tool_calls import (
+  ToolCall,
+  choose_parser,
+  hermes_calls,
+  llama3_calls,
+  qwen3_calls,
+)
+from jaxrl_llm.rollout.episodes.tools import Tool, ToolFailed
+from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
+
+
+def repeat(letter: str, times: int = 2) -> str:
+  """Repeats a letter.
+
+  Args:
+    letter: what to repeat.
+    times: how often.
+  """
+  if letter == 'e':
+    raise ValueError('not\nthis one')
+  return letter * times
+
+
+async def wait() -> str:
+  """Waits for long."""
+  await asyncio.sleep(3600)
+
+
+def block() -> str:
+  """Blocks for a while."""
+  time.sleep(0.3)
+  return 'late'
+
+
+def undocumented(a):
+  return a
+
+
+def letters(text):
+  """Parser of this test's own calls: 'b' and a letter call `repeat`; 'bb' names no tool."""
+  return [
+    ToolCall('none' if text[1:] == 'b' else 'repeat', {'letter': text[1:]})
+  ] * text.startswith('b')
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tools_test', sys.modules[__name__])
+
+
+HERMES = '<tool_call>\n{"name": "repeat", "arguments": {"letter": "a"}}\n</tool_call>'
+CALL = ToolCall('repeat', {'letter': 'a'})
+
+
+@pytest.mark.parametrize(
+  ('parse', 'text', 'calls'),
+  [
+    (hermes_calls, 'no call', []),
+    (hermes_calls, f'I call {HERMES}{HERMES}', [CALL, CALL]),
+    (hermes_calls, HERMES.removesuffix('</tool_call>'), [CALL]),
+    (
+      hermes_calls,
+      '<tool_call>{"name": 3}</tool_call>',
+      [ToolCall('', {}, 'the call has no "name"')],
+    ),
+    (
+      hermes_calls,
+      '<tool_call>{"name": "repeat", "arguments": [1]}</tool_call>',
+      [ToolCall('repeat', {}, '"arguments" is not an object')],
+    ),
+    (qwen3_calls, f'<think>{HERMES}</think>{HERMES}', [CALL]),
+    (qwen3_calls, f'<think>{HERMES}', []),
+    (qwen3_calls, HERMES, [CALL]),
+    (llama3_calls, '{"name": "repeat", "parameters": {"letter": "a"}}', [CALL]),
+    (
+      llama3_calls,
+      '<|python_tag|>{"name": "repeat", "parameters": {"letter": "a"}}; '
+      '{"name": "repeat", "parameters": {"letter": "a"}}',
+      [CALL, CALL],
+    ),
+    (llama3_calls, '{1, 2} is a set', []),
+    (llama3_calls, 'text {"name": "repeat"}', []),
+  ],
+)
+def test_calls_in_the_text_of_a_turn(parse, text, calls):
+  assert parse(text) == calls
+
+
+@pytest.mark.parametrize('body', ['{', '[' * 100_000, '{"name"', 'null', '\x00', '"\\ud800"'])
+def test_what_cannot_be_read_is_a_call_with_an_error_of_one_line(body):
+  (call,) = hermes_calls(f'<tool_call>{body}</tool_call>')
+  assert call.error and '\n' not in call.error and len(call.error) < 300
+
+
+@pytest.mark.parametrize(
+  ('template', 'parser'),
+  [
+    ("… '<tool_call>' …", hermes_calls),
+    ("… '<tool_call>' … '</think>' …", qwen3_calls),
+    ("… 'ipython' …", llama3_calls),
+  ],
+)
+def test_the_chat_template_selects_the_parser(template, parser):
+  assert choose_parser('auto', template) is parser
+
+
+@pytest.mark.parametrize(
+  ('kind', 'line'), [('auto', 'shows no form of tool calls'), ('x', "no 'x'; wanted auto, hermes")]
+)
+def test_no_parser_is_one_line(kind, line):
+  with pytest.raises(UserError, match=line) as caught:
+    choose_parser(kind, 'plain')
+  assert '\n' not in str(caught.value)
+
+
+def test_the_schema_is_that_of_the_function():
+  schema = Tool(repeat).schema['function']
+  assert (schema['name'], schema['description']) == ('repeat', 'Repeats a letter.')
+  assert schema['parameters']['required'] == ['letter']
+  assert schema['parameters']['properties']['times']['type'] == 'integer'
+  with pytest.raises(UserError, match='tool undocumented: no JSON schema') as caught:
+    Tool(undocumented)
+  assert '\n' not in str(caught.value)
+
+
+def test_a_call_returns_text_or_says_in_one_line_what_is_wrong():
+  async def check():
+    tool = Tool(repeat, max_characters=5)
+    assert await tool({'letter': 'a'}) == 'aa'
+    assert await tool({'letter': 'a', 'times': 9}) == 'aaaaa'
+    for arguments, line in (
+      ({}, "repeat: argument 'letter' is missing"),
+      ({'letter': 'a', 'other': 1}, "repeat: no argument 'other'; there are letter, times"),
+      ({'letter': 3}, "repeat: argument 'letter' is 3, wanted string"),
+      ({'letter': 'a', 'times': True}, "repeat: argument 'times' is True, wanted integer"),
+      ({'letter': 'e'}, 'repeat: ValueError: not this one'),
+    ):
+      with pytest.raises(ToolFailed) as caught:
+        await tool(arguments)
+      assert str(caught.value) == line
+    for function in (wait, block):
+      with pytest.raises(ToolFailed, match=f'{function.__name__}: no result within 0.05 s'):
+        await Tool(function, deadline_s=0.05)({})
+
+  asyncio.run(check())
+
+
+def played(tokenizer, *texts, **options):
+  given = {'tools': ['tools_test:repeat'], 'parser': 'tools_test:letters', **options}
+  hub = Scripted(tokenizer, *texts)
+  workflow = build_workflow(WorkflowConfig(kind='tools', options=given), hub, tokenizer, 40)
+
+  async def one():
+    runs = checked_run(workflow, TASK, 0, stage='grpo', samples=1, sampling=Sampling())
+    (rollout,) = [each async for each in runs]
+    return rollout
+
+  return asyncio.run(one())
+
+
+def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_one(tokenizer):
+  sample, text, verdict = played(tokenizer, 'bc$', 'd$')
+  assert (sample.uid, text) == (f'{GROUP}/0', 'd')
+  assert tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist()) == 'cc'
+  assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 0.0})
+
+
+def test_an_episode_of_calls_alone_ends_at_its_limit(tokenizer):
+  sample, _, verdict = played(tokenizer, 'bc$', 'bd$', max_turns=2)
+  assert len(sample.segments) == 2 and verdict.parts['tool_calls'] == 2.0
+
+
+@pytest.mark.parametrize(
+  ('options', 'line'),
+  [
+    ({'tools': []}, 'options.tools: got [], wanted names, each once'),
+    ({'tools': ['tools_test:repeat'] * 2}, 'wanted names, each once'),
+    ({'max_turns': 0}, 'options.max_turns: got 0, wanted at least 1'),
+  ],
+)
+def test_an_impossible_option_is_one_line(tokenizer, options, line):
+  with pytest.raises(UserError) as caught:
+    played(tokenizer, 'a$', **options)
+  assert line in str(caught.value) and '\n' not in str(caught.value)
