@@ -71,7 +71,7 @@ def test_the_workflow_of_the_recipe_records_two_turns(tokenizer):
     runs = checked_run(workflow, TASK, 0, stage='grpo', samples=2, sampling=Sampling())
     return [pair async for pair in runs]
 
-  (right, said_first, _), (wrong, said_last, _) = sorted(
+  (right, said_first, *_), (wrong, said_last, *_) = sorted(
     asyncio.run(collect()), key=lambda rollout: rollout.sample.sample_index
   )
   assert (said_first, said_last, workflow.text(wrong)) == ('cba', 'cba', 'cba')

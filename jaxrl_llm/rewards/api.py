@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.score import Score, Status, worth
-from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
 ENVIRONMENT = 'environment'
@@ -52,6 +52,10 @@ class Attempt:
   finish_reason: str
   response_len: int
   """Number of tokens that the policy generated."""
+  transcript: tuple[Message, ...] = ()
+  """The whole conversation, from the task's prompt to the policy's last turn. Between turns of the
+  policy, what it read has the role 'tool', whatever role it had in the chat template.
+  """
   environment: Verdict | None = None
   """Reward that the workflow's environment gave; None if it gave none."""
 
@@ -184,6 +188,10 @@ class ScorerConfig:
   kind: str | None = None
   """Name of the implementation. If None, it is the same as `name`."""
   weight: float = 1.0
+  combine: Literal['sum', 'product', 'gate'] = 'sum'
+  """How the value enters the reward. sum: times `weight`, it is added. product: times `weight`, the
+  sum is multiplied by it. gate: the reward is 0 unless the value is at least 1.
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""
   deadline_s: float = 10.0
@@ -303,7 +311,7 @@ class Reward:
   """The scores of a completion, combined into one value."""
 
   value: float | None
-  """Weighted sum of the scores; None if any applicable scorer returned no value."""
+  """Combination of the scores; None if any applicable scorer returned no value."""
   parts: dict[str, float]
   """Unweighted values of the scorers, keyed `<scorer>`, and of their parts, keyed
   `<scorer>/<part>`. A scorer that returned no value has no entry `<scorer>`.
@@ -313,7 +321,7 @@ class Reward:
   `value` is None or that scorer does not apply to the task.
   """
   turn_values: tuple[float, ...] = ()
-  """Weighted sum of the scorers' values for each turn, in addition to `value`. Empty if `value` is
+  """Combination of the scorers' values for each turn, in addition to `value`. Empty if `value` is
   None or no scorer returned turn values.
   """
 
@@ -326,27 +334,41 @@ class Reward:
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   """Combines the scores of one sample into a reward.
 
-  The value of the reward is Σ weightₛ · valueₛ over the scores s. It is None if `scores` is empty
-  or any of the scores has no value.
+  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · valueₚ over the scores s of scorers
+  with combine 'sum' and the scores p of those with 'product'. It is 0 if the score of a 'gate' is
+  below 1. An empty sum counts as 1. The values of turns are combined in the same way, with the
+  factors of the whole sample. The value is None if `scores` is empty or any of the scores has no
+  value.
   """
-  weights = {c.name: c.weight for c in config.scorers}
+  by_name = {c.name: c for c in config.scorers}
   parts: dict[str, float] = {}
   for score in scores:
     if score.value is not None:
       parts[score.scorer] = score.value
     parts.update({f'{score.scorer}/{name}': value for name, value in score.parts.items()})
-  values = [(weights[s.scorer], s.value) for s in scores]
-  if not values or any(value is None for _, value in values):
+  if not scores or any(s.value is None for s in scores):
     return Reward(value=None, parts=parts)
+  added = [s for s in scores if by_name[s.scorer].combine == 'sum']
+  factor = math.prod(_factor(by_name[s.scorer], s.value) for s in scores)
   decisive = config.correct_by or scores[0].scorer
   decisions = [s.value for s in scores if s.scorer == decisive]
-  turns = [[weights[s.scorer] * value for value in s.turn_values] for s in scores]
+  turns = [[by_name[s.scorer].weight * value for value in s.turn_values] for s in added]
+  total = math.fsum(by_name[s.scorer].weight * s.value for s in added) if added else 1.0
   return Reward(
-    value=math.fsum(weight * value for weight, value in values),
+    value=total * factor,
     parts=parts,
     correct=decisions[0] >= 1.0 if decisions else None,
-    turn_values=tuple(math.fsum(of) for of in itertools.zip_longest(*turns, fillvalue=0.0)),
+    turn_values=tuple(
+      math.fsum(of) * factor for of in itertools.zip_longest(*turns, fillvalue=0.0)
+    ),
   )
+
+
+def _factor(config: ScorerConfig, value: float) -> float:
+  """Returns the factor by which a score multiplies the reward's sum."""
+  if config.combine == 'product':
+    return config.weight * value
+  return float(value >= 1.0) if config.combine == 'gate' else 1.0
 
 
 OptionsT = TypeVar('OptionsT')

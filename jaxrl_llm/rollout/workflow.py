@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from jaxtyping import Int
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Finish, Role, Sample, Source, media_of
-from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.rewards.api import MAX_REWARD, Verdict
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
 from jaxrl_llm.rollout.recording import Place, Recording
@@ -32,11 +33,13 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', 'environment', or 'module:attribute' of the function that builds a custom
-  workflow."""
+  """'single_turn', 'environment', 'tools', or 'module:attribute' of the function that builds a
+  custom workflow.
+  """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of 'environment' (`EnvironmentWorkflow`), or keyword arguments of the function that
-  builds a custom workflow."""
+  """Options of 'environment' (`EnvironmentWorkflow`) or 'tools' (`ToolUse`), or keyword arguments
+  of the function that builds a custom workflow.
+  """
 
 
 class Rollout(NamedTuple):
@@ -47,6 +50,8 @@ class Rollout(NamedTuple):
   """The policy's response, as `Workflow.text` decodes it."""
   verdict: Verdict | None = None
   """Reward of the environment; None if the workflow gives none."""
+  turns: tuple[Message, ...] = ()
+  """Conversation after the prompt (`turns_of`); empty if it is the response alone."""
 
 
 @runtime_checkable
@@ -122,7 +127,7 @@ def check_verdict(rollout: Rollout) -> None:
   """Raises ValueError if the environment's reward of a rollout is not finite, or has more turn
   values than the sample has turns (runs of tokens in the loss).
   """
-  sample, _, verdict = rollout
+  sample, verdict = rollout.sample, rollout.verdict
   if verdict is None:
     return
   numbers = [*verdict.turn_values, *verdict.parts.values()]
@@ -291,6 +296,20 @@ def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
   """Decodes the policy's response without its stop token."""
   return tokenizer.decode([int(t) for t in (tokens[:-1] if finish == Finish.STOP else tokens)])
+
+
+def turns_of(tokenizer: Tokenizer, sample: Sample) -> tuple[Message, ...]:
+  """Returns a sample's conversation after the prompt: the text of the policy's turns (role
+  'assistant') and of what it read between them (role 'tool').
+  """
+  messages: list[Message] = []
+  response = sample.role[sample.prompt_len :]
+  bounds = [0, *(np.flatnonzero(np.diff(response)) + 1).tolist(), len(response)]
+  for start, end in itertools.pairwise(bounds):
+    role = 'assistant' if response[start] == Role.POLICY else 'tool'
+    tokens = sample.tokens[sample.prompt_len + start : sample.prompt_len + end]
+    messages.append({'role': role, 'content': tokenizer.decode(tokens.tolist())})
+  return tuple(messages)
 
 
 def rollout_sample(

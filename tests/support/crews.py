@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 
 from exploring import FakeEngine, make_tokenizer
 
@@ -15,7 +16,7 @@ from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import Bounds
 from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Link, Welcome, explore
-from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
+from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig, turns_of
 
 TOKEN = 'token-of-this-test-0123456789'
 PATIENCE_S = 60
@@ -57,6 +58,7 @@ class Setting:
       ExplorersConfig(**{'processes': 0, 'listen': listen(directory), 'silent_s': 3.0, **config}),
       welcome=welcome.row(),
       text=SingleTurn(self.engine, self.tokenizer, max_tokens=4).text,
+      turns=functools.partial(turns_of, self.tokenizer),
       bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=16),
       logs=directory / 'logs',
       command=explorer_command,

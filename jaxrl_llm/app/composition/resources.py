@@ -58,7 +58,7 @@ from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Welcome
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
-from jaxrl_llm.rollout.workflow import Workflow, completion_text
+from jaxrl_llm.rollout.workflow import Workflow, completion_text, turns_of
 from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.events import Events
 from jaxrl_llm.runtime.log.writers import open_writers
@@ -126,6 +126,7 @@ def build_rollouts(
       _with_key(rollout.explorers, registry),
       welcome=welcome.row(),
       text=workflow.text,
+      turns=functools.partial(turns_of, tokenizer),
       bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=rollout.max_length),
       logs=setup.workdir.absolute() / 'logs',
       command=setup.explorer_command,

@@ -32,10 +32,13 @@ async def judge(
     RunError: the workflow gives no reward of an environment although a scorer reads it, or gives
       one although no scorer reads it.
   """
-  sample, completion, verdict = rollout
   _check_verdict(rollout, rewards)
+  sample, completion, verdict, turns = rollout
+  said = turns or ({'role': 'assistant', 'content': completion},)
   scores = await scorers.score(
-    dataclasses.replace(_attempt(sample, completion, task), environment=verdict)
+    dataclasses.replace(
+      _attempt(sample, completion, task), transcript=(*task.prompt, *said), environment=verdict
+    )
   )
   return Experience(
     sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
@@ -43,7 +46,7 @@ async def judge(
 
 
 def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
-  sample, _, verdict = rollout
+  sample, verdict = rollout.sample, rollout.verdict
   configured = in_force(rewards.scorers, sample.domain, sample.taskset)
   is_read = any(scorer.implementation == ENVIRONMENT for scorer in configured)
   if is_read and verdict is None and sample.finish_reason != Finish.LENGTH:

@@ -25,7 +25,7 @@ from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.recording import Place, Recording
-from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key
+from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key, turns_of
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _MARK = '\ue000'
@@ -201,6 +201,7 @@ class Episode:
         completion=response_text(self.tokenizer, sample),
         finish_reason=str(sample.finish_reason),
         response_len=sample.response_len,
+        transcript=(*self.task.prompt, *turns_of(self.tokenizer, sample)),
         environment=self.verdict,
       )
     )
@@ -219,7 +220,12 @@ class Episode:
     sample = self._sample()
     if out_of_tokens:
       sample = dataclasses.replace(sample, finish_reason=Finish.LENGTH)
-    return Rollout(sample, response_text(self.tokenizer, sample), self.verdict)
+    return Rollout(
+      sample,
+      response_text(self.tokenizer, sample),
+      self.verdict,
+      turns_of(self.tokenizer, sample),
+    )
 
   @property
   def _name(self) -> str:

@@ -173,6 +173,9 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
     _check_integer(row, 'response_len', 0, _INT32 - 1)
     if not row['uid'].startswith(f'{group.name}/'):
       raise ValueError(f'uid is {row["uid"]!r}, wanted {group.name}/…')
+    for message in _all(_check_type(row.get('transcript', []), 'transcript', list), 'it', dict):
+      if message.keys() != {'role', 'content'} or not {*map(type, message.values())} <= {str}:
+        raise ValueError('transcript has a message that is not {role, content}, both texts')
     _verdict(row.get('environment'), turns=row['response_len'])
     return wire.read_attempt(row)
 

@@ -32,7 +32,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.front import FrontConfig
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.records.sample import Sample
-from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.explorers import wire
@@ -134,6 +134,7 @@ class Crew:
     *,
     welcome: Mapping[str, Any],
     text: Callable[[Sample], str],
+    turns: Callable[[Sample], tuple[Message, ...]],
     bounds: Bounds,
     logs: pathlib.Path,
     command: ExplorerCommand,
@@ -146,6 +147,7 @@ class Crew:
       welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a
         mapping for msgpack.
       text: `Workflow.text`. It is called in a separate thread, for one sample at a time.
+      turns: returns a sample's conversation after the prompt. It is called in the same thread.
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
       command: returns the command line of an explorer process.
@@ -155,6 +157,7 @@ class Crew:
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
     self.text, self.address, self.front, self._bounds = text, '', None, bounds
+    self._turns = turns
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
     self._logs, self._command, self._announce = logs, command, announce
@@ -310,7 +313,9 @@ class Crew:
     verdict = read_verdict(body, sample)
     try:
       # A separate thread is used, because decoding a long sample would block the event loop.
-      text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
+      text, turns = await asyncio.get_running_loop().run_in_executor(
+        self._texts, lambda: (self.text(sample), self._turns(sample))
+      )
     except Exception as error:  # The sample passed all checks, so the workflow has a bug.
       group = self._leases.held(lease, sender)
       group.fail(
@@ -322,7 +327,7 @@ class Crew:
       return
     group = self._leases.held(lease, sender)  # The lease may have ended during the decoding.
     try:
-      if not group.hand_in(Rollout(sample, text, verdict)):
+      if not group.hand_in(Rollout(sample, text, verdict, turns)):
         self.counts['repeated'] += 1
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None

@@ -261,13 +261,11 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
       workflow.run(read_task(order['task']), order['visit'], **options)
     ) as runs:
       async for yielded in runs:
-        sample, _, verdict = Rollout(
-          *yielded
-        )  # The master decodes the text from the tokens itself.
+        rollout = Rollout(*yielded)  # The master decodes the text from the tokens itself.
         handed_in = {
           'lease': lease,
-          'sample': encode(sample),
-          'verdict': verdict_row(verdict),
+          'sample': encode(rollout.sample),
+          'verdict': verdict_row(rollout.verdict),
         }
         # A retry is safe, because the master ignores a sample that has already arrived.
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))

@@ -120,13 +120,18 @@ def attempt_row(attempt: Attempt) -> Row:
   return {
     **_fields(attempt),
     'task': task_row(attempt.task),
+    'transcript': [dict(message) for message in attempt.transcript],
     'environment': verdict_row(attempt.environment),
   }
 
 
 def read_attempt(row: Row) -> Attempt:
-  environment = read_verdict(row.get('environment'))
-  return Attempt(**{**row, 'task': read_task(row['task']), 'environment': environment})
+  read = {
+    'task': read_task(row['task']),
+    'transcript': tuple(row.get('transcript', ())),
+    'environment': read_verdict(row.get('environment')),
+  }
+  return Attempt(**{**row, **read})
 
 
 def verdict_row(verdict: Verdict | None) -> Row | None:

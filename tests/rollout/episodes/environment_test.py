@@ -9,8 +9,8 @@ from clocks import simulated
 
 from jaxrl_llm.app.composition.workflows import build_workflow
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.records.score import Status
-from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig, Verdict
+from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.scorers.environment import environment_scorer
 from jaxrl_llm.rollout.api import Sampling
@@ -72,13 +72,13 @@ async def rollouts(workflow, samples=2):
 
 
 def test_the_policy_acts_until_the_environment_is_done(tokenizer):
-  for sample, _, verdict in simulated(rollouts(counting(tokenizer))):
+  for sample, _, verdict, _ in simulated(rollouts(counting(tokenizer))):
     assert verdict == Verdict(value=3.0, turn_values=(1.0, 2.0), evidence={'turn': 3})
     assert len(sample.segments) == 3
 
 
 def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
-  for sample, _, verdict in simulated(rollouts(counting(tokenizer, max_turns=2))):
+  for sample, _, verdict, _ in simulated(rollouts(counting(tokenizer, max_turns=2))):
     assert len(sample.segments) == 2 and verdict.value == 2.0
 
 
@@ -90,7 +90,7 @@ def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
   ],
 )
 def test_what_an_environment_does_wrong_makes_the_sample_unscorable(tokenizer, trouble, line):
-  for _, _, verdict in simulated(rollouts(counting(tokenizer, trouble=trouble))):
+  for _, _, verdict, _ in simulated(rollouts(counting(tokenizer, trouble=trouble))):
     assert verdict == Verdict(value=None, evidence={'error': line})
 
 
@@ -171,3 +171,57 @@ def test_a_scorer_of_the_environment_wants_a_workflow_with_one(tokenizer, store)
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
   with pytest.raises(RunError, match=r"has no reward, and rewards\.scorers has 'environment'"):
     explored(tokenizer, store, exploration.runner.workflow)
+
+
+def test_scorers_see_the_whole_conversation(tokenizer, store):
+  seen = []
+
+  def judge(attempt):
+    seen.append(attempt)
+    return float(len(attempt.transcript))
+
+  class Quiet(Counting):
+    async def step(self, action):
+      return (await super().step(action))._replace(reward=0.0)
+
+  exploration = exploring.Exploration(tokenizer, store, judge)
+  workflow = counting(tokenizer)
+  workflow._make = Quiet
+  exploration.runner.workflow = workflow
+  simulated(exploration.batches(1))
+  for attempt in seen:
+    roles = [message['role'] for message in attempt.transcript]
+    assert roles == ['user', 'assistant', 'tool', 'assistant', 'tool', 'assistant']
+    assert attempt.transcript[2]['content'].endswith('h')
+    assert attempt.transcript[-1]['content'] == attempt.completion
+
+
+VALUES = {'a': 0.5, 'b': 2.0, 'c': 1.0}
+
+
+@pytest.mark.parametrize(
+  ('combines', 'value', 'turns'),
+  [
+    (('sum', 'sum', 'sum'), 0.5 * 2 + 2.0 * 3 + 1.0, (2.0 + 0.3, 0.6)),
+    (('sum', 'product', 'sum'), (0.5 * 2 + 1.0) * (2.0 * 3), (2.0 * 6,)),
+    (('sum', 'sum', 'gate'), 0.5 * 2 + 2.0 * 3, (2.0 + 0.3, 0.6)),
+    (('gate', 'sum', 'sum'), 0.0, (0.0, 0.0)),
+    (('product', 'product', 'gate'), 0.5 * 2 * 2.0 * 3, ()),
+  ],
+)
+def test_scores_are_added_multiplied_or_gate_the_rest(combines, value, turns):
+  """Weights are 2, 3 and 1; `a` has a turn value of 1, `b` of 0.1 and 0.2."""
+  config = RewardsConfig(
+    scorers=tuple(
+      ScorerConfig(name=name, weight=weight, combine=combine)
+      for name, weight, combine in zip('abc', (2.0, 3.0, 1.0), combines)
+    )
+  )
+  given = {'a': (1.0,), 'b': (0.1, 0.2), 'c': ()}
+  scores = [
+    Score(uid='u', scorer=name, value=VALUES[name], turn_values=given[name]) for name in 'abc'
+  ]
+  reward = combine(scores, config)
+  assert reward.value == pytest.approx(value)
+  assert reward.turn_values == pytest.approx(turns)
+  assert reward.parts == VALUES

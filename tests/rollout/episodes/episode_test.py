@@ -47,7 +47,7 @@ def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokeni
     assert turn == ('de', Finish.STOP)
     return episode.end()
 
-  sample, text, verdict = asyncio.run(play())
+  sample, text, verdict, _ = asyncio.run(play())
   eos = tokenizer.eos_id
   a, b, c, d, e, f, g, h = (tokenizer.encode(letter)[0] for letter in 'abcdefgh')
   assert sample.tokens.tolist() == [g, h, a, b, eos, f, c, f, g, d, e, eos]
@@ -134,7 +134,7 @@ def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
   async def check():
     workflow = TwoTurns(Scripted(tokenizer, 'ab$'), tokenizer, max_tokens=5)
     how = {'stage': 'grpo', 'samples': 1, 'sampling': Sampling()}
-    ((sample, text, verdict),) = [one async for one in workflow.run(TASK, 0, **how)]
+    ((sample, text, verdict, _),) = [one async for one in workflow.run(TASK, 0, **how)]
     assert (sample.finish_reason, text) == ('length', 'ab')
     assert len(sample.tokens) == 4 and verdict == Verdict(value=0.25)
 

@@ -173,14 +173,14 @@ def played(tokenizer, *texts, **options):
 
 
 def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_one(tokenizer):
-  sample, text, verdict = played(tokenizer, 'bc$', 'd$')
+  sample, text, verdict, _ = played(tokenizer, 'bc$', 'd$')
   assert (sample.uid, text) == (f'{GROUP}/0', 'd')
   assert tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist()) == 'cc'
   assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 0.0})
 
 
 def test_an_episode_of_calls_alone_ends_at_its_limit(tokenizer):
-  sample, _, verdict = played(tokenizer, 'bc$', 'bd$', max_turns=2)
+  sample, _, verdict, _ = played(tokenizer, 'bc$', 'bd$', max_turns=2)
   assert len(sample.segments) == 2 and verdict.parts['tool_calls'] == 2.0
 
 
