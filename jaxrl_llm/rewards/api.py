@@ -24,7 +24,9 @@ from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
 ENVIRONMENT = 'environment'
-"""Name of the scorer whose value is the reward of the workflow's environment."""
+"""Name of the built-in scorer whose value is the reward that the environment of an episode gave
+(`Attempt.environment`).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,9 @@ class Verdict:
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   turn_values: tuple[float, ...] = ()
-  """Values of the individual turns, in order. The turns get these values in addition to `value`."""
+  """Values of the individual turns of the attempt, in order, in addition to `value`. A turn is one
+  of the policy's completions in a conversation.
+  """
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
@@ -167,8 +171,9 @@ class AwaitedGroup:
       Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
     ],
   ]
-  """Returns a context manager that yields the function that scores a group; it may be an
-  `Addressed`. The scorer pool enters the context when it starts, and leaves it when it closes.
+  """Returns a context manager that yields the function that scores a group. This function is an
+  `Addressed` if the scorer discovers its servers. The scorer pool enters the context when it
+  starts, and leaves it when it closes.
   """
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
@@ -184,7 +189,7 @@ class ScorerConfig:
   """Configuration of one scorer: its name, options, limits, and the tasks it applies to."""
 
   name: str
-  """Name of the scorer in scores, parts and metrics, which must be unique in a run."""
+  """Name of the scorer in its scores and in the keys of metrics. It must be unique in a run."""
   kind: str | None = None
   """Name of the implementation. If None, it is the same as `name`."""
   weight: float = 1.0
@@ -313,8 +318,9 @@ class Reward:
   value: float | None
   """Combination of the scores; None if any applicable scorer returned no value."""
   parts: dict[str, float]
-  """Unweighted values of the scorers, keyed `<scorer>`, and of their parts, keyed
-  `<scorer>/<part>`. A scorer that returned no value has no entry `<scorer>`.
+  """Unweighted values of the scorers, keyed by scorer name (`judge`), and of the parts of their
+  scores, which are the named numbers in `Verdict.parts` (`judge/quality`). A scorer that returned
+  no value has only entries for its parts.
   """
   correct: bool | None = None
   """Whether the completion is correct, as decided by the scorer `RewardsConfig.correct_by`. None if
@@ -327,7 +333,9 @@ class Reward:
 
   @property
   def worth(self) -> float | None:
-    """The value plus the turn values, as used by per-sample advantages; None if `value` is None."""
+    """Sum of `value` and all turn values: the reward of the whole sample, from which algorithms
+    with one advantage per sample compute that advantage. None if `value` is None.
+    """
     return worth(self.value, self.turn_values)
 
 

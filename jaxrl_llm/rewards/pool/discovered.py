@@ -2,9 +2,10 @@
 
 New addresses take effect in the same way as those in the file `scorers.json`.
 
-Invariant: all services that a scorer calls have the same fingerprint, because scores of two models
-must not be mixed. A service whose fingerprint differs from that of the scorer's first service is
-ignored and logged once.
+Invariant: all services that a scorer calls have the same fingerprint (digests of what they serve,
+such as a model, in their registry entries), because scores of two models must not be mixed. A
+service whose fingerprint differs from that of the scorer's first service is ignored and logged
+once.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of times in a row that the whole pool may break before any call finishes. One more
-break stops the run.
+"""Maximum number of times in a row that the whole pool may break, so that all workers must be
+restarted, without a finished call in between. One more break stops the run.
 """
 
 
@@ -286,7 +286,8 @@ def _schedule(
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:
-  """Starts the workers and returns the heavy modules that they import.
+  """Starts the workers and returns the names of modules in `worker.HEAVY` (jax, torch) that they
+  have imported.
 
   Raises BrokenProcessPool if the workers die, and WaitExpired if they do not respond in time.
   """

@@ -31,7 +31,9 @@ from jaxrl_llm.rewards.watch import BadSign
 HEAVY = ('jax', 'torch')
 
 DISCARDED = 70
-"""Exit code of a worker that ended itself after a verifier had attempted a forbidden operation."""
+"""Exit code of a worker that ended itself after a verifier had attempted an operation that
+`rewards.watch` forbids. A verifier is the function with which a task generator checks an answer.
+"""
 
 _PACKAGE = 'jaxrl_llm.rewards.'
 _ADAPTERS = 'adapters'
@@ -172,8 +174,9 @@ def call(
 ) -> CallOutcome:
   """Calls scorer `name`. An exception of the scorer is returned as the outcome of the call.
 
-  This includes SystemExit, which would otherwise end the pool's owner. After a `BadSign` (forbidden
-  operation of a verifier), this process exits, because its results can no longer be trusted.
+  This includes SystemExit, which would otherwise end the pool's owner. Only `BadSign` is not
+  returned. It means that a verifier has attempted a forbidden operation (`rewards.watch`), and this
+  process then exits, because its results can no longer be trusted.
 
   Args:
     attempts: a group for a `PerGroup` scorer, else one attempt.

@@ -146,9 +146,10 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """During the block, `set` ends the sandbox behind `connection`.
+    """Within the block, a call of this object's method `set` ends the sandbox whose control socket
+    is `connection`.
 
-    Raises SandboxError if `set` was called before.
+    Raises SandboxError if `set` was called before the block began.
     """
     with self._lock:
       if self._is_set:

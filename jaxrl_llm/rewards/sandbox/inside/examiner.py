@@ -48,8 +48,9 @@ _ENDS = {'StopIteration', 'StopAsyncIteration'}
 `all(map(f, …))` would be true.
 """
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exception classes that a name of the program cannot denote. Otherwise, `except Own` in a test
-could catch the test's own failure.
+"""Exception classes that would also catch the failure of a test. If a name of the program denotes
+one of them (`Own = Exception`), the tests get a new class of the same name instead, so that
+`except Own` in a test cannot catch the test's own failure.
 """
 
 _READING = frozenset(
@@ -209,8 +210,8 @@ class Examiner:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both objects and have created at least one of the
-    two.
+    """Whether the program's own operators, such as `==`, may compare two of its objects. This
+    requires that the tests name the classes of both objects and have created at least one of them.
     """
     made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {
       left._remote_origin,
@@ -293,8 +294,8 @@ class Examiner:
     return self._rebuilt(reply['value'], origin, name)
 
   def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
-    """Rebuilds the value in a message. If the value is an object of the program, its proxy gets
-    `origin`. Objects inside a value get RESULT.
+    """Rebuilds the value in a message. If the value is itself an object of the program, its proxy
+    gets `origin`. The proxies of objects inside a list or another value get `Origin.RESULT`.
     """
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:

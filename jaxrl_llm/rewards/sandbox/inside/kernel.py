@@ -206,8 +206,8 @@ def _filter(machine: str) -> list[str | _Step]:
     'sigaction',
     ('load', _ARGUMENTS[0]),
     ('equal', signal.SIGCHLD, '', 'allow'),
-    # Loads both halves of the address of the new action. It is null if the call only reads the
-    # current action, which is allowed.
+    # Loads both halves of the address of the new action. The address is null if the call only reads
+    # the current action, which is allowed.
     ('load', _ARGUMENTS[1]),
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),

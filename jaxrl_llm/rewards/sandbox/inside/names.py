@@ -41,8 +41,8 @@ class Names:
     standard: module of each standard function or class that the tests use to compare results, keyed
       by its name.
     functions: names of functions (not classes) whose results the tests compare with plain values.
-    called: names that the tests call. A name that only occurs as in `X.Name`, with a capitalised
-      attribute, also counts.
+    called: names that the tests call. A name such as `Shapes` also counts if all its uses have a
+      capitalised attribute (`Shapes.Circle`), because it then names a class or a namespace.
   """
 
   wanted: frozenset[str]
@@ -142,7 +142,8 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Returns the names of functions that the tests call with an argument that contains another call.
+  """Returns the names of functions that the tests call with an argument that contains another call:
+  `Counter` for `Counter(solve(3))`.
 
   Calls of built-in functions in an argument do not count.
   """
@@ -235,7 +236,9 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a list, tuple or set contains constants, or a dict has constant keys, at any depth."""
+  """Whether a display (the source of a list, tuple, set or dict, such as `[1, x]`) contains
+  constants, at any depth. Of a dict, only the keys count.
+  """
   nodes = [display]
   while nodes:
     match nodes.pop():

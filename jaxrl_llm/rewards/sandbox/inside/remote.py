@@ -107,8 +107,8 @@ class ProgramConnection(Protocol):
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both objects and have created at least one of the
-    two.
+    """Whether the program's own operators, such as `==`, may compare two of its objects. This
+    requires that the tests name the classes of both objects and have created at least one of them.
     """
     ...
 
@@ -151,8 +151,8 @@ class Remote:
     before the first one.
     """
     self._remote_base: type | None = None
-    """Built-in type from which the object's class derives, if the object is MADE or NAMED (see
-    `Origin`). None if it is not, or if there is no such type.
+    """Built-in type from which the object's class derives. None if there is no such type, or if the
+    object's origin is neither MADE nor NAMED (see `Origin`).
     """
 
   def __getattr__(self, name: str) -> Any:

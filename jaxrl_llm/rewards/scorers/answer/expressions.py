@@ -327,8 +327,8 @@ def latex_agree(truth: str, answer: str) -> bool:
   """Whether two pieces of LaTeX mean the same.
 
   Numbers, quantities, formulas and equations are compared by their values (`formula.py`), other
-  expressions by math-verify. math-verify alone is too lenient: it takes the last side of `41 = 42`
-  and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. These rules therefore apply:
+  expressions by math-verify. math-verify alone is too lenient: it reads `41 = 42` and `41 \\vee 42`
+  as 42, and considers `(1, 2)` equal to `\\{1, 2\\}`. These rules therefore apply:
 
   - A separator that the truth lacks means a second answer.
   - A relation (`\\geq 42`) is not a value.

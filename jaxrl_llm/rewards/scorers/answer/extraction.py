@@ -34,7 +34,7 @@ not count.
 """
 
 NO_ANSWER = 'no answer'
-"""Reason that the evidence gives if no method finds an answer."""
+"""Text of the entry `reason` in a verdict's evidence if no method finds an answer."""
 MAX_TRUTH = 300
 """Maximum length in characters of a truth that is the answer itself. A longer truth is treated as a
 solution that contains the answer.
@@ -252,8 +252,8 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Removes verbatim copies of prompts in which the method would find an answer, such as one of an
-  example.
+  """Removes verbatim copies of those prompts in which the method would find an answer, for example
+  the answer of a worked example.
   """
   for prompt in prompts:
     echo = prompt.strip()

@@ -28,7 +28,7 @@ class End(NamedTuple):
   text: str
   value: Any
   """Position of the end: a Fraction, a real mpmath number or ±inf. None if the expression has no
-  value, as if it contains names.
+  value, for example because it contains names, as in `[a, b)`.
   """
 
   def precedes(self, other: End) -> bool:
@@ -120,7 +120,7 @@ def _inequality(text: str) -> list[Interval] | None:
 
 def _without(text: str) -> list[Interval] | None:
   """Returns the intervals of all real numbers except those in `text`, a list such as `{1,2}`.
-  Returns None if it is no such list.
+  Returns None if `text` has another form.
   """
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]

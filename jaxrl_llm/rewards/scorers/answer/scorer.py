@@ -47,7 +47,9 @@ LIBRARIES = ('math_verify',)
 """Libraries that the functions of this module import at their first call."""
 
 NO_TRUTH = 'the task has no truth'
-"""Reason that the evidence gives if a score is None because the task has no truth."""
+"""Text of the entry `reason` in a verdict's evidence if the value is None because the task has no
+truth (reference answer).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,9 @@ class AnswerOptions:
   """For the mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """For the mode `numeric`: an answer may differ from the truth by at most max(absolute, relative ·
-  |truth|). If both tolerances are 0, the answer must equal the truth exactly.
+  """For the mode `numeric`: an answer may differ from the truth by at most
+  max(absolute_tolerance, relative_tolerance · |truth|). If both tolerances are 0, the answer must
+  equal the truth exactly.
   """
   choices_field: str = 'choices'
   """For the mode `choice`: field of the task's row, or of the row's `extra_info`, that lists the
@@ -228,8 +231,8 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values in `chosen` for the options that are not set: `extraction`, and `mode`
-  together with `units`.
+  """Returns those values in `chosen` whose options the user has not set. If `mode` is set, the
+  value of `units` is left out too, because it was chosen to suit the chosen mode.
   """
   if options.mode is None:
     return {

@@ -222,8 +222,8 @@ def _members(text: str) -> str:
 
 
 def _is_real_set(text: str) -> bool:
-  """Whether signs or unequal brackets, as in `[1, 2)`, show that the text is a set of real numbers
-  or a relation.
+  """Whether the text is recognisable as a set of real numbers or a relation, by a sign such as `∪`,
+  `∞` or `<`, or by unequal brackets, as in `[1, 2)`.
   """
   ends = text[:1] + text[-1:]
   return bool(_REAL.search(text)) or (
@@ -339,7 +339,13 @@ def _lists(truth: str, answer: str) -> bool | None:
 
 
 def _named_agree(truth: str, called: list[str], answer: str) -> bool:
-  """Whether an answer gives each of several unknowns its right value."""
+  """Whether an answer gives each of several unknowns its right value.
+
+  Args:
+    truth: right values, as in `x = 3, y = -2`.
+    called: names of the unknowns in `truth`, in order.
+    answer: the answer, which may also be a tuple without names, as in `(3, -2)`.
+  """
   wanted = [named(part)[1] for part in split(truth, words=True)]
   given = names(answer)
   if named(answer)[0].startswith('('):

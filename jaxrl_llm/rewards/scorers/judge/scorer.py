@@ -299,7 +299,14 @@ class ComparingJudge(Judge):
 def _standing(
   index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str
 ) -> Verdict:
-  """Returns the verdict on an attempt. Its value is the mean result of the comparisons."""
+  """Returns the verdict on an attempt, whose value is the mean result of its comparisons.
+
+  Args:
+    index: index of the attempt in its group.
+    games: pairs of attempts that were compared, as indices.
+    results: for each pair, what `_compare` returned.
+    model: name of the judge's model, for the evidence.
+  """
   values, disagree = [], 0
   for (first, second), (value, agreed) in zip(games, results, strict=True):
     if index in (first, second):
