@@ -449,7 +449,7 @@ class Explorer:
       if not any(g.is_running and not g.is_waiting for g in self._groups.values()):
         return False
       self._progress.clear()
-      await self._progress.wait()  # wait collect: of the loop, which cancels this
+      await self._progress.wait()  # The wait 'collect' is bounded by the loop, which cancels this task.
     group.is_waiting = False
     return True
 
