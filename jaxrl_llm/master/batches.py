@@ -1,4 +1,8 @@
-"""Sources of each stage's batches, and the planner that turns a complete batch into a step plan."""
+"""Sources of each stage's batches, and the planner that turns a complete batch into a step plan.
+
+A step plan contains the batch's rows, says how they are split into optimizer steps, and whether the
+run evaluates, commits or ends after the step.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 SEALED = 'replay/segments'
-"""Directory of the store's sealed segments, relative to the run directory."""
+"""Directory of the store's sealed segments (immutable files of samples), relative to the run
+directory.
+"""
 
 
 @runtime_checkable
@@ -28,7 +34,9 @@ class Batches(Protocol):
   """Source from which a stage takes its batches. It exists in process 0 only."""
 
   explores: bool
-  """Whether the batches consist of the policy's own rollouts, so that engines must serve it."""
+  """Whether the batches consist of the policy's own rollouts, so that engines must serve the
+  policy.
+  """
   held_out: tuple[Row, ...]
   """Held-out rows, such as preference pairs, on which each evaluation measures the policy's loss.
   Empty if there are none.
@@ -180,8 +188,9 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the record of an expert row for the store. The record's uid starts with the name of the
-  stage, because several stages may train on the same row.
+  """Returns the record with which the store notes that an expert row (a demonstration) has joined a
+  batch. The record's uid starts with the name of the stage, because several stages may train on the
+  same row.
   """
   uid = f'{stage}/{row.uid}'
   return Issue(
@@ -216,7 +225,8 @@ def rollout_row(chosen: Experience, place: Ref) -> Row:
 
 
 class Planner:
-  """Turns each complete batch into a step plan, and decides whether the step evaluates and commits.
+  """Turns each complete batch into a step plan. It also decides whether the run evaluates the
+  policy and commits (writes a checkpoint) after the step.
 
   Only process 0 uses it.
   """

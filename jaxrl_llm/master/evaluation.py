@@ -152,7 +152,9 @@ class Evaluator:
   async def run(
     self, suite: SuiteConfig, tasks: Sequence[Task]
   ) -> tuple[dict[str, float], list[Row]]:
-    """Runs one suite. Returns its metrics, keyed by name, and a row per completion for `evals/`."""
+    """Runs one suite. Returns its metrics, keyed by name, and one row per completion, for the files
+    in the run's directory `evals/`.
+    """
     asked = self._events.request(Edge.SUITE, suite=suite.name, count=len(tasks))
     greedy = await self._attempts(
       suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy'

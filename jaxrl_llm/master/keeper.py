@@ -123,8 +123,8 @@ def write_step(
     generated = sum(member.sample.response_len for member in taken.values())
     waited = seconds['gen'] - seconds.get('update_weights', 0.0)
     row['perf/trainer_idle_s'] = waited
-    # The throughput is known only if all rollouts were generated during this wait. Stale ones were
-    # generated before it, at least in part.
+    # The throughput is known only if all rollouts were generated while the trainer waited. Stale
+    # rollouts were generated before, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())

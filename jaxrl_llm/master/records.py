@@ -177,8 +177,8 @@ def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-  """Returns one row for `rollouts/` per sample of the batch. The arrays in a row have one entry per
-  completion token.
+  """Returns one row per sample of the batch, for the files in the run's directory `rollouts/`. The
+  arrays in a row have one entry per completion token.
   """
   return [
     _rollout_row(

@@ -18,7 +18,9 @@ BatchPolicyName = Literal['in_order', 'complete_first']
 
 
 class Candidate(NamedTuple):
-  """A started group that is not part of a batch yet and is not parked for a later one."""
+  """A started group that is not part of a batch yet and is not parked. A parked group is a partial
+  rollout that waits until a later batch continues it.
+  """
 
   number: int
   is_finished: bool
@@ -46,9 +48,9 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
   """Chooses finished groups in order of start, so groups that earlier batches passed over come
   before newer ones.
 
-  Some groups must join this batch, finished or not: later batches would not have room for all
-  groups before they exceed the staleness bound. They are found as in earliest-deadline-first
-  scheduling.
+  Some groups must join this batch, finished or not, because later batches do not have room for all
+  groups whose staleness bound is about to be reached. These groups are found as in
+  earliest-deadline-first scheduling, where the deadline of a group is its `last_batch`.
   """
   chosen: list[Candidate] = []
   for last in sorted({candidate.last_batch for candidate in candidates}):

@@ -133,7 +133,9 @@ class Explorer:
     which is part of the random keys: a repeated count would repeat the random numbers.
     """
     self._returned: set[str] = set()
-    """Ids of the groups in the last returned batch. Empty once that batch is complete."""
+    """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
+    called for that batch.
+    """
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """(task uid, number of correct samples, number of scorable samples) of finished groups that
     have not been reported to the task sampler, keyed by group number.
@@ -331,8 +333,8 @@ class Explorer:
       self._abandon(started[-surplus:])
 
   def _abandon(self, numbers: Sequence[int]) -> int:
-    """Drops groups that no batch will train on. Returns the number of their samples in the store,
-    which has none of the groups that have not run yet.
+    """Drops groups that no batch will train on. Returns the number of their samples that were
+    dropped in the store. A group that has not run yet has no samples there.
     """
     live = {entry.uid for entry in self._store.live()} if numbers else set()
     dropped = 0
@@ -704,5 +706,7 @@ class Explorer:
 
 
 def _prompt(uid: str) -> str:
-  """Returns the part of a task's uid that identifies its prompt in every taskset."""
+  """Returns the part of a task's uid after `<taskset>:`, which is a digest of the prompt. Tasks
+  with the same prompt share this part, whatever their taskset.
+  """
   return uid.rpartition(':')[2]

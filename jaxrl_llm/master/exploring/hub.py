@@ -63,9 +63,9 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event when the block begins and a reply event when it ends. The block adds
-    the fields of the reply to the yielded dict. If the block raises, the reply has only the field
-    `given_up`.
+    """Emits a request event of type `edge`, with `fields`, when the block begins, and a reply event
+    when it ends. The block adds the fields of the reply to the yielded dict. If the block raises,
+    the reply has only the field `given_up`.
     """
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:

@@ -40,7 +40,7 @@ class PartialConfig:
   """
   groups: int | None = None
   """Maximum number of groups that are being generated, wait to be continued, or have finished for
-  coming batches. If None, the number of groups per batch times the stage's bound + 2.
+  coming batches. If None, it is `groups_per_batch` · (`bound` + 2), with the stage's values.
   """
   loss: Literal['current_only', 'last_k', 'all'] = 'current_only'
   """Tokens that enter the loss. Other tokens serve as context.

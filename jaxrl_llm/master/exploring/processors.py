@@ -359,7 +359,7 @@ def check_known_in_time(key: str, where: str) -> None:
   """Raises UserError if `key` names a quantity that is known only after the batch is complete.
 
   Args:
-    key: a quantity, or a quantity and its part separated by '/'.
+    key: name of a quantity, such as 'judge' or 'kl', or of a part of one, such as 'judge/quality'.
     where: name of the option that contains the key, for the error message.
   """
   if key.split('/')[0] in LATER:
