@@ -1,4 +1,5 @@
-"""Audit of a store: checks, from its files alone, that every issued sample has exactly one fate.
+"""Audit of a store: checks, from its files alone, that every issued sample is in exactly one state,
+such as trained or dropped, and that its bytes are where this state requires.
 
 Invariant: the audit does not rely on states and counts in the index. It derives each sample's state
 from the recorded transitions, recomputes all counts, and reads and decodes the bytes of every
@@ -209,8 +210,8 @@ class _Audit:
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
-      # A transition to void has the step of the recovered commit, which may be earlier than the
-      # sample's last.
+      # A transition to void has the step of the recovered commit, which may be earlier than that of
+      # the sample's previous transition.
       if step < before_step and after != State.VOID:
         yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
     steps = collections.defaultdict(list)
@@ -372,7 +373,8 @@ class _Audit:
       "AND t.attempt = s.attempt AND t.state = 'partial'), (SELECT count(*) FROM partials p WHERE "
       'p.uid = s.uid AND p.attempt = s.attempt) FROM samples s'
     ):
-      # A sample that has ended may have fewer, because `prune` deletes its spans.
+      # A sample that has ended may have fewer spans than transitions, because `prune` deletes its
+      # spans.
       if kept > became or (state == State.PARTIAL and kept < became):
         self._lost += [uid] if kept < became else []
         yield f'{uid} (attempt {attempt}): has {kept} spans, its transitions say {became}'

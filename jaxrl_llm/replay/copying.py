@@ -1,4 +1,6 @@
-"""Stores of branches: a copy of the parent's store, or an empty one that begins at a later step."""
+"""Stores of branches. A branch is a run that begins with a commit of another run, its parent. Its
+store is a copy of the parent's store, or an empty store whose first step is that of the commit.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Exported:
   not in the file.
   """
   lost: tuple[str, ...]
-  """One line for each segment with samples that could not be read. They are not in the file."""
+  """One line for each segment with samples that could not be read. The file lacks these samples."""
 
 
 def export(
@@ -163,10 +163,10 @@ class _Row(NamedTuple):
   changed: int
   reason: str
   name: str | None
-  """Name of the sealed segment with the sample."""
+  """Name of the sealed segment with the sample; None if the sample is in no sealed segment."""
   row: int | None
   payload: bytes | None
-  """Bytes of the sample if it is in the open segment."""
+  """Bytes of the sample if it is in the open segment (a table of the index), else None."""
 
 
 _ROWS = (
@@ -268,7 +268,9 @@ class _Exporter:
     return scores
 
   def _derived(self, seqs: Sequence[int]) -> dict[int, dict[str, Json]]:
-    """Returns the newest value of each operator, keyed by `seq` and operator."""
+    """Returns the newest value that each operator, such as a processor, has derived from a sample,
+    keyed by the sample's `seq` and the operator's name.
+    """
     derived: dict[int, dict[str, Json]] = {seq: {} for seq in seqs}
     for seq, (operator, text) in self._of('derived', 't.operator, t.json', seqs):
       derived[seq][operator] = _parsed(text)

@@ -239,8 +239,8 @@ class ReplayStore:
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
 
   def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
-    """Returns the latest value that `operator` recorded for each sample, keyed by uid in the order
-    of `uids`. Samples without a value are left out.
+    """Returns the latest value that `operator` (the name of a processor, for example) recorded for
+    each sample, keyed by uid in the order of `uids`. Samples without a value are left out.
     """
     with self._lock:
       rows = self._db.execute(

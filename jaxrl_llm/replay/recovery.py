@@ -66,7 +66,7 @@ def undo(
     ).rowcount
   db.executemany(_REPEAT, moved)
   # All samples without a result at the commit are now in state `issued`, whether they were issued
-  # before or after it. The processes that worked on them have ended.
+  # before or after the commit. The processes that worked on these samples have ended.
   lost = db.execute(
     "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
   ).fetchall()
