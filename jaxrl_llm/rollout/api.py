@@ -56,8 +56,9 @@ class Sampling:
   turns the filter off.
   """
   repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a completion that repeats itself; None for no such rule. If a stop token or the
-  length limit ends the completion at the same token, that is reported as the reason.
+  """Rule that ends a completion that repeats itself; None for no such rule. If the completion also
+  ends by a stop token or the length limit at the same token, the stop token or the length limit is
+  reported as the reason.
   """
 
   def __post_init__(self):

@@ -120,8 +120,8 @@ class EmbeddedEngine:
   ):
     """
     Args:
-      model: an 'lm' model, whose `options.dtype` is the data type of this engine's weights,
-        activations and KV cache.
+      model: a language model (with the head 'lm'). Its `options.dtype` is the data type of this
+        engine's weights, activations and KV cache.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
       run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.

@@ -51,7 +51,7 @@ class Admission(NamedTuple):
   """
 
   source: int
-  """Row of the prompt in its prefill. -1 means that the slot keeps its state."""
+  """Row of the sample's prompt in the prefilled batch. -1 means that the slot keeps its state."""
   token: int
   position: int
   remaining: int

@@ -104,8 +104,8 @@ class Episode:
 
   @property
   def verdict(self) -> Verdict | None:
-    """Rewards so far; None if there were none. The rewards for the last turn are the value, and the
-    others belong to their turns.
+    """Verdict with the rewards so far; None if there were none. The reward for the last turn is its
+    `value`, and the rewards for earlier turns are its `turn_values`.
     """
     if self._failure is not None:
       evidence = {**self._evidence, 'error': self._failure}
@@ -258,7 +258,8 @@ class Episode:
       self._is_raw = True
       return [token for part in self._pending for token in self._encoded(part)], ''
     messages = [*self._messages, *(message for part in self._pending for message in part)]
-    # Another process may render the template. It may be slow or hang, so a thread waits for it.
+    # If another process renders the template, that process may be slow or hang, so a thread waits
+    # for it.
     if self.tokenizer.renders_elsewhere:
       whole = await asyncio.to_thread(self._render, messages)
     else:
@@ -287,7 +288,7 @@ class Episode:
         'observation; observe text or tokens instead of messages'
       )
     # `end` begins with the end of the answer, such as '<|im_end|>\n'. If the policy has sampled its
-    # stop token, that token is removed.
+    # stop token, that token is removed from `end`.
     end = after[before.rindex(_MARK) + len(_MARK) :]
     last = self._recording.tokens[-1]
     is_ended = self._recording.finish == Finish.STOP

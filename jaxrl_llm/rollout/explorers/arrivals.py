@@ -42,7 +42,9 @@ _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
 number for each token of the longest sequence.
 """
 _MAX_PARTS, _MAX_EVIDENCE = 256, 1 << 16
-"""Maximum number of parts of a verdict, and maximum number of characters of its evidence."""
+"""Maximum number of parts (named numbers) of a verdict, and maximum number of characters of its
+evidence.
+"""
 _ROUNDING = 1e-3
 """Amount by which a logprob may exceed 0 because of rounding."""
 _INT32 = 2**31

@@ -51,11 +51,11 @@ class LentGroup:
   """A group of samples that the run has requested from explorers."""
 
   order: dict[str, Any]
-  """Work order for the explorer: the task, visit, stage, number of samples and sampling
-  parameters.
+  """Work order for the explorer: the task, the visit (how often the task was drawn before), the
+  stage, the number of samples and the sampling parameters.
   """
   name: str
-  """`<stage>/<task uid>/<visit>`, the prefix of its samples' uids."""
+  """Id of the group, `<stage>/<task uid>/<visit>`. It is the prefix of its samples' uids."""
   samples: int
   handed_in: asyncio.Queue[Rollout | Exception] = dataclasses.field(default_factory=asyncio.Queue)
   """Queue through which the run receives finished samples. An exception in the queue ends the
@@ -218,8 +218,8 @@ class Leases:
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
     """Compares the leases that an explorer reports with the leases recorded here. Returns those
-    that the explorer reports but no longer holds. Takes back the groups whose leases it should have
-    reported, so that they are lent again.
+    that the explorer reports but no longer holds. If the explorer does not report a lease that it
+    should hold, the lease's group is taken back and lent again.
     """
     self.hear(name)
     # A lease granted more recently may not have reached the explorer yet.

@@ -435,8 +435,8 @@ class Fleet:
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until at least one server serves the version. Every step of an update has its own
-    deadline.
+    """Waits until at least one server serves the version. Raises RunError if the engine has ended,
+    for example because no server was available for too long.
     """
     self._check_alive()
     while not self._is_served(version):
@@ -594,7 +594,7 @@ class Fleet:
     try:
       await self._start(replica)
     except UserError as error:
-      # At the start of a run, the user must correct such an error. A server that has worked may
+      # A UserError is right only at the start of a run. Here, the server has worked before and may
       # recover.
       raise Lost(str(error)) from None
 

@@ -50,7 +50,7 @@ _OURS = (
   ),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
-"""vLLM options that only the trainer may set, because it depends on their values."""
+"""vLLM options that only the trainer may set, because the trainer depends on their values."""
 SPECULATION = (
   'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
   'drafts at temperature > 0 were measured to be off their distribution (a fifth with logprob -inf)'

@@ -115,8 +115,8 @@ class SenderTransfer:
 
   The sender makes no HTTP calls. It asks the trainer's process to make vLLM's control calls with
   the server's client. If a call fails or the deadline passes, the sender is killed, because over
-  NCCL it may be waiting for a server that never joins. The server must then be restarted, if it is
-  an attached server by its operator.
+  NCCL it may be waiting for a server that never joins. The server must then be restarted. If
+  it is an attached server, which the run did not start, its operator must do so.
 
   This transfer has not been tested on hardware; `rollout.vllm.sender` lists the open questions.
   Data parallelism within a server is not supported, because the server reports only the workers of
