@@ -81,7 +81,7 @@ class _Facts:
 class Exports(NamedTuple):
   """Parameters that a finished run exports, in the host memory of process 0.
 
-  A field is None in other processes, and if the run does not train this role.
+  A field is None in all other processes, and if the run has not trained what the field names.
   """
 
   policy: Params | None
@@ -163,7 +163,7 @@ class _SetUp(NamedTuple):
   """Results of process 0's set-up, before any work on the devices."""
 
   config: Config
-  """The configuration with all options settled."""
+  """The configuration with every open scorer option filled in."""
   prepared: Prepared
   registry: Registry | None
   changed: tuple[Change, ...]

@@ -217,8 +217,8 @@ class Rollouts:
   'in_order': those that started first; the batch waits for them, so long answers are not at a
   disadvantage. 'complete_first': those that have finished, groups that earlier batches passed over
   ahead of newer ones; the trainer waits less, but the first batches contain more short answers, and
-  long answers are older when they are trained on. No group becomes older than `bound` permits. A
-  clock decides which groups form a batch, so it needs a bound above 0.
+  long answers are older when they are trained on. No group becomes older than `bound` permits.
+  With 'complete_first', timing decides which groups form a batch, so it needs a bound above 0.
   """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
@@ -229,7 +229,7 @@ class Rollouts:
 
   @property
   def unit(self) -> int:
-    """Number of sequences that must stay together: 2 for pairs, else 1."""
+    """Number of sequences that are never divided between minibatches: 2 for pairs, else 1."""
     return self.selection.unit
 
   @property
@@ -309,7 +309,7 @@ class Demonstrations(DemonstrationsConfig):
   sequences_per_batch: int = 64
   """Number of demonstrations per batch. Each is one sequence."""
   unit: ClassVar[int] = 1
-  """Number of sequences that must stay together."""
+  """Number of sequences that belong together and are never divided between minibatches."""
 
   @property
   def sequences(self) -> int:
@@ -339,7 +339,7 @@ class Examples:
   tasksets: ClassVar[tuple[str, ...]] = ()
   """Always empty, since examples have their own prompts."""
   unit: ClassVar[int] = 1
-  """Number of sequences that must stay together."""
+  """Number of sequences that belong together and are never divided between minibatches."""
 
   @property
   def sequences(self) -> int:
@@ -366,7 +366,7 @@ class Pairs:
   tasksets: ClassVar[tuple[str, ...]] = ()
   """Always empty, since pairs have their own prompts."""
   unit: ClassVar[int] = 2
-  """Number of sequences that must stay together."""
+  """Number of sequences that belong together and are never divided between minibatches."""
 
   @property
   def sequences(self) -> int:
@@ -395,7 +395,7 @@ class Recorded:
   group_size: int = 8
   """Maximum number of samples in a group."""
   unit: ClassVar[int] = 1
-  """Number of sequences that must stay together."""
+  """Number of sequences that belong together and are never divided between minibatches."""
 
   @property
   def sequences(self) -> int:

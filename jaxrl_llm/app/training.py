@@ -142,7 +142,8 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
     except BaseException as error:
       ended.set_exception(error)
 
-  # Make the thread a daemon, which is not joined: it may be stuck forever after a wait has expired.
+  # Make the thread a daemon, so that Python does not wait for it at exit: after one of the run's
+  # waits has exceeded its time limit, the thread may be stuck forever.
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()

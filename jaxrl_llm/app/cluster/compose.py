@@ -1,8 +1,9 @@
 """Composes a `Job` from a configuration: the trainer and the services that it uses.
 
-The services are vLLM servers, sandbox hosts and explorers. They register in a directory of the run,
-the registry, where the trainer finds them. This module checks everything that can be known before a
-job is submitted: the configuration, its overrides, and whether the mesh fits the nodes' devices.
+The services are vLLM servers, sandbox hosts, and explorers, which run the rollout workflow. They
+register in a directory of the run, the registry, where the trainer finds them. This module checks
+everything that can be known before a job is submitted: the configuration, its overrides, and
+whether the mesh fits the nodes' devices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxrl_llm.rollout.vllm.server import options
 KEY = 'key'
 """Name of the file in the registry that contains the job's key."""
 _CODE = 'code'
-"""Implementation name of the scorer whose programs run on sandbox hosts."""
+"""Name of the scorer implementation whose programs sandbox hosts can run."""
 _REGISTRY = 'registry'
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'
@@ -65,7 +66,7 @@ class Layout:
   rollout_gpus: int = 0
   """Number of GPUs of each vLLM server."""
   explorers: int = 0
-  """Number of explorer processes. Each runs on a separate node."""
+  """Number of explorers, processes that run the rollout workflow. Each runs on a separate node."""
   sandboxes: int = 0
   """Number of sandbox hosts for scorers of kind `code`. Each runs on a separate node."""
   restarts: int = 3
@@ -284,7 +285,10 @@ def _listen(layout: Layout) -> dict[str, str | bool]:
 
 
 def _front(layout: Layout) -> list[str]:
-  """Returns the settings of `_listen`, and port 0 (any free one), as flags of `jaxrl serve`."""
+  """Returns the flags with which `jaxrl serve` opens a front, the HTTP server for other nodes.
+
+  The front gets the settings of `_listen`, and port 0, for which the system chooses a free port.
+  """
   flags = {**_listen(layout), 'port': 0}
   return [f'--{name}' if value is True else f'--{name}={value}' for name, value in flags.items()]
 

@@ -156,7 +156,9 @@ class Launcher:
   logs: Callable[[str, Any], None]
   """Prints what the processes of the job with the given id have written so far."""
   cancel: Callable[[str, Any], None]
-  """Ends the job with the given id. Its processes get SIGTERM, upon which the trainer commits."""
+  """Ends the job with the given id. Its processes get SIGTERM. The trainer then writes a commit
+  (checkpoint) before it ends.
+  """
   one_machine: bool = False
   """Whether all processes run on this machine, so that services can listen on unix sockets."""
 

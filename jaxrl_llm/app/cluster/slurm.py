@@ -33,7 +33,7 @@ _ID = re.compile(r'[0-9]+(_[0-9]+)?')
 _OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
 _UNQUOTABLE = re.compile(r'["\\]')
 _NEVER = ('BadConstraints', 'PartitionConfig', 'PartitionNodeLimit', 'PartitionTimeLimit')
-"""Reasons for which a job waits until an administrator changes the cluster."""
+"""Slurm's names of the reasons for which a job waits until an administrator changes the cluster."""
 _ENDED = (
   *('BOOT_FAIL', 'CANCELLED', 'COMPLETED', 'DEADLINE', 'FAILED'),
   *('NODE_FAIL', 'OUT_OF_MEMORY', 'PREEMPTED', 'TIMEOUT'),
@@ -123,8 +123,8 @@ $steps
 
 runs() { kill -0 "$$1" 2>/dev/null; }
 
-# stop GROUP: sends SIGTERM once to the processes of a group, upon which the trainer commits. A
-# signal to srun instead would soon kill them.
+# stop GROUP: sends SIGTERM once to the processes of a group. The trainer then commits. If srun got
+# the signal instead, it would soon kill them.
 stop() {
   local step
   step=$$(squeue --noheader --steps --jobs="$$id" --format='%j %i' | grep "^$$1 " | head -n 1)
@@ -138,9 +138,9 @@ trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trai
 trap 'asked=cancel; say "cancelled: stopping the trainer"; stop trainer' USR2
 trap 'asked=$${asked:-end}' TERM
 
-# Removes ended services from the list, and stops the trainer if a service has failed. A service
-# that ended with 0 was signalled. The trainer may have received the same signal, and a second one
-# would interrupt its commit.
+# Removes ended services from the list, and stops the trainer if a service has failed. Exit code 0
+# of a service means that a signal asked it to end. The trainer is then left alone: it may have
+# received the same signal, and a second one would interrupt its commit.
 look_at_services() {
   local service left=()
   for service in $${services[@]+"$${services[@]}"}; do
@@ -358,8 +358,9 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
 def _check_can_start(job_id: str, job: Job) -> None:
   """Cancels a waiting job that no node of its partition could run, and raises UserError.
 
-  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end. A job
-  whose reason cannot be read stays submitted, so that its id is not lost.
+  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end. If the
+  reason for which the job waits cannot be read, the job stays submitted, so that the caller still
+  gets its id.
   """
   try:
     reasons = _call(['squeue', '--noheader', f'--jobs={job_id}', '--format=%r']).split()
@@ -383,7 +384,8 @@ def _check_can_start(job_id: str, job: Job) -> None:
 
 
 def status(job_id: str, options: SlurmOptions) -> str:
-  """Returns a line with a job's state in Slurm, its reason or exit code, its run time and nodes.
+  """Returns a line with a job's state in Slurm, the reason for this state or the job's exit code,
+  its run time and its nodes.
 
   For a job array, the line lists these for each element.
   """

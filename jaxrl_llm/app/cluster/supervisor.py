@@ -93,7 +93,9 @@ _DRAIN_S = 5.0
 the same time to finish after that.
 """
 _CAUSE_S = 1.0
-"""Seconds in which another process may still end and turn out to be the cause of the first end."""
+"""Seconds to wait for the end of another process that may be the cause, after a process has ended
+with an exit code in `_CONSEQUENCES`.
+"""
 _CONSEQUENCES = (-signal.SIGABRT, os.EX_TEMPFAIL)
 """Exit codes of a process that ends because another process has ended: JAX aborts the process, or
 the trainer exits with code 75.

@@ -5,13 +5,15 @@ jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, most recen
 jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
 jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
 jaxrl buffer --workdir=runs/quickstart --audit             # consistency; exit code 1 if it fails
-jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes unclaimed files
+jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # deletes files set aside
 jaxrl buffer --workdir=runs/quickstart --export=FILE.jsonl # tokens, logprobs, scores of samples
+
+Files that the store's index does not list are set aside in replay/quarantine when a run starts.
 
 --stage, --state, --task and --steps select the samples of an export; its format is described in
 docs/guides/replay.md. Exit code 1 means that samples could not be read.
 
-With --json, each prints one JSON document.
+With --json, each of these commands prints one JSON document.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ _HANDLE_SIGNALS = ('train', 'score', 'sweep')
 def launch(name: str, argv: Sequence[str]) -> int:
   """Runs a command; returns its exit code.
 
-  Imports no other command, because scorer workers import this module.
+  Imports only the module of this command, and only now: scorer workers import `cli` as well, and
+  need none of the commands.
   """
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.

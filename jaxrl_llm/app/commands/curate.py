@@ -7,8 +7,8 @@ The policy of the newest commit of a run (or --step), or the initial policy of a
 has not been trained, attempts each task --samples times at --temperature. A task is kept if its
 share of correct attempts is in [--low, --high], and if none of --guess_tries tries without
 reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate) and
-`guessed`; the same taskset with source=FILE and no options reads them. Nothing in the run directory
-changes.
+`guessed`. To train on these rows, set the taskset's `source` to FILE and remove its `options`.
+Nothing in the run directory changes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Measures every kept commit, or those at the given steps (0: the initial policy),
 the run's configuration. `--config.field=value` changes the configuration, for example to more
 tasks, to several samples for pass@k, or to another engine. Nothing in the run directory changes.
 FILE gets a JSON line for each completion. With --json, standard output gets one list of {step,
-suite, metrics} at the end, and standard error the text.
+suite, metrics} at the end, and the text goes to standard error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
   jaxrl launch slurm --config=FILE --workdir=DIR --nodes=4 --gpus=8 [--submit]
   jaxrl launch slurm --status=ID | --logs=ID | --cancel=ID
 
-The name is local, ssh, slurm, jobset or your own launcher as 'module:attribute'. Without --submit
+The launchers are local, ssh, slurm, jobset, and your own as 'module:attribute'. Without --submit
 the text of the job is printed, and nothing is started. With --rollout_nodes, --explorers and
 --sandboxes the job has services besides the trainer; they find each other in the registry of the
 run directory, whose key is made when the job is submitted.

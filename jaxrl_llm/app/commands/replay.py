@@ -1,10 +1,10 @@
 """Repeats one update of a run and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
 
-N is the step of a row of metrics.jsonl (by default the last). The replay follows the recorded plans
-from the newest commit before N, or from the initial state. For each step it prints a line with
-loss, gradient norm, and 'equal' or the differences from the run's records: metrics, and also
-parameters and optimizer if a commit of step N is kept. Exit code 0: everything is equal. Nothing in
-the run directory changes.
+N is the step of a row of metrics.jsonl (by default the last). The replay starts from the
+newest commit before N, or from the initial state, and trains on the samples that the run's recorded
+plans list. For each step it prints a line with loss, gradient norm, and 'equal' or the differences
+from the run's records: metrics, and also parameters and optimizer if a commit of step N is kept.
+Exit code 0: everything is equal. Nothing in the run directory changes.
 """
 
 from __future__ import annotations

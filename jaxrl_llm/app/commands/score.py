@@ -1,12 +1,12 @@
 """Scores a file of completions with one scorer, to try it before a run.
 
-jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode from the rows' truths
+jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode by the ground truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
 jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \\
   --rows=FILE.jsonl --out=SCORES.jsonl
 
 A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for
-code {"prompt"?, "completion", "tests", "entry_point"?}. NAME is a scorer that jaxrl train --list
+code {"prompt"?, "completion", "tests", "entry_point"?}. --scorer is a name that jaxrl train --list
 prints, or 'module:attribute' for your own (the current directory is searched too). SCORES.jsonl
 gets one score per row, in row order, and is not written if a row cannot be read. Options:
 --options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as JSON, or else taken

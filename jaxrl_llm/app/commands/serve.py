@@ -1,4 +1,4 @@
-"""Serves rollouts, the workflow, or scores to a run from another process or machine, until Ctrl-C.
+"""Runs vLLM servers, an explorer, a reward model or sandboxes for runs elsewhere, until Ctrl-C.
 
   jaxrl serve --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
   jaxrl serve --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE \\
@@ -11,8 +11,9 @@
 vllm: servers that a trainer attaches to. DIR holds the policy's config.json (and its tokenizer, for
 text requests); the trainer sends the weights. Prints the addresses for
 `--config.rollout.vllm.addresses='["unix:...", ...]'`. Arguments after `--` are vLLM's own options.
-explorer: runs the workflow of the run that listens at `rollout.explorers.listen`; any number may
-join and leave. reward: a reward model on this machine's devices, for scorers of kind `http`.
+explorer: a process that runs the rollout workflow (task to samples) for the run that listens at
+`rollout.explorers.listen`; any number may join and leave. reward: a reward model on this machine's
+devices, for scorers of kind `http`.
 sandbox: runs up to --programs untrusted programs at once. Give its address to the option
 `addresses` of the scorer `code`, whose `key_file` names a file with the same token.
 
@@ -20,9 +21,10 @@ With --registry=DIR, no address or token has to be passed on. DIR is a directory
 hosts share. Services register there and use its key as token, runs with `registry.directory` find
 them there, and explorers wait there for a run (instead of --master).
 
-Services listen on unix sockets that only this user can reach. With --host a front listens there
-(vllm: one per server, on ports PORT, PORT + 1, ...) and rejects every request, whatever the path,
-without the token of --token_file. `--role=ROLE --help` lists a role's flags.
+Services listen on unix sockets that only this user can reach. With --host, a front (an
+HTTP server) listens at that address (vllm: one per server, on ports PORT, PORT + 1, ...). It
+rejects every request, whatever the path, without the token of --token_file. `--role=ROLE --help`
+lists a role's flags.
 """
 
 from __future__ import annotations

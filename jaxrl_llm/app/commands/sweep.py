@@ -200,9 +200,7 @@ def _launch(plan: SweepPlan, sweepdir: pathlib.Path, argv: Sequence[str]) -> int
 
 
 def _nothing() -> None:
-  """Shows nothing. Without a terminal, a line is printed for each change, and there is no
-  display.
-  """
+  """Does nothing. Used in place of the function that updates the display if there is no display."""
 
 
 def _state(ledger: Ledger):

@@ -167,7 +167,7 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
   If this fails, everything that was written is removed.
 
   Args:
-    config: the branch's configuration, with all options settled.
+    config: the branch's configuration, with every open scorer option filled in.
     load: returns the taskset with a given name.
 
   Raises:
@@ -224,8 +224,8 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     for old in path.iterdir():
       if old.name != 'lock':
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    # Copy the store before the commit. The parent keeps everything in the store that an existing
-    # commit needs, so if the commit still exists afterwards, the copied store was complete.
+    # Copy the store first, and then take the commit. As long as a commit exists, the parent's store
+    # contains all that the commit needs. So if the commit can still be taken, the copy is complete.
     if 'store' in reset:
       copying.begin(path / 'replay', step=origin.step, max_uses=config.max_uses)
     else:
@@ -306,7 +306,9 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
 
 
 def _check_parked(origin: Fork, config: Config, host: Mapping[str, Any]) -> None:
-  """Raises UserError if groups wait to be continued and the branch would not continue them."""
+  """Raises UserError if the commit has partial rollouts that wait to be continued, and the branch
+  would not continue them.
+  """
   if config.rollout.partial is not None or 'data' in origin.branch.reset:
     return
   parked = sum(group.get('parked', False) for group in _groups(host['batches']))
@@ -370,9 +372,14 @@ def _link_tree(
 
 
 def _may_change_rows(made: Sequence[Change]) -> bool:
-  """Whether a stage's static rows may differ from the parent's, so that they must be written anew.
-  The rows also depend on the evaluations, because the processor `dedup` drops tasks that occur
-  there.
+  """Whether changes of the configuration may alter the static rows of a stage (demonstrations,
+  preference pairs or examples), so that the branch cannot take over its parent's.
+
+  The rows also depend on the evaluations, because the processor `dedup` drops tasks that occur in
+  evaluations.
+
+  Args:
+    made: differences between the parent's and the branch's configuration.
   """
   parts = ('tasksets', 'evaluation', 'preferences', 'examples', 'rollout.max_', 'stages.')
   return any(
@@ -389,10 +396,11 @@ def _row_files(config: Config, stage_name: str) -> tuple[str, ...]:
 
 
 def _forget_ended(batches: Any) -> None:
-  """Marks every started group as unfinished, so that the branch generates its samples again. The
-  samples of a finished group are in the parent's store only, and the branch begins with an empty
-  one. Groups that wait to be continued (partial rollouts) keep waiting, and then start from their
-  prompt.
+  """Marks all groups in flight as unfinished, so that the branch generates their samples again.
+
+  The samples of groups that had finished are in the parent's store, and the branch begins with an
+  empty store. Groups that wait to be continued (partial rollouts) keep waiting, and then start
+  again from their prompts.
   """
   for group in _groups(batches):
     group['ended'] = False

@@ -136,7 +136,7 @@ def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refuse
 
 def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
   """Returns the flags that `--branch_from` needs to start a branch of the run with all refused
-  changes, such as `--reset_optimizer`. Returns None if no branch can make all of them.
+  changes, such as `--reset_data`. Returns None if no branch can make all of them.
 
   Args:
     problems: refused changes, each with what a branch has to reset for it, as `misfits` returns
@@ -220,13 +220,15 @@ class _Rules:
     return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
 
   def _compared(self, part: str, name: str, trained: Set[str]) -> str:
-    """Returns the reason why changing evaluations or a taskset may affect the tasks of another
-    taskset that is trained on: a processor of the latter drops tasks that occur in the former. The
-    reason is empty if no processor does so.
+    """Returns the reason why a change may affect the tasks of a taskset that is trained on.
+
+    A processor of that taskset may drop tasks that also occur in evaluations or in other tasksets.
+    If these change, it may drop other tasks than before. The result is empty if no processor
+    compares the taskset with what has changed.
 
     Args:
-      part: first name of the change's key.
-      name: second name of the change's key.
+      part: first name of the changed key, such as 'tasksets'.
+      name: second name of the changed key, such as the name of a taskset.
       trained: names of the tasksets whose tasks may not change.
     """
     if part not in ('evaluation', 'tasksets'):
@@ -285,13 +287,14 @@ class _Rules:
     return Refused(change, _STAGES)
 
   def _of_optimizer(self, change: Change, field: str, inherited: list[Any]) -> bool:
-    """Whether the change concerns only optimizer settings that keep the meaning of the optimizer's
-    state.
+    """Whether a change concerns only optimizer settings that do not affect the meaning of stored
+    optimizer state, such as the learning rate.
 
     Args:
-      field: path of the changed field within the configuration that has the optimizer.
-      inherited: the optimizers that apply where the field `optimizer` is None, before and after the
-        change.
+      field: path of the changed field, such as 'optimizer.peak_lr', within the configuration (for
+        example of a stage) that has the field `optimizer`.
+      inherited: optimizer settings that apply if `optimizer` is None: those before and those after
+        the change.
     """
     if field != 'optimizer':
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS

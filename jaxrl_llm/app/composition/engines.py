@@ -21,7 +21,7 @@ def engine_setting(
   registry: Registry | None = None,
   events: Events = SILENT,
 ) -> EngineSetting:
-  """Returns the description of the run that its engine is built from.
+  """Returns the settings of the run that an engine needs in order to be built.
 
   Args:
     registry: registry of the run. None if the run has none, or if no engine will be started.

@@ -140,9 +140,9 @@ def _spec(config: Config, tokenizer: Tokenizer) -> ModelSpec:
 def _fitting(
   config: Config, tasksets: Mapping[str, Taskset], spec: ModelSpec, tokenizer: Tokenizer
 ) -> dict[str, Taskset]:
-  """Returns the tasksets without tasks whose prompts are too long or that processors drop.
+  """Returns the tasksets without the tasks that processors drop or whose prompts are too long.
 
-  Raises UserError if a task of an evaluation is still among those that a stage trains on.
+  Raises UserError if a stage would train on a remaining task that also occurs in an evaluation.
   """
   limit = config.rollout.max_prompt_length
 
@@ -242,8 +242,8 @@ def load_tokenizer(
 
 
 def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
-  """Raises UserError if a domain of the taskset has no scorer, or if the scorer that `correct_by`
-  names does not judge it.
+  """Raises UserError if a domain of the taskset has no scorer, or is not judged by the scorer that
+  `rewards.correct_by` names.
   """
   for domain in sorted({task.domain for task in taskset.tasks}):
     scorers = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}

@@ -113,8 +113,8 @@ def build_rollouts(
   hub = MasterHub(
     engine, scorers, setup.config.rewards, auxiliary=auxiliary, events=setup.process.events
   )
-  # The master builds the workflow even if explorers run it, so that an invalid workflow is reported
-  # before any explorer starts.
+  # Build the workflow in this process even if explorers run it, so that an invalid workflow is
+  # reported before any explorer starts.
   workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
   crew = None
   if rollout.explorers is not None and engine is not None:
@@ -302,8 +302,9 @@ def _machine_metrics(
 def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:
   """Restores the store to its state at a commit, and drops samples that no batch will train on.
 
-  Samples in flight are dropped if the stage of the commit was shortened to end there, or if the run
-  is a branch that does not continue at its parent's position in the data.
+  Samples in flight are dropped if the commit is now the last one of its stage, because the stage's
+  number of steps was lowered, or if the run is a branch that does not continue at its parent's
+  position in the data.
 
   Args:
     committed: host state of the commit; None if there is no commit.

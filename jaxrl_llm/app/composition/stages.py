@@ -1,5 +1,5 @@
-"""Builds the stages of a run from their configurations, in every process, and computes their
-derived numbers.
+"""Builds the stages of a run from their configurations, in every process. Computes numbers that
+follow from a configuration, such as a stage's first step and the shapes of its batches.
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ def _chunk_len(config: Config, mesh: Mesh) -> int:
 
 
 def _shape(stage: StageConfig, config: Config, mesh: Mesh, lengths: Sequence[int]) -> Shape:
-  """Returns the shape of the arrays of all optimizer steps of a stage.
+  """Returns the shape of the arrays of a minibatch, which is the same in all steps of a stage.
 
   Args:
     lengths: sequence lengths of the stage in tokens; empty if they are not known in advance.
   """
   source = stage.source
-  # Rollouts and expert rows are divided among the minibatches separately. If they do not divide
-  # evenly, a minibatch may get one unit more of each.
+  # Rollouts and expert rows are divided among the minibatches separately. If either do not divide
+  # evenly, some minibatches get one unit (row, or pair of rows) more, for which there must be room.
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   kinds = [source.sequences - expert_rows, expert_rows]
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
@@ -179,7 +179,9 @@ def _shape(stage: StageConfig, config: Config, mesh: Mesh, lengths: Sequence[int
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError if the stage cannot learn, or not in the way that its settings suggest."""
+  """Raises UserError if the stage could learn nothing, or if a setting would not have the effect
+  that its name suggests.
+  """
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'

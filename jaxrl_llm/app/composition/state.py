@@ -57,7 +57,8 @@ def begin_stage(
   """Returns the state with which a stage begins: the previous policy, copied as the reference if
   the algorithm needs one.
 
-  The optimizer is new. With `keep_optimizer`, it keeps its moments.
+  The optimizer state is new. If the stage sets `keep_optimizer`, it contains the moments of the
+  previous stage's optimizer.
   """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference

@@ -42,7 +42,7 @@ CONFIG = 'config.json'
 ATTEMPT = 'attempt'
 """Name of the file with the number of the last attempt (start of the run)."""
 _MAX_DIGITS = 20
-"""Size in bytes of an attempt file from which on its content is rejected as a number."""
+"""An attempt file of this size in bytes or more is rejected. No number of starts is so long."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Folders with the files that are made from the configuration when a run starts: the tokenizer, and
 the static rows of stages.
@@ -147,8 +147,9 @@ class Workdir:
   def record(self, config: Config, *, commit: int, attempt: int) -> None:
     """Records that the next step and later ones use this configuration.
 
-    Call it after everything else has accepted the configuration. If the process is killed before,
-    the run still has its old configuration, and the same command changes it again.
+    Call it only after everything else has accepted the configuration. If the process is killed
+    before this call, the run still has its old configuration, and repeating the command makes the
+    same changes.
 
     Args:
       commit: step of the commit from which the run continues; 0 if there is none.
@@ -198,7 +199,7 @@ class Workdir:
     returns.
 
     Args:
-      least: minimum number of the last start, as known from the commit.
+      least: number of the start that made the commit. The last start cannot have a smaller number.
 
     Raises:
       UserError: the file does not contain a number, or contains one below `least`.
@@ -262,8 +263,8 @@ class Unchangeable(UserError):
 def _refusal(
   path: pathlib.Path, config: Config, problems: list[Refused], commits: list[int]
 ) -> Unchangeable:
-  """Returns an error that lists the changes, why they are refused, and how to make them. The remedy
-  is a branch of the newest commit that permits the changes, or else another run.
+  """Returns an error that lists the refused changes, the reasons, and a remedy. The remedy is to
+  branch from the newest commit at which the changes are permitted, or else to start another run.
   """
   listed = '; '.join(map(str, problems[:5]))
   more = f'; and {len(problems) - 5} more' if len(problems) > 5 else ''

@@ -79,8 +79,8 @@ class StageTrial:
   rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
   """Metrics of each step, as the run would write them."""
   exceeded: dict[str, str] = dataclasses.field(default_factory=dict)
-  """Messages on the budgets for the mismatch of trainer and sampler that a step exceeded, keyed by
-  budget.
+  """Messages about exceeded limits in `rollout.mismatch`, which bound the differences between the
+  trainer's and the sampler's logprobs. They are keyed by limit.
   """
   samples: list[Experience] = dataclasses.field(default_factory=list)
   """Scored rollouts in the batches of all steps."""
@@ -88,7 +88,7 @@ class StageTrial:
   programs: tuple[tuple[str, Callable[[], jax.stages.Lowered]], ...] = ()
   """Pairs of the name of an update program and the function that lowers it for compilation."""
   constants: Constants = dataclasses.field(default_factory=dict)
-  """Constants of the loss in the last batch, from the batch's annotation."""
+  """Scalars that the loss reads, as the algorithm computed them for the last batch."""
 
   @property
   def step_s(self) -> float:
@@ -238,8 +238,8 @@ class StageTrials:
   async def compilations(self) -> dict[str, Compilation]:
     """Compiles the update programs again and returns statistics of them, keyed by program.
 
-    The programs come from the compilation cache. Call this after `memory` has been read, because
-    the memory that it uses is not used in the run.
+    The programs come from the compilation cache. Read the property `memory` before calling this
+    method: the method itself uses memory that the run would not use.
     """
     device, mesh = self._setup.process.device, self._setup.process.mesh
     return {
@@ -296,9 +296,9 @@ class StageTrials:
 def _unmeasured(stage: Stage, config: StageConfig) -> int:
   """Returns the number of steps at the beginning of a stage whose durations are not typical.
 
-  The first step compiles programs. During a critic's warm-up, only the critic is updated; the step
-  after it compiles again. While programs compile, the explorer generates as many batches ahead as
-  the bound allows, so the steps that train on them do not wait for rollouts.
+  The first step compiles programs. During a critic's warm-up, only the critic is updated; the first
+  step after the warm-up compiles again. While programs compile, rollouts are generated for as many
+  later batches as `Rollouts.bound` permits. The steps on these batches do not wait for rollouts.
   """
   warms_up = stage.trains and stage.algorithm.critic_warmup > 0
   ahead = config.source.bound if isinstance(config.source, Rollouts) else 0

@@ -246,7 +246,9 @@ def lengths(data: Data) -> Iterator[Finding]:
 
 
 def examples(data: Data) -> Iterator[Finding]:
-  """Checks that the answers of examples can be located among their tokens, and that they fit."""
+  """Checks that the tokens of each example's answer can be located, and that each example is within
+  the length limit.
+  """
   longest = data.config.rollout.max_length
   for name, example_set in data.examples.items():
     part = dataclasses.replace(example_set, examples=tuple(spread(example_set.examples, _MEASURED)))

@@ -7,7 +7,7 @@ reference. The difference of the two gradients is the contribution of the refere
 against this difference must lower the exact KL.
 
 An algorithm may instead subtract a KL penalty from the reward. That is checked on the advantages
-that the algorithm's annotation computes. Both checks work for any algorithm.
+that the algorithm computes for a batch. Both checks work for any algorithm.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
 
   Args:
     stage: name of the stage that uses the algorithm.
-    constants: constants of the loss, from the annotation of a batch.
+    constants: scalars that the loss reads, as the algorithm computed them for a batch.
   """
   if 'reference' not in algorithm.reads or algorithm.head != 'lm':
     return

@@ -29,7 +29,9 @@ _SLOW_ON_CPUS = 300_000_000
 _IMPORT_S = 300.0
 """Maximum time in seconds that importing vLLM may take."""
 _VERSIONS = 2
-"""Number of published versions that exist at the same time: the newest and the one before it."""
+"""Number of versions of the published weights that exist at the same time: the newest, and the one
+before it.
+"""
 _DESCRIPTORS = 256
 """Number of file descriptors that a run needs besides those for workers, servers and requests."""
 _EACH = 8
@@ -230,8 +232,8 @@ def disk(
   """Checks that the run directory can be written and has space for the commits and the export.
 
   Args:
-    roles: arrays of each role, whose sizes give the size of a commit. Gradients and base weights do
-      not count, because they are not committed.
+    roles: memory of each role's arrays (such as 'policy'), from which the size of a commit follows.
+      Gradients and base weights do not count, because they are not committed.
     free: free space in bytes. If None, it is measured.
   """
   place = workdir.absolute()

@@ -52,7 +52,9 @@ _EXPLAINS = ('preferences', 'examples', 'tokenizer', 'template', 'lengths', 'lea
 is reported when the run cannot be opened.
 """
 _DECISIVE = ('template', 'vllm', 'shared_memory', 'sharing', 'memory', 'disk', 'servers', 'engine')
-"""Checks without which trying batches is impossible or pointless. No batch is run if one fails."""
+"""Checks that must pass before the doctor tries batches. If one of them fails, trying batches would
+be impossible or pointless, and none is run.
+"""
 
 
 async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> None:
@@ -84,7 +86,7 @@ def _settled(
   load: Callable[[str], Taskset],
   findings: Findings,
 ) -> Config | None:
-  """Loads the tasks and returns the configuration with all undecided options settled.
+  """Loads the tasks and returns the configuration with every open scorer option filled in.
 
   If that fails, adds a failure to the findings and returns None.
   """

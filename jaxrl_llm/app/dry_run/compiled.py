@@ -29,8 +29,10 @@ _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\
 
 
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
-  """Returns the mesh axes and a table of the memory in megabytes that each role keeps: in total, on
-  each device and, if offloaded, in host memory for each device.
+  """Returns the mesh axes and a table of the memory that each role (policy, reference, …) keeps.
+
+  The columns are megabytes in total, on each device and, if a role is offloaded, in the host memory
+  that belongs to each device.
   """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())

@@ -38,7 +38,7 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-  """A validated configuration with its derived numbers."""
+  """A validated configuration with the numbers that follow from it, such as memory and shapes."""
 
   config: Config
   """The configuration with every open option filled in."""

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
 
 class Held(NamedTuple):
-  """Memory that a role keeps between steps."""
+  """Memory that the arrays of a role, such as the policy or the reference, use between steps."""
 
   role: str
   whole: int
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """Yields the update of each trained role, and its scoring passes (logprobs, values)."""
+  """Yields each role's programs: its update if it is trained, and passes for logprobs or values."""
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
@@ -127,8 +127,11 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
 
 
 def held_bytes(tree: Any) -> tuple[int, int, int]:
-  """Returns the bytes of a tree of sharded shapes: in total, counting copies once; in each device's
-  memory; and in host memory for each device.
+  """Returns the sizes in bytes of a tree of sharded shapes.
+
+  Returns:
+    (size of all arrays, where a replicated array counts once; bytes in each device's own memory;
+    bytes that each device keeps in host memory).
   """
   whole = per_device = offloaded = 0
   for leaf in jax.tree.leaves(tree):

@@ -1,4 +1,4 @@
-"""Code that both import commands share: their flags, the report and the written file."""
+"""Code that `jaxrl import-verl` and `jaxrl import-trl` share: flags, report and written file."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Imported:
   comments: Comments
 
   def counts(self) -> dict[str, int]:
-    """Returns the number of given keys with each fate."""
+    """Returns how many of the given keys are mapped, not needed and not supported."""
     return {fate: sum(item.fate == fate for item in self.outcomes) for fate in FATES}
 
   def source(self, imported: pathlib.Path, target: pathlib.Path) -> str:
@@ -45,8 +45,9 @@ class Imported:
     )
 
   def lines(self) -> list[str]:
-    """Returns the lines of the report: one for each given key, grouped by fate, and one with the
-    counts.
+    """Returns the lines of the report: one for each given key, the notes, and one with the counts.
+
+    Keys are grouped into those that are mapped, not needed and not supported.
     """
     lines = []
     for fate in FATES:

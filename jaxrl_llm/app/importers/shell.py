@@ -60,7 +60,10 @@ class Script:
 
 @dataclasses.dataclass
 class _Branch:
-  """State of a compound command that is being read. None stands for an unknown condition."""
+  """State of a compound command (such as `if`, `case` or a loop) that is being read.
+
+  `active` and `taken` are None if they depend on a condition whose value is unknown.
+  """
 
   active: bool | None
   taken: bool | None = None
@@ -129,8 +132,9 @@ class _Reader:
   # Compound commands.
 
   def _enter(self, words: list[Word], end: str, before: str) -> list[Word]:
-    """Processes a keyword at the beginning of a command, and returns the words that remain as the
-    command.
+    """Processes the words of a command if they begin with a keyword, such as `if` or `done`.
+
+    Returns no words in that case, and otherwise `words`, which are then a simple command.
     """
     top = self._branches[-1] if self._branches else None
     if top is not None and top.patterns is not None:

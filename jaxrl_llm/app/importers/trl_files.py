@@ -34,7 +34,9 @@ _ARGUMENTS = {
   'train_dataset': 'dataset_name',
   'eval_dataset': 'eval_dataset',
 }
-"""Names of command-line arguments, keyed by those arguments of a trainer that have another name."""
+"""Names of arguments on TRL's command line, keyed by their names in Python, as in
+`DPOTrainer(train_dataset=…)`.
+"""
 _ADAPTER = {'r': 'lora_r', 'target_modules': 'lora_target_modules', 'task_type': 'lora_task_type'}
 _SCRIPT = re.compile(r'(?:.*/)?([\w.-]+)\.py|trl\.scripts\.(\w+)')
 _MOST_LITERALS = 100_000

@@ -62,7 +62,7 @@ class Curated(NamedTuple):
   rows: list[dict[str, Json]]
   """Source rows of the kept tasks, with the measurements added."""
   passed: list[Passed]
-  """Counts of given and dropped tasks, for each processor in order."""
+  """Numbers of tasks that each processor of the taskset was given and dropped, in order."""
 
 
 async def curate(

@@ -1,8 +1,8 @@
 """Repeats updates of a run, and compares the results with the recorded ones.
 
-On the machine of the run, the commit, the recorded plans, and the samples that the plans name
-determine everything about an update except its times. A difference therefore means that a file or
-the program has changed, or that the result depended on something else.
+A plan lists the samples of one batch. On the machine of the run, the commit, the recorded plans and
+their samples determine everything about an update except its times. A difference therefore means
+that a file or the program has changed, or that the result depended on something else.
 """
 
 from __future__ import annotations

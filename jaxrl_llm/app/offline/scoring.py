@@ -42,7 +42,9 @@ from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.taskset import own_messages, own_truth
 
 _SUMMED = ('reason', 'truth', 'answer')
-"""Keys of the evidence from which `Summary` derives its reasons."""
+"""Keys of a score's evidence (what the scorer reports besides the value) from which `Summary`
+derives reasons for the scores.
+"""
 _AHEAD = 256
 """Maximum number of rows (or groups) in flight; a scorer's own concurrency limit is lower."""
 
@@ -123,7 +125,7 @@ class Summary:
   passed: int
   """Number of scores above 0."""
   evidence: Sequence[Mapping[str, Any]]
-  """Evidence of each score, in the order of the rows."""
+  """For each row in order, the evidence of its score: what the scorer reports besides the value."""
 
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())

@@ -1,4 +1,6 @@
-"""Program of an explorer process. `jaxrl serve --role=explorer` or a run starts it.
+"""Program of an explorer, a process that runs the rollout workflow for process 0 of a run.
+
+It is started by `jaxrl serve --role=explorer`, or by the run itself.
 
 Explorers hold no model and use no device.
 """
@@ -83,7 +85,7 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 
 async def _master(watch: Watch) -> Lease:
-  """Waits until a run is registered, and returns the lease of the newest run."""
+  """Waits until a run is registered, and returns the lease (registry entry) of the newest run."""
   # The wait 'master' is unbounded, since an explorer waits as long as no run is registered.
   while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
@@ -91,8 +93,8 @@ async def _master(watch: Watch) -> Lease:
 
 
 async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
-  """Explores for one master until it cannot be reached, or is no longer the newest in the
-  registry.
+  """Runs the workflow of one run until its master (process 0) cannot be reached or is no longer the
+  newest in the registry.
   """
   logging.info('exploring for %s at %s', master.name, master.address)
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))

@@ -80,7 +80,7 @@ def open_registry(
 def lease_of(
   kind: Kind, address: str, name: str | None, fingerprint: Mapping[str, str] | None = None
 ) -> Lease:
-  """Returns the lease of a service.
+  """Returns the lease of a service: the description with which it registers in a registry.
 
   Args:
     address: address at which the service listens.
@@ -96,7 +96,10 @@ def lease_of(
 
 @contextlib.asynccontextmanager
 async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterator[None]:
-  """Registers the leases during the block; does nothing if there is no registry."""
+  """Registers services during the block. Each lease describes one service.
+
+  Does nothing if there is no registry.
+  """
   if registry is None:
     yield
     return
@@ -105,8 +108,10 @@ async def registering(registry: Registry | None, *leases: Lease) -> AsyncIterato
 
 
 def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConfig | None:
-  """Returns the configuration of the front that the flags describe. Returns None without --host;
-  then only processes of this user can connect to the service.
+  """Returns the configuration of the front, the HTTP server through which other hosts reach a
+  service, as described by the flags.
+
+  Returns None without --host; then only processes of this user can connect to the service.
   """
   check_addresses_file(values.addresses_file)
   if not values.host:
@@ -117,8 +122,8 @@ def read_front(values: flags.FlagValues, registry: Registry | None) -> FrontConf
 
 
 def token_of(token_file: str | None, registry: Registry | None) -> str:
-  """Returns the path of the file with a front's token: `token_file`, or else the file with the
-  registry's key.
+  """Returns the path of the file with the token that a front requires of its clients: `token_file`,
+  or else the file with the registry's key.
   """
   if token_file:
     return token_file

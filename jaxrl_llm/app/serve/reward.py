@@ -73,7 +73,7 @@ _CHARACTERS = 256
 the maximum number of tokens cannot fit.
 """
 _END_BYTES = 1 << 20
-"""Number of bytes, at the end of each file, that a fingerprint covers."""
+"""Number of bytes at the end of each of a model's files that the model's fingerprint covers."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 

@@ -80,7 +80,9 @@ class LedgerEntry:
   attempts: int
   """Number of times that the trial's process has been started."""
   failures: int
-  """Number of these starts that ended in a failure that the sweep did not cause by stopping it."""
+  """Number of starts of the trial's process that ended in a failure. It is no failure if the sweep
+  itself stopped the process.
+  """
   step: int
   """Largest step in the metrics of the trial."""
   exit_code: int | None
@@ -384,10 +386,13 @@ class Ledger:
 def values(
   entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], meta: Mapping[str, Json]
 ) -> dict[int, float]:
-  """Returns each trial's value of the objective, keyed by number.
+  """Returns each trial's value of the objective, keyed by the trial's number.
 
-  Depending on `meta`, that is its last or its best finite measurement. Trials without a finite
-  measurement are left out.
+  The value is the last or the best finite measurement, as `meta['at']` says. Trials without a
+  finite measurement are left out.
+
+  Args:
+    meta: properties that all trials share, as in `Ledger.meta`.
   """
   better = max if meta['direction'] == 'maximize' else min
   measured: dict[int, float] = {}

@@ -67,8 +67,8 @@ services+=($!)
 
 runs() { kill -0 "$1" 2>/dev/null; }
 
-# stop GROUP: sends SIGTERM once to the processes of a group, upon which the trainer commits. A
-# signal to srun instead would soon kill them.
+# stop GROUP: sends SIGTERM once to the processes of a group. The trainer then commits. If srun got
+# the signal instead, it would soon kill them.
 stop() {
   local step
   step=$(squeue --noheader --steps --jobs="$id" --format='%j %i' | grep "^$1 " | head -n 1)
@@ -82,9 +82,9 @@ trap 'asked=limit; say "the time limit is near: stopping the trainer"; stop trai
 trap 'asked=cancel; say "cancelled: stopping the trainer"; stop trainer' USR2
 trap 'asked=${asked:-end}' TERM
 
-# Removes ended services from the list, and stops the trainer if a service has failed. A service
-# that ended with 0 was signalled. The trainer may have received the same signal, and a second one
-# would interrupt its commit.
+# Removes ended services from the list, and stops the trainer if a service has failed. Exit code 0
+# of a service means that a signal asked it to end. The trainer is then left alone: it may have
+# received the same signal, and a second one would interrupt its commit.
 look_at_services() {
   local service left=()
   for service in ${services[@]+"${services[@]}"}; do
