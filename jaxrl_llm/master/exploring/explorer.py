@@ -451,7 +451,8 @@ class Explorer:
       if not any(g.is_running and not g.is_waiting for g in self._groups.values()):
         return False
       self._progress.clear()
-      await self._progress.wait()  # The wait 'collect' is bounded by the loop, which cancels this task.
+      # The wait 'collect' is bounded by the loop, which cancels this task.
+      await self._progress.wait()
     group.is_waiting = False
     return True
 
