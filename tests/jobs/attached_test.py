@@ -8,7 +8,7 @@ import job
 import psutil
 import pytest
 import serving
-from attached import fakes
+from attached import fake_servers, fakes, flags_of
 
 from jaxrl_llm.replay.audit import audit
 
@@ -56,12 +56,8 @@ def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on
   tmp_path,
 ):
   run = tmp_path / 'run'
-  with fakes(tmp_path, count=1) as flags:
-    (server,) = [
-      child
-      for child in psutil.Process().children()
-      if f'--uds={tmp_path / "0.sock"}' in child.cmdline()
-    ]
+  with fake_servers(tmp_path, 1) as servers:
+    flags, server = flags_of(servers), psutil.Process(servers[0][0].pid)
     # The stop may come in the middle of a publication too.
     limits = {
       'latency_s': 5,

@@ -94,16 +94,21 @@ def flip_last_bit(file):
   file.write_bytes(data)
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base, tmp_path):
+@pytest.mark.parametrize(
+  'kills',
+  [(18,), pytest.param((5, 18), marks=pytest.mark.acceptance)],
+  ids=['in GRPO', 'in each stage'],
+)
+def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base, tmp_path, kills):
   run = tmp_path / 'run'
-  for count in (5, 18):  # Inside each stage.
+  for count in kills:
     process = job.start(run, config=config(base))
     job.wait_for_rows(run, count, process)
     while not job.commits(run):  # A commit ends while later steps run.
       assert process.poll() is None
       time.sleep(0.01)
     job.kill(process)
-    if count == 5:
+    if count == kills[0]:
       flip_last_bit(base / 'hf/model.safetensors')
       error = job.train(run, config=config(base), expect=2).stderr
       commit = f'the commit at step {job.commits(run)[-1]}'

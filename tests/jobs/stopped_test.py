@@ -91,11 +91,11 @@ def test_a_process_that_is_stopped_is_replaced_or_ends_the_run_with_a_line(kind,
 
 def test_with_one_of_two_servers_stopped_the_run_goes_on_with_the_other(tmp_path):
   run = tmp_path / 'run'
-  with attached.fakes(tmp_path) as flags:
-    process = job.start(run, *flags, *SERVERS)
+  with attached.fake_servers(tmp_path, 2) as servers:
+    process = job.start(run, *attached.flags_of(servers), *SERVERS)
     job.wait_for_rows(run, 12 + 2, process)
-    socket = f'--uds={tmp_path / "0.sock"}'
-    victim = stop_one(process, lambda p: socket in words(p), psutil.Process().children())
+    server = psutil.Process(servers[0][0].pid)
+    victim = stop_one(process, lambda p: p == server, [server])
     assert end(process, victim)[0] == 0
   check(run)
 

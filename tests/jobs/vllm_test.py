@@ -15,6 +15,7 @@ import namespaces
 import numpy as np
 import pytest
 import serving
+from safetensors.numpy import load_file
 from serving import TIED, VOCAB, ask, fault, forward, request, weights
 
 from jaxrl_llm.core.errors import RunError, UserError
@@ -22,7 +23,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.publication import FILE
+from jaxrl_llm.rollout.vllm.publication import FILE, digest
 from jaxrl_llm.weights.hf import load_params
 
 pytestmark = pytest.mark.full
@@ -231,19 +232,34 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
   asyncio.run(main())
 
 
-def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculation_agrees(
-  pair, tmp_path
-):
-  """The servers that a run published to, against a fresh one that loaded the run's export and
-  speculates.
-  """
-  run = tmp_path / 'run'
+def trained_on(pair, run):
+  """Trains the job on the servers, and checks its metrics."""
   job.train(run, *serving.attached_job(pair))
   assert sum(row.get('run/engine_void', 0) for row in job.rows(run)) == 0
   steps = [row for row in job.rows(run) if 'actor/pg_loss' in row]
   assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
   assert max(row['rollout_corr/k3_kl'] for row in steps) < 1e-8
   assert {row['perf/compilations'] for row in steps[2:]} == {0}
+
+
+def test_after_a_run_servers_hold_what_it_exported(pair, tmp_path):
+  trained_on(pair, tmp_path / 'run')
+  exported = load_file(tmp_path / 'run' / 'hf' / 'model.safetensors')
+  wanted = {name: digest(array) for name, array in exported.items()}
+
+  async def main():
+    assert await serving.loaded(pair[0]) == await serving.loaded(pair[1]) == wanted
+
+  asyncio.run(main())
+
+
+@pytest.mark.acceptance
+def test_after_a_run_a_fresh_server_with_speculation_agrees(pair, tmp_path):
+  """The servers that a run published to, against a fresh one that loaded the run's export and
+  speculates.
+  """
+  run = tmp_path / 'run'
+  trained_on(pair, run)
   speculation = {
     'method': 'ngram',
     'num_speculative_tokens': 4,

@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 import time
 
 import job
 import serving
+import warm
 from paths import SUPPORT
 
 from jaxrl_llm.models.families import tiny
@@ -25,17 +24,11 @@ def fake_servers(folder, count):
   )
   sockets = [folder / f'{i}.sock' for i in range(count)]
   processes = [
-    subprocess.Popen(
-      [
-        sys.executable,
-        str(SUPPORT / 'fake_vllm'),
-        f'--model={folder}',
-        f'--uds={socket}',
-        '--max_model_len=64',
-      ],
+    warm.start(
+      [str(SUPPORT / 'fake_vllm'), f'--model={folder}', f'--uds={socket}', '--max_model_len=64'],
+      cwd=job.ROOT,
       env=job.environment(),
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
+      piped=False,
     )
     for socket in sockets
   ]
@@ -51,12 +44,17 @@ def fake_servers(folder, count):
       process.wait()
 
 
+def flags_of(servers):
+  """Flags of a job that is attached to these `fake_servers`."""
+  addresses = json.dumps([address for _, address in servers])
+  return ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
+
+
 @contextlib.contextmanager
 def fakes(folder, count=2):
   """Flags of a job that is attached to servers."""
   with fake_servers(folder, count) as servers:
-    addresses = json.dumps([address for _, address in servers])
-    yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
+    yield flags_of(servers)
     assert all(process.poll() is None for process, _ in servers), (
       'attached servers outlive a trainer'
     )
