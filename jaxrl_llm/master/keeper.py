@@ -42,7 +42,7 @@ _WARN_EVERY = 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
   """Outputs of process 0 other than checkpoints (metrics, rollouts, evaluations, progress), and the
-  objects whose data they contain.
+  objects from which their data come, such as the store and the evaluator.
   """
 
   metrics: MetricsWriter

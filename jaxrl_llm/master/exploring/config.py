@@ -19,12 +19,13 @@ class ExplorerConfig:
 
   stage: str
   earlier: tuple[str, ...] = ()
-  """Names of the run's earlier stages. The visits of a task (the number of times that it has been
-  drawn) are counted on from those stages.
+  """Names of the run's earlier stages. Their visits of a task (the number of times that they have
+  drawn it) are included in this stage's count of the task's visits.
   """
   restarted: int = 0
-  """In a branch whose stage has started its data again from the beginning: number of batches that
-  the run had completed by then. Visits of tasks before that point are counted too. 0 otherwise.
+  """Number of batches that the run had completed when it last branched with `--reset_data`, so that
+  the stage draws its tasks again from the first one on; 0 if it never did. The stage's visits of
+  tasks before that point are included in the count of visits too.
   """
   first_step: int = 0
   """Number of batches that the run completes before the stage."""

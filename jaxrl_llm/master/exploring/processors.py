@@ -129,7 +129,8 @@ def aligned(options: Nothing) -> Processor:
   """Drops inconsistent samples.
 
   These are samples without tokens to train on (unless they are masked as a whole), with a logprob
-  above 0 (apart from rounding), or whose segments do not cover exactly the sampled tokens.
+  above 0 (apart from rounding), or whose segments (ranges of tokens, each sampled by one version of
+  the weights) do not cover exactly the sampled tokens.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
