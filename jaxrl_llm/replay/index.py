@@ -200,8 +200,8 @@ class ReplayStore:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str], *, before: int | None = None) -> dict[str, int]:
-    """Returns the number of times that these stages have drawn each task, keyed by task uid. It is
-    also the task's next visit number. Void samples do not count.
+    """Returns the number of times that these stages have drawn each task, keyed by task uid. This
+    number is also the task's next visit number. Void samples do not count.
 
     Args:
       before: count only samples that were issued before this step. If None, all samples count.
