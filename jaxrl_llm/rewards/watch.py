@@ -1,5 +1,5 @@
-"""Forbids operations such as evaluating code or using files to verifiers, which should only compare
-text.
+"""Keeps verifiers, which should only compare text, from doing anything else, such as evaluating
+code or using files.
 
 A verifier is the function with which a task generator checks an answer. It is watched by an audit
 hook, which the interpreter calls before operations such as starting a process. The hook cannot be

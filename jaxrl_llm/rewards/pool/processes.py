@@ -6,9 +6,10 @@ or crashes its process affects only its own call. No worker outlives the process
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
 worker is replaced in milliseconds. A process has only one fork server, with the libraries of the
-first pool. Workers of a later pool import any other libraries when they start, before the deadline
-of a call begins. `multiprocessing` executes the top level of the main module in every new worker,
-so a launch script should keep its heavy imports under `if __name__ == '__main__':`.
+first pool. Workers of a later pool import the libraries that the fork server lacks when they start,
+before the deadline of a call begins. `multiprocessing` executes the top level of the main module in
+every new worker, so a launch script should keep its heavy imports under
+`if __name__ == '__main__':`.
 """
 
 from __future__ import annotations

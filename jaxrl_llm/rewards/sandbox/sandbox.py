@@ -129,7 +129,7 @@ T = TypeVar('T')
 class Stop:
   """Lets another thread end a running program.
 
-  The call that runs the program then raises SandboxError. If the program is not isolated, it
+  The call that runs the program then raises SandboxError. If the program is not isolated, the call
   returns an outcome with the ending LOST instead.
   """
 

@@ -262,7 +262,8 @@ the rest of the time.
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
-  """Returns the scorer's options. If they do not set `wall_s`, one that fits the deadline is added.
+  """Returns the scorer's options. If they do not set `wall_s`, a value that fits the deadline is
+  added.
 
   Raises UserError if `wall_s` is not below the deadline. A program that never ends would then count
   as a failure of the scorer, rather than score 0.

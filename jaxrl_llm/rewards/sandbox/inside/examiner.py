@@ -165,7 +165,8 @@ class Examiner:
     that the module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # A call of a name that the tests define only later means the program's function.
+    # If the tests call a name that the program defines, the name means the function to be tested,
+    # even if the tests define it later. Built-in names then mean Python's own functions.
     if (
       self._names.ambiguous
       and not (values.keys() & self._names.called) - self._names.modules.keys()
@@ -365,7 +366,7 @@ class Examiner:
       methods = {
         '__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)
       }
-      # The constructor of the base class may not accept a single text.
+      # The constructor of the base class might refuse a single text as its only argument.
       if standard or issubclass(base, _UNICODE):
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
@@ -415,7 +416,8 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    # The program gets these attributes, because `functools.wraps` copies them.
+    # The program gets the name and docstring of a function of the tests, because `functools.wraps`
+    # copies them.
     name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))
     return {
       'name': name if isinstance(name, str) else 'function',

@@ -67,8 +67,9 @@ OPERATIONS = (
 
 
 class Peer:
-  """One end of the exchange. It lends objects to the other end, which gets their numbers instead of
-  copies, and knows the numbers of the objects that it has borrowed.
+  """One end of the exchange. A peer lends objects to the other end, which gets their numbers
+  instead of copies. It also remembers the numbers of the objects that it has borrowed from the
+  other end.
 
   Args:
     channel: channel to the other end.
@@ -107,8 +108,8 @@ class Peer:
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
-    """Returns a message that refers to an object by its number. If the object is one of this
-    process, the description that `describe` returns is part of the message.
+    """Returns a message that refers to an object by its number. Unless `thing` is a proxy for an
+    object of the other end, the message also has the description that `describe` returns.
     """
     if id(thing) in self._borrowed:
       return {'yours': self._borrowed[id(thing)]}

@@ -54,33 +54,40 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64 is denied for other processes. The kernel would permit it for any process of the same
-user, and the supervisor runs as the program's user.
+"""Number of the system call prlimit64, keyed by machine. The call is denied for other processes:
+the kernel would permit it for any process of the same user, and the supervisor runs as the
+program's user.
 """
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction is denied for SIGCHLD. If a process ignored this signal, the kernel would not report
-the processor time of its ended children.
+"""Number of the system call rt_sigaction, keyed by machine. The call is denied for SIGCHLD: if a
+process ignored this signal, the kernel would not report the processor time of its ended children.
 """
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
-"""fsync, fdatasync, sync, sync_file_range and syncfs succeed at once without effect. A program has
-no data on disk, and no signal could end it while such a call waits for the host's disks.
+"""Numbers of the system calls fsync, fdatasync, sync, sync_file_range and syncfs, keyed by machine.
+The filter makes these calls succeed at once without effect. A program has no data on disk, and no
+signal could end it while such a call waits for the host's disks.
 """
 _FCNTL = {'x86_64': 72, 'aarch64': 25}
-"""fcntl is denied for leases and directory notifications. A lease blocks anyone who opens the file,
-even on the host.
+"""Number of the system call fcntl, keyed by machine. The call is denied for leases and directory
+notifications. A lease blocks anyone who opens the file, even on the host.
 """
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""clone is denied for new user namespaces, since not every sandbox can forbid them through /proc.
-clone3 is always refused, because the filter cannot see its flags.
+"""Numbers of the system calls clone, keyed by machine, and clone3. clone is denied for new user
+namespaces, since not every sandbox can forbid them through /proc. clone3 is always refused, because
+the filter cannot see its flags.
 """
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""mmap is denied for shared anonymous memory, which can exist without residing in any process."""
+"""Number of the system call mmap, keyed by machine. The call is denied for shared anonymous memory,
+which can exist without residing in any process.
+"""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair are allowed only for `_FAMILIES`, which the network namespace confines."""
+"""Numbers of the system calls socket and socketpair, keyed by machine. The calls are allowed only
+for the address families `_FAMILIES`, which the network namespace confines.
+"""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""setsockopt is denied for the size of a send buffer, since the supervisor's estimate of a socket's
-memory assumes the default size.
+"""Number of the system call setsockopt, keyed by machine. The call is denied for the size of a send
+buffer, since the supervisor's estimate of a socket's memory assumes the default size.
 """
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}

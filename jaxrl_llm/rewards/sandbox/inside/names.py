@@ -39,7 +39,7 @@ class Names:
       redefined. It is empty if the tests use any other name that the program could define.
     modules: attributes of standard modules that the tests use, keyed by module name.
     standard: module of each standard function or class that the tests use to compare results, keyed
-      by its name.
+      by the name of the function or class: {'Counter': 'collections'}.
     functions: names of functions (not classes) whose results the tests compare with plain values.
     called: names that the tests call. A name such as `Shapes` also counts if all its uses have a
       capitalised attribute (`Shapes.Circle`), because it then names a class or a namespace.
@@ -55,8 +55,8 @@ class Names:
   def is_class(self, name: str) -> bool:
     """Whether a name means a class in the tests.
 
-    The name must be capitalised, and the tests must not use it as a function. A name in capital
-    letters only means a constant, unless the tests call it.
+    The name must be capitalised, and the tests must not use it as a function. A name
+    that is all in capital letters means a constant, unless the tests call it.
     """
     written = _CLASS_NAME.fullmatch(name) is not None and (
       name in self.called or not name.isupper()

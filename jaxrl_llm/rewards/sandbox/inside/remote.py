@@ -30,11 +30,11 @@ class Origin(enum.Enum):
   """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
   """Instance that the tests made by calling a class that they name, or the result of an operator on
-  such instances. No operand was a plain value or COMPUTED.
+  such instances. If an operand is a plain value or COMPUTED, the result is COMPUTED instead.
   """
   COMPUTED = enum.auto()
-  """Result of an operator of which one operand was a plain value of the tests, which the program
-  has thus seen, or was itself COMPUTED.
+  """Result of an operator of which one operand was itself COMPUTED, or was a plain value of the
+  tests. The program has then seen that value.
   """
   RESULT = enum.auto()
   """Result of a call, or an object that the tests obtained as an attribute or item of another

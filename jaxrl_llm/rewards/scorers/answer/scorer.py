@@ -67,7 +67,11 @@ class AnswerOptions:
   ignore_case: bool = False
   """For the mode `exact`: whether to ignore the difference between upper and lower case."""
   units: Units = 'refused'
-  """For the mode `numeric`: treatment of units and words after a number."""
+  """For the mode `numeric`: treatment of units and words after a number. refused: a number followed
+  by text cannot be read; ignored: units and words do not count; stated: units must agree if both
+  the answer and the truth state one; required: like stated, but the answer must have a unit if the
+  truth has one.
+  """
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
   """For the mode `numeric`: an answer may differ from the truth by at most

@@ -246,8 +246,8 @@ def score_in_sandbox(
 ) -> tuple[float | None, ProgramOutcome]:
   """Runs a verifier in a sandbox.
 
-  Returns the verifier's number, or None if the answer made it reach a limit, and the outcome of the
-  sandbox.
+  Returns (number, outcome of the sandbox). The number is the verifier's result, or None if the
+  answer made the verifier reach a limit.
 
   Raises:
     NoIsolation: this machine cannot provide the isolation.
