@@ -22,7 +22,7 @@ from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 WORD = 2**32
-"""Every word of `Request.key` is a uint32, that is, below this number."""
+"""Exclusive upper bound of the words of `Request.key`, each of which is a uint32."""
 
 CUT = 'load'
 """Value of `Segment.finish` when new weights were loaded. The completion continues in the next

@@ -64,7 +64,8 @@ class EngineSpec:
   """Builds the engine without starting it. Called only in process 0 of the trainer."""
   served: bool = False
   """Whether servers outside the trainer's process sample the tokens. Each version is then published
-  with a probe, because the servers' arithmetic differs from the trainer's. An engine inside the
+  with a probe (fixed token sequences with the trainer's logprobs, which the servers must
+  reproduce), because the servers' arithmetic differs from the trainer's. An engine inside the
   trainer's process needs no probe: it runs the trainer's own model on the trainer's devices.
   """
   adapters: bool = False

@@ -277,8 +277,8 @@ class Episode:
     ).text
 
   def _rendered_alone(self, observed: Sequence[ChatMessage]) -> str:
-    """Returns the text that these messages add after an answer of the policy. It is found by
-    rendering them after a neutral exchange.
+    """Returns the text that these messages add after an answer of the policy. To find this text,
+    the messages are rendered after a placeholder conversation of a question and an answer.
     """
     exchange = [{'role': 'user', 'content': _MARK}, {'role': 'assistant', 'content': _MARK}]
     before, after = self._render(exchange, answer=False), self._render([*exchange, *observed])

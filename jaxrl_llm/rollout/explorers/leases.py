@@ -171,7 +171,7 @@ class Leases:
 
   def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group that this explorer may take, or None. A group is not lent to
-    an explorer in its `spoiled_by`, unless that applies to all connected explorers.
+    an explorer whose label is in its `spoiled_by`, unless all connected explorers are in there.
     """
     label = _label(name)
     for group in self._waiting:

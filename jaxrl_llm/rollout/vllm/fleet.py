@@ -426,8 +426,8 @@ class Fleet:
     if replica.state == ReplicaState.GONE:  # The fleet was closed, or the server has left.
       return
     replica.state = ReplicaState.SERVING
-    # Raises the server's count to that of the others. Otherwise 'uniform' dispatch would send it
-    # all requests until it had caught up.
+    # Raises the server's count of assigned requests to that of the others. Otherwise, 'uniform'
+    # dispatch would send all requests to this server until it had caught up.
     serving = [
       r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica
     ]

@@ -582,8 +582,9 @@ class OwnedServer:
       self._opened.close()
 
   def _check_folder(self) -> None:
-    """Creates the server's folder if it is missing, and checks that it is private. Other users can
-    write to the parent directory, and the server imports modules from the folder.
+    """Creates the server's folder if it is missing, and checks that it is private. The check is
+    needed because other users can write to the parent directory, and could otherwise put modules
+    into the folder, from which the server imports.
     """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)
