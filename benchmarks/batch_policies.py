@@ -1,6 +1,6 @@
 """Bias of the batch policies: lengths and rewards of what is trained, against what was sampled.
 
-  PYTHONPATH=tests/support .venv/bin/python benchmarks/batch_policies.py [--bounds=1,2,4] \\
+  PYTHONPATH=tests/support .venv/bin/python benchmarks/batch_policies.py [--bounds=2,4,8] \\
     [--batches=64] [--slots=128] [--train_s=2]
 
 The explorer, its gate and its store run in simulated time around an engine that has `slots` slots
@@ -26,7 +26,7 @@ from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion
 
-_BOUNDS = flags.DEFINE_list('bounds', ['1', '2', '4'], 'Staleness bounds, each a run per policy.')
+_BOUNDS = flags.DEFINE_list('bounds', ['2', '4', '8'], 'Staleness bounds, each a run per policy.')
 _BATCHES = flags.DEFINE_integer('batches', 64, 'Batches of each run.', lower_bound=8)
 _SLOTS = flags.DEFINE_integer('slots', 128, 'Slots of the engine.', lower_bound=1)
 _TRAIN_S = flags.DEFINE_float('train_s', 2.0, 'Simulated seconds of training on a batch.')

@@ -19,7 +19,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName
+from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName, batches_ahead
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
@@ -216,9 +216,11 @@ class Rollouts:
 
   'in_order': those that started first; the batch waits for them, so long answers are not at a
   disadvantage. 'complete_first': those that have finished, groups that earlier batches passed over
-  ahead of newer ones; the trainer waits less, but the first batches contain more short answers, and
-  long answers are older when they are trained on. No group becomes older than `bound` permits.
-  With 'complete_first', timing decides which groups form a batch, so it needs a bound above 0.
+  ahead of newer ones. It starts groups for fewer batches ahead, half of `bound` (rounded up), so
+  that no group becomes older than `bound` permits. Early batches contain more short answers, and
+  long answers are older when they are trained on. With 'complete_first', timing decides which
+  groups form a batch, so it is refused at bound 0. At bound 1 no group could be passed over, so it
+  needs at least 2.
   """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
@@ -286,10 +288,19 @@ class Rollouts:
           f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
           'or raise max_uses'
         )
-    if self.batch_policy != 'in_order' and self.bound == 0:
+    if self.batch_policy != 'in_order' and self.bound < 2:
+      why = 'no clock may decide what a batch contains'
       raise UserError(
-        f'{where}batch_policy: {self.batch_policy!r} with bound 0, at which no clock may decide '
-        "what a batch contains; wanted 'in_order', or a bound above 0"
+        f'{where}batch_policy: {self.batch_policy!r} with bound {self.bound}, at which '
+        f"{'no group may be passed over' if self.bound else why}; wanted 'in_order', or a bound of "
+        'at least 2'
+      )
+    ahead = batches_ahead(self.batch_policy, self.bound)
+    if ahead < self.bound and self.publish_every > ahead + 1:
+      raise UserError(
+        f'{where}publish_every: {self.publish_every}, and with batch_policy {self.batch_policy!r} '
+        f'and bound {self.bound}, groups start for {ahead} batches ahead; wanted at most '
+        f'{ahead + 1}, or a larger bound'
       )
     if self.publish_every > self.bound + 1:
       age = self.publish_every - 1

@@ -126,6 +126,7 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
     f'{prefix}/response_length/mean': mean([float(row['response_len']) for row in rows]),
     f'{prefix}/truncated': mean([float(row['finish_reason'] == Finish.LENGTH) for row in rows]),
     f'{prefix}/unscorable': float(len(rows) - len(scores)),
+    'goodput/tokens/evaluated': float(sum(row['response_len'] for row in rows)),
   }
 
 

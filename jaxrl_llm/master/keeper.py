@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxrl_llm.master.records import rollout_rows, step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rollout.publisher import Publisher
+from jaxrl_llm.runtime import goodput
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import Edge
 from jaxrl_llm.runtime.log.writers import LogWriters
@@ -59,6 +61,8 @@ class Logs:
   writers: LogWriters = dataclasses.field(default_factory=LogWriters)
   """Other writers, such as Weights & Biases, that get a copy of each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
+  repeats_until: int = 0
+  """Steps up to this one were completed before, by attempts whose work a crash undid."""
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
   run directory.
@@ -101,6 +105,7 @@ def write_step(
   batch: Batch,
   updated: Updated,
   seconds: Mapping[str, float],
+  elapsed_s: float,
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Writes the metrics, rollouts and plan of a completed batch, and marks the batch as complete.
 
@@ -111,6 +116,7 @@ def write_step(
     step: number of batches that the run has completed.
     seconds: durations of the step's parts, keyed by the name of the part. `step` and `gen` are
       required.
+    elapsed_s: seconds since the previous row of metrics.
   """
   batches = logs.batches[stage.name]
   taken = batches.taken()
@@ -127,6 +133,7 @@ def write_step(
     # rollouts were generated before, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
+  row |= _goodput(row, elapsed_s, samples=bool(taken), is_repeated=step <= logs.repeats_until)
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
   if taken:
     logs.rollouts.write(stage.name, step, rollout_rows(batch, updated, taken, logs.token_text))
@@ -134,6 +141,39 @@ def write_step(
     logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
     batches.trained(batch.plan)
   return row, exceeded
+
+
+def _goodput(
+  row: Mapping[str, float], elapsed_s: float, *, samples: bool, is_repeated: bool
+) -> dict[str, float]:
+  """Returns the ledger of the seconds since the previous row, from this row's other metrics.
+
+  Args:
+    samples: whether the batch consists of rollouts.
+    is_repeated: whether an earlier attempt had completed the step, and a crash undid it.
+  """
+  parts = {
+    name.removeprefix('timing_s/'): value for name, value in row.items() if 'timing_s/' in name
+  }
+  servers = int(row.get('run/engines_serving', 0))
+  ledgers = {
+    'trainer': goodput.trainer_seconds(
+      parts, elapsed_s, samples_itself=samples and not servers, is_repeated=is_repeated
+    )
+  }
+  if servers:
+    ledgers['servers'] = goodput.server_seconds(
+      servers,
+      elapsed_s,
+      idle_s=row['perf/rollout_idle_s'],
+      pause_s=row.get('perf/publish_pause_s', 0.0),
+      evaluate_s=parts.get('testing', 0.0),
+    )
+  return {
+    f'{goodput.PREFIX}{process}/{name}': value
+    for process, ledger in ledgers.items()
+    for name, value in ledger.items()
+  }
 
 
 class RunKeeper:
@@ -158,6 +198,7 @@ class RunKeeper:
     self._process, self._stopwatch, self._start = process, process.stopwatch, start
     self._publisher, self._checkpoints, self._logs = publisher, checkpoints, logs
     self._generates, self._best = generates, start.best
+    self._written = time.perf_counter()
     self._warned: dict[str, int] = {}
     """Step of the last warning, keyed by budget."""
 
@@ -191,7 +232,9 @@ class RunKeeper:
   def _write(
     self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]
   ) -> None:
-    row, exceeded = write_step(self._logs, stage, state.step, batch, updated, seconds)
+    before, self._written = self._written, time.perf_counter()
+    elapsed_s = self._written - before
+    row, exceeded = write_step(self._logs, stage, state.step, batch, updated, seconds, elapsed_s)
     self._warn(state.step, stage.name, exceeded)
     self._logs.progress.step(stage.name, state.step - stage.start, row)
 

@@ -303,6 +303,17 @@ class ReplayStore:
       ).fetchall()
     return {step: json.loads(text) for step, text in rows}
 
+  def undone_until(self) -> int:
+    """Returns the largest number of batches that were completed by an attempt whose work `recover`
+    undid, or 0 if it undid no batch.
+    """
+    with self._lock:
+      rows = self._db.execute(
+        'SELECT commit_step, counts FROM attempts WHERE counts IS NOT NULL'
+      ).fetchall()
+    undone = [(step, json.loads(counts).get('plans', 0)) for step, counts in rows]
+    return max((step + plans for step, plans in undone if plans), default=0)
+
   def meta(self, key: str) -> Any:
     """Returns the value that is stored under `key`, or None. `recover` does not undo changes of
     such values.

@@ -435,6 +435,25 @@ METRICS: dict[str, str] = {
   ),
   'perf/disk_free_gb': "Free space on the run directory's disk, GB.",
   'perf/<name>': 'Another measure of speed or memory.',
+  # Goodput. The classes of a ledger add up to the whole.
+  'goodput/seconds/trainer/<class>': (
+    "Seconds of the trainer's loop since the previous row: `generate` (sampling in the trainer), "
+    '`wait` (for rollouts, scores or rows), `load` (of the rows), `train` (passes, advantages and '
+    'updates), `publish`, `evaluate`, `commit`, `recompute` (a step that a crash undid) or '
+    '`other`. They add up to the time between the rows.'
+  ),
+  'goodput/seconds/servers/<class>': (
+    'Seconds of all serving servers together: `generate`, `publish` (pauses), `evaluate` or '
+    '`idle` (no group in progress). They add up to the time between the rows times the servers.'
+  ),
+  'goodput/tokens/sampled': (
+    'Tokens of the samples stored since the previous row. Over all rows up to one, it is trained + '
+    'dropped + the waiting of that row.'
+  ),
+  'goodput/tokens/trained': 'Sampled tokens of the new groups of the batch.',
+  'goodput/tokens/dropped': 'Sampled tokens of samples that no batch will contain.',
+  'goodput/tokens/waiting': 'Sampled tokens of finished groups that wait for a batch.',
+  'goodput/tokens/evaluated': 'Tokens of the responses of an evaluation.',
   # The run.
   'run/clock_decisions': (
     'Decisions that depended on a clock since this start. If not 0, the run is not exactly '

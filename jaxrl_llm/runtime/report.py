@@ -22,6 +22,7 @@ from typing import Any
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import (
   events,
+  goodput,
   history,
   metric_names,
   metrics,
@@ -345,6 +346,14 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
       'detail': detail,
     }
   )
+  for process, label, useful in (
+    ('trainer', 'Goodput of the trainer', ('train', 'generate')),
+    ('servers', 'Goodput of the servers', ('generate',)),
+  ):
+    if shares := goodput.shares(rows, process):
+      value = sum(shares.get(name, 0.0) for name in useful)
+      detail = ', '.join(f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.005)
+      tiles.append({'label': label, 'value': f'{value:.0%}', 'detail': detail})
   detail = f'{sum(tokens):,.0f} tokens in the batches' if tokens else ''
   tiles.append(
     {'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail}

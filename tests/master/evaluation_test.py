@@ -118,6 +118,7 @@ def test_truncated_and_unscorable_are_counted_apart_over_all_responses():
     'val-aux/eval/response_length/mean': 6.0,
     'val-aux/eval/truncated': 0.5,
     'val-aux/eval/unscorable': 2.0,
+    'goodput/tokens/evaluated': 24.0,
   }
 
 

@@ -213,6 +213,21 @@ def test_undo_hand_worked(tmp_path):
   assert audit(store).issued == 11
 
 
+def test_the_batches_that_crashes_undid_are_known(tmp_path):
+  """The first attempt completes three batches and commits one; the second redoes one of them."""
+  store = open_store(tmp_path)
+  assert store.undone_until() == 0
+  for step in range(3):
+    store.at(step).record_plan([])
+  for _ in range(2):
+    store.close()
+    store = open_store(tmp_path)
+    store.recover(1)
+    assert store.undone_until() == 3
+    store.at(1).record_plan([])
+  store.close()
+
+
 def test_prune_forgets_bytes_only_of_what_the_commit_ended(tmp_path):
   store = open_store(tmp_path)
   store_group(store, ['a', 'b', 'c'], 0)

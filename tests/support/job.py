@@ -50,7 +50,7 @@ RIGHT = (
   '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
 )
 """What a policy of a few steps meets now and then: a word with one 'a', at neither end."""
-UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/')
+UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'goodput/seconds/')
 """Metrics that may differ between two equal runs."""
 SESSION = 'JAXRL_TEST_SESSION'
 """Environment variable with the directory that all workers of a test session share."""

@@ -5,6 +5,7 @@ classes that implement the parts.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -270,6 +271,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
     machine_metrics=_machine_metrics(workdir, explorers, services),
     writers=open_writers(config.logging, workdir, name=config.name),
     mismatch=config.rollout.mismatch,
+    repeats_until=services.store.undone_until(),
     files=made_files(workdir),
   )
 
@@ -288,6 +290,7 @@ def _machine_metrics(
       'perf/heartbeat_max_s': services.heartbeat.take(),
       'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
       'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
+      **_tokens(explorers),
       **resources(workdir),
       'run/clock_decisions': scorers.counts['timeout']
       + sum(explorer.clock_decisions for explorer in explorers),
@@ -297,6 +300,13 @@ def _machine_metrics(
     }
 
   return take
+
+
+def _tokens(explorers: Sequence[Explorer]) -> dict[str, float]:
+  """Returns the ledger of the sampled tokens since the previous call, over all stages."""
+  ledgers = [explorer.take_tokens() for explorer in explorers]
+  total = sum(map(collections.Counter, ledgers), collections.Counter())
+  return {f'goodput/tokens/{name}': float(total[name]) for ledger in ledgers[:1] for name in ledger}
 
 
 def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:

@@ -227,7 +227,9 @@ class StageTrials:
     """Writes what the run would write after a step, and keeps it for the findings."""
     logs = self._resources.logs
     trial.samples += logs.batches[trial.stage.name].taken().values()
-    row, exceeded = write_step(logs, trial.stage, self._state.step, batch, updated, seconds)
+    row, exceeded = write_step(
+      logs, trial.stage, self._state.step, batch, updated, seconds, seconds['step']
+    )
     # In the written row, None stands for a value that is not finite.
     trial.rows.append({key: math.nan if value is None else value for key, value in row.items()})
     trial.exceeded |= exceeded

@@ -46,6 +46,7 @@ _NOT_OF_THE_PLAN = (
   'timing_s/',
   'timing_per_token_ms/',
   'perf/',
+  'goodput/',
   'run/clock_decisions',
   'run/engine',
 )

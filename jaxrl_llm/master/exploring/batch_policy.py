@@ -64,6 +64,16 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
   return _complete([c for c in candidates if c.number in numbers], count)
 
 
+def batches_ahead(policy: BatchPolicyName, bound: int) -> int:
+  """Returns the number of batches for which groups may start ahead.
+
+  With complete_first it is half of the bound, rounded up. The other half is the number of batches
+  that may pass a group over: if groups started as far ahead as the bound permits, each batch would
+  have to take those that started first.
+  """
+  return bound if policy == 'in_order' else (bound + 1) // 2
+
+
 def passed_over(candidates: Sequence[Candidate], chosen: Sequence[int]) -> int:
   """Returns the number of groups that are not in the batch although they started before its newest
   group.

@@ -38,7 +38,7 @@ class ExplorerConfig:
   and the weights that the group updates. See `Gate`.
   """
   batch_policy: BatchPolicyName = 'in_order'
-  """Rule that decides which groups form a batch. 'complete_first' requires a `bound` above 0."""
+  """Rule that decides which groups form a batch. 'complete_first' requires `bound` 2 or more."""
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
   sampling: Sampling = Sampling()

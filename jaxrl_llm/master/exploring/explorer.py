@@ -29,14 +29,24 @@ from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
-from jaxrl_llm.master.exploring.batch_policy import POLICIES, Candidate, passed_over
+from jaxrl_llm.master.exploring.batch_policy import (
+  POLICIES,
+  Candidate,
+  batches_ahead,
+  passed_over,
+)
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
-from jaxrl_llm.master.exploring.selection import Experience, choose, experience_rows
+from jaxrl_llm.master.exploring.selection import (
+  Experience,
+  choose,
+  experience_rows,
+  sampled_tokens,
+)
 from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
@@ -114,6 +124,7 @@ class Explorer:
     self._max_groups, self._collecting = most, False
     self._gate = Gate(
       bound=config.bound,
+      ahead=batches_ahead(config.batch_policy, config.bound),
       groups_per_batch=config.groups_per_batch,
       batches=config.batches,
       spare=most - config.groups_per_batch if in_waves else 0,
@@ -142,6 +153,8 @@ class Explorer:
     """
     self._scoring_s = 0.0
     self._passed_over = 0
+    self._tokens: collections.Counter[str] = collections.Counter()
+    """Sampled tokens since they were last taken: 'sampled', 'trained' and 'dropped'."""
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -273,6 +286,7 @@ class Explorer:
       self._waves.close()
     self._report_outcomes(numbers[-1])
     batch = [member for group in groups for member in group.chosen]
+    self._tokens['trained'] += sampled_tokens(batch)
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
     )
@@ -340,6 +354,7 @@ class Explorer:
     dropped = 0
     for number in numbers:
       group = self._groups.pop(number)
+      self._tokens['dropped'] += sampled_tokens(group.chosen or [])
       uids = [row.uid for row in self._issued(group.task, group.visit) if row.uid in live]
       self._writer.drop(uids, 'given up')
       dropped += len(uids)
@@ -507,6 +522,21 @@ class Explorer:
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
+  def take_tokens(self) -> dict[str, int]:
+    """Returns the ledger of sampled tokens since the previous call. A token is counted when its
+    sample is stored.
+
+    'sampled' is the number of stored tokens, 'trained' that of tokens in batches, and 'dropped'
+    that of tokens that no batch will contain. 'waiting' is the number of tokens in finished groups
+    that wait for a batch now. Over all calls, sampled = trained + dropped + waiting.
+    """
+    waiting = [group.chosen for group in self._groups.values() if group.chosen is not None]
+    tokens, self._tokens = self._tokens, collections.Counter()
+    return {
+      **{name: tokens[name] for name in ('sampled', 'trained', 'dropped')},
+      'waiting': sum(map(sampled_tokens, waiting)),
+    }
+
   def take_idle(self) -> float:
     """Returns the seconds since the previous call during which no group was in progress."""
     return self._clock.take() if self._running is not None else 0.0
@@ -643,6 +673,8 @@ class Explorer:
       **verified.dropped,
       'not_selected': not_selected,
     }
+    self._tokens['sampled'] += sampled_tokens(members)
+    self._tokens['dropped'] += sampled_tokens(members) - sampled_tokens(chosen)
     asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
       self._writer.append([m.sample for m in members])

@@ -16,17 +16,27 @@ class Gate:
   """
 
   def __init__(
-    self, *, bound: int, groups_per_batch: int, batches: int | None = None, spare: int = 0
+    self,
+    *,
+    bound: int,
+    groups_per_batch: int,
+    ahead: int | None = None,
+    batches: int | None = None,
+    spare: int = 0,
   ):
     """
     Args:
       bound: maximum staleness in batches: the number of batches between the weights that generate a
         group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
+      ahead: number of batches, at most `bound`, for which groups may start ahead: the number that
+        stands for `bound` in the limit. If it is less than the bound, a group may join a later
+        batch than the one that its place in the order of start gives it. If None, it is `bound`.
       batches: number of batches in the stage. If None, the number is unlimited.
       spare: number of further groups that may be generated, of which the caller parks those that
         the batch does not need.
     """
+    self._ahead = bound if ahead is None else ahead
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
     self._spare = spare
     self._started = self._dropped = self._parked = 0
@@ -38,7 +48,7 @@ class Gate:
     """Number of groups that may start now; 0 until the engines serve a first version."""
     if self._served < 0:
       return 0
-    batches = self._served + self._bound + 1
+    batches = self._served + self._ahead + 1
     if self._batches is not None:
       batches = min(batches, self._batches)
     return batches * self._groups_per_batch + self._spare - self._counted

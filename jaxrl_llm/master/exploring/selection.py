@@ -109,6 +109,14 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
   return chosen
 
 
+def sampled_tokens(members: Sequence[Experience]) -> int:
+  """Returns the number of tokens that the policy sampled in these members. A sample that is in
+  several pairs counts once.
+  """
+  samples = {member.sample.uid: member.sample for member in members}
+  return sum(int(sample.sampled.sum()) for sample in samples.values())
+
+
 EXPERIENCE = 'experience'
 """Name of the store's records that say how a selected sample is trained on. Records with other
 names say how the processor of that name changed a sample.

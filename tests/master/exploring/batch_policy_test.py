@@ -14,6 +14,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.batch_policy import (
   POLICIES,
   Candidate,
+  batches_ahead,
   complete_first,
   in_order,
   passed_over,
@@ -61,7 +62,7 @@ def test_groups_that_started_before_one_of_the_batch_are_passed_over():
   assert passed_over(candidates('xx..'), [0, 1]) == 0
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
 def test_every_group_is_trained_once_and_in_time_whatever_finishes_when(
   bound, count, publish_every, seed
 ):
@@ -69,7 +70,8 @@ def test_every_group_is_trained_once_and_in_time_whatever_finishes_when(
   and one in ten is dropped.
   """
   batches, rng = 8, random.Random(seed)
-  gate = Gate(bound=bound, groups_per_batch=count, batches=batches)
+  ahead = batches_ahead('complete_first', bound)
+  gate = Gate(bound=bound, ahead=ahead, groups_per_batch=count, batches=batches)
   groups, trained = {}, []
 
   async def collect(batch):
@@ -91,7 +93,7 @@ def test_every_group_is_trained_once_and_in_time_whatever_finishes_when(
 
   async def train():
     for batch in range(batches):
-      if batch % min(publish_every, bound + 1) == 0:
+      if batch % min(publish_every, ahead + 1) == 0:
         gate.advance(batch)
       for number in await collect(batch):
         group = groups.pop(number)
@@ -103,7 +105,7 @@ def test_every_group_is_trained_once_and_in_time_whatever_finishes_when(
   assert not groups, 'the stage ends with no group left over'
 
 
-@pytest.mark.parametrize('bound', [1, 3])
+@pytest.mark.parametrize('bound', [2, 4])
 def test_a_batch_takes_finished_groups_and_passes_over_the_slow_one(tokenizer, store, bound):
   """Group 0 is slow: it joins the last batch that the bound permits, and no earlier one."""
   exploration = exploring.Exploration(
@@ -183,12 +185,17 @@ def test_groups_that_were_passed_over_at_a_commit_are_trained_once_after_it(
   store.close()
 
 
-def test_a_clock_decides_nothing_at_bound_0():
+def test_a_bound_that_leaves_no_choice_is_refused():
   def stage(**source):
     source = Rollouts(tasksets=('train',), **source)
     return StageConfig(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, source=source)
 
-  assert stage(bound=1, batch_policy='complete_first').source.batch_policy in POLICIES
-  with pytest.raises(UserError, match=r'batch_policy: .complete_first. with bound 0') as caught:
-    stage(batch_policy='complete_first')
-  assert '\n' not in str(caught.value)
+  assert stage(bound=2, batch_policy='complete_first').source.batch_policy in POLICIES
+  for wrong, words in (
+    (dict(), 'with bound 0, at which no clock may decide'),
+    (dict(bound=1), 'with bound 1, at which no group may be passed over'),
+    (dict(bound=4, publish_every=4), 'publish_every: 4, .* start for 2 batches ahead'),
+  ):
+    with pytest.raises(UserError, match=words) as caught:
+      stage(batch_policy='complete_first', **wrong)
+    assert '\n' not in str(caught.value)

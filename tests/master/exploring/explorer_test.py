@@ -147,6 +147,44 @@ def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_ane
   assert [counts.get('dropped/groups', 0) for _, counts in batches] == [3, 3, 3]
 
 
+@pytest.mark.parametrize(('bound', 'batch_policy'), [(0, 'in_order'), (2, 'complete_first')])
+def test_every_sampled_token_is_trained_dropped_or_waits(tokenizer, store, bound, batch_policy):
+  """Of each group, one sample in three is dropped, and every fourth group as a whole."""
+
+  def judge(attempt):
+    unscorable = attempt.uid.endswith('/2') or exploration.number(attempt) % 4 == 1
+    return None if unscorable else 1.0
+
+  exploration = exploring.Exploration(
+    tokenizer, store, judge, group_size=3, bound=bound, batch_policy=batch_policy
+  )
+  explorer, ledgers, trained = exploration.explorer, [], 0
+
+  async def main():
+    nonlocal trained
+    async with explorer.running():
+      for step in range(4):
+        explorer.advance(step, step)
+        batch, _ = await explorer.collect()
+        await asyncio.sleep(1.0)  # All groups that may start finish.
+        ledgers.append(explorer.take_tokens())
+        trained += sum(int(member.sample.sampled.sum()) for member in batch)
+        store.at(step).seal(uids(batch))
+        explorer.complete(uids(batch))
+
+  run(main())
+  served = sum(
+    exploration.engine.complete(request, i).tokens.size
+    for request in exploration.engine.requests
+    for i in range(3)
+  )
+  total = sum(map(collections.Counter, ledgers), collections.Counter())
+  assert total['trained'] == trained > 0 and total['dropped'] > 0
+  assert total['sampled'] == total['trained'] + total['dropped'] + ledgers[-1]['waiting']
+  assert (ledgers[-1]['waiting'] > 0) == (bound > 0)
+  assert total['sampled'] == served
+
+
 def by_task(tasks, values):
   """A judge: `values[number of the task][sample index]`, of tasks that are not named 0 and 1."""
   return lambda attempt: values.get(tasks.index(attempt.task), (0.0, 1.0))[
