@@ -332,8 +332,8 @@ def _facts(value: Any) -> _Facts:
 async def _opened(resources: Resources | None, coordinator: Coordinator, *, start: bool):
   """Runs process 0's engine, scorers and logs during the block.
 
-  All processes enter the block together, so that a signal arrives either before or during the block
-  in all of them.
+  All processes enter the block together. A signal therefore reaches either all of them before the
+  block or all of them within it.
 
   Args:
     start: whether to start the engine and the scorers. They are not needed if no step is left.

@@ -325,5 +325,8 @@ def _absolute(config_spec: str) -> str:
 
 
 def _job_name(name: str) -> str:
-  """Returns the configuration's name, reduced to characters that every cluster system accepts."""
+  """Converts the name of a configuration to a job name that every cluster system accepts.
+
+  For example, 'My run_1' becomes 'my-run-1'.
+  """
   return re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')[:40].strip('-') or 'train'

@@ -3,9 +3,9 @@
 The processes can use GPUs on any cluster, and TPU slices on Google Kubernetes Engine (GKE). Each
 group of processes becomes a replicated job, and each process a pod. The JobSet ends when all
 trainer processes have ended. If one of them fails, the JobSet restarts all groups, at most
-`Job.restarts` times. Exit codes 1 and 2 of a trainer, and 2 of a service, are not cured by a
-restart; after them, the JobSet fails at once. If any other failure ends a process of a service,
-only that process is started again.
+`Job.restarts` times. A restart would not help after exit code 1 of a trainer (it cannot
+continue), or after exit code 2 of any process (its input is invalid). The JobSet then fails at
+once. If any other failure ends a process of a service, only that process is started again.
 
 The trainer processes get JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. If they run
 on several TPU slices, they get none of these, because GKE then sets variables that JAX detects.

@@ -6,7 +6,8 @@
 Each process gets JAX_COORDINATOR_ADDRESS (a free port of 127.0.0.1), JAX_NUM_PROCESSES and
 JAX_PROCESS_ID. It also gets NPROC, the number of threads of XLA's CPU pool, on which the last bits
 of results may depend. Unless NPROC is already set, it is this machine's number of cores divided by
-N. The supervisor passes on each line that a process prints, behind the prefix `[process id]`.
+N. The supervisor passes on each line that a process prints, with a prefix: `[0]` for process 0,
+`[s0]` for service 0.
 
 Invariant: the job ends as a whole. A process fails if a signal ends it or its exit code is not 0.
 When a process fails, the supervisor reports which process it was and how it ended. It then sends
@@ -184,7 +185,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 def _start(
   command: Sequence[str], count: int, services: Sequence[Sequence[str]], gpus: int
 ) -> dict[str, subprocess.Popen]:
-  """Starts the services and then the processes. Returns all of them, keyed by label."""
+  """Starts the services, then the processes. Returns all, keyed by label (`ProcessEnd.label`)."""
   address = f'127.0.0.1:{_free_port()}'
   threads = max(1, len(os.sched_getaffinity(0)) // count) if sys.platform.startswith('linux') else 1
   before_exec = _die_with_parent()
@@ -307,7 +308,7 @@ class JobSupervisor:
     return culprit
 
   def _watch(self) -> None:
-    """Starts threads: one that waits for each process, and one that reads each of its outputs.
+    """Starts three threads per process: one waits for its end, the others read stdout and stderr.
 
     This happens after all processes have been started, because forking is unsafe with threads.
     """

@@ -67,8 +67,8 @@ class Branch:
 
   @property
   def scored_as(self) -> pathlib.Path | None:
-    """Run whose chosen scorer options the branch keeps, because it keeps rewards that were computed
-    with them. None if the branch has a new store.
+    """Run whose automatically chosen scorer options the branch keeps, because it also keeps rewards
+    that were computed with these options. None if the branch begins with an empty store.
     """
     return None if 'store' in self.reset else self.run
 
@@ -284,7 +284,8 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
   """Raises UserError if the commit's parameters do not fit the branch's model or algorithm.
 
   Args:
-    wanted: arrays of the commit as the branch would restore them (`state.committed_like`).
+    wanted: shapes of the arrays that the branch would restore from the commit, as returned by
+      `state.committed_like`.
   """
   committed = _checkpoints(workdir.path).shapes(origin.step)
   where = f'--branch_from={origin.branch.run}:{origin.step}'
@@ -407,7 +408,11 @@ def _forget_ended(batches: Any) -> None:
 
 
 def _groups(batches: Any) -> Sequence[dict[str, Any]]:
-  """Returns the groups in flight of a stage's committed state, none for static data."""
+  """Returns the groups that were in flight at a commit; none if its stage trains on static data.
+
+  Args:
+    batches: committed state of the source of batches.
+  """
   state = (batches or {}).get('rollouts', batches or {})
   return state.get('explorer', {}).get('groups', ())
 

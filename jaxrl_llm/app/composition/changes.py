@@ -315,7 +315,7 @@ def _processed_before(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _static(stage: StageConfig) -> tuple[str, ...]:
-  """Returns the names of the preferences or examples that a stage reads."""
+  """Returns the configured names of the preferences or examples that a stage reads, if any."""
   source = stage.source
   if not isinstance(source, Pairs | Examples):
     return ()

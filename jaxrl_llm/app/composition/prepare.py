@@ -68,8 +68,8 @@ class Prepared:
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens of all rows or of a sample of them, keyed by stage name. Contains
-  the stages that learn only from static data.
+  """Sequence lengths in tokens of all rows or of a sample of them, keyed by the name of the stage.
+  Only stages that learn from static data are in it.
   """
 
 
@@ -353,8 +353,8 @@ def _tokenizer(
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
-"""Fields that may be set for preferences made from a taskset. All other settings come from the
-taskset.
+"""Fields of `PreferenceSource` that may be set if the preferences are made from a taskset. All
+other settings are those of the taskset.
 """
 
 

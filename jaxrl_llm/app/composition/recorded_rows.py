@@ -1,4 +1,4 @@
-"""Copies groups that another run recorded to the run directory, as static rows of a stage.
+"""Copies groups of rollouts recorded by another run into this run's directory, as static rows.
 
 A file that exists is kept, so that a resumed run trains on the same groups.
 """

@@ -194,7 +194,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   """Opens process 0's logs, store, engine and scorers, and restores the state of a commit.
 
   Args:
-    committed: host state of the commit; None if there is no commit yet.
+    committed: host state of the commit, which is everything in it except arrays, such as the
+      position in the data; None if there is no commit yet.
   """
   config, workdir, process = setup.config, setup.workdir, setup.process
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
@@ -317,7 +318,8 @@ def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> N
   position in the data.
 
   Args:
-    committed: host state of the commit; None if there is no commit.
+    committed: host state of the commit, which is everything in it except arrays; None if there is
+      no commit.
     ends: last step of each stage, keyed by name.
   """
   step = committed['step'] if committed else 0
@@ -405,7 +407,7 @@ def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:
 def recorded_groups(
   workdir: pathlib.Path, stage: StageConfig, prepared: Prepared
 ) -> RecordedGroups:
-  """Opens the groups that another run recorded and that were copied for this stage."""
+  """Opens the file with the groups that were copied from another run for this stage."""
   tasks = {
     task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks
   }

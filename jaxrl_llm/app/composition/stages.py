@@ -326,7 +326,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    # Only a warning: without the reference, OPMD is a policy gradient, which still learns.
+    # Only a warning: if the reference has no effect, OPMD is a policy gradient, which still learns.
     logging.warning('%s', text)
 
 

@@ -172,9 +172,9 @@ class Workdir:
     """Checks that everything that a commit refers to still exists. Writes nothing.
 
     Args:
-      commit: host state of the commit. Commits of earlier versions of jaxrl_llm do not name a
-        store, an attempt or files. For these, the index, plans and segments are checked, but not
-        whether the store is the one that the commit belongs to.
+      commit: host state of the commit, which is everything in it except arrays. Commits of earlier
+        versions of jaxrl_llm do not name a store, an attempt or files. For these, the index, plans
+        and segments are checked, but not whether the store is the one that the commit belongs to.
 
     Raises:
       UserError: something is missing. The message lists everything that is missing.
@@ -221,8 +221,8 @@ class Workdir:
 
 
 def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...] | None:
-  """Returns the changes with which `config` resumes the run in the directory `path`. Writes
-  nothing.
+  """Returns the changes to the configuration of the run in the directory `path`, if the run is
+  resumed with `config`. Writes nothing.
 
   Returns None if nothing is resumed: the directory has no run, or a run without commits that has
   another configuration.

@@ -39,9 +39,10 @@ from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 
 _MEASURED = (3, 40, 5.0)
-"""Budget of a stage: the minimum and maximum number of measured steps, and a duration in seconds.
+"""Budget of a stage: minimum number of measured steps, maximum number, and a duration in seconds.
 
-Once the measured steps have taken that long, the minimum number of steps is enough.
+The doctor stops after the maximum number, or earlier, when at least the minimum number of steps has
+been measured and these steps have taken this long in total.
 """
 _PREPARING = (2, 120, 12.0)
 """Budget of a stage that trains on static data and precedes another stage.
@@ -494,7 +495,8 @@ def duration(
 
 
 def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Finding]:
-  """Compares the peak memory with the memory of a device, or of the machine if that is unknown.
+  """Compares the peak memory with the memory of a device, or with that of the machine if devices do
+  not report theirs.
 
   Args:
     compilations: statistics of the compiled update programs, keyed by program.

@@ -86,7 +86,7 @@ class Data:
 
   @property
   def used(self) -> list[str]:
-    """Names of the tasksets on which stages train or whose completions are scored."""
+    """Names of the tasksets that stages train on, and of those whose tasks the policy attempts."""
     names = {name for stage in self.config.stages for name in trained_tasksets(stage)}
     return sorted((names | scored_tasksets(self.config)) & self.tasksets.keys())
 

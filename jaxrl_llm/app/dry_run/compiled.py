@@ -96,7 +96,7 @@ class Compilation:
 
 
 def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilation:
-  """Compiles a program for `chip`, or for this process's devices if that is None."""
+  """Compiles a program for devices of kind `chip`; for this process's devices if `chip` is None."""
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
   limit = CHIPS[chip].memory_bytes if chip else None

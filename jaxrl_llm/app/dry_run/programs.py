@@ -29,7 +29,7 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """Model FLOPs over all devices for one micro-batch whose chunks each hold one full sequence."""
+  """Model FLOPs over all devices for a micro-batch in which each packed chunk is one sequence."""
 
 
 class Held(NamedTuple):

@@ -35,7 +35,8 @@ def find_start(
     define: values for variables of the script, keyed by name.
     position: returns the index of the trainer's name in the words of a command; None if the command
       starts no trainer.
-    wanted: description of the expected command, which ends the error message if there is none.
+    wanted: description of the expected command, for the error message if the script starts no
+      trainer.
 
   Raises:
     UserError: the script cannot be read, or starts no trainer.

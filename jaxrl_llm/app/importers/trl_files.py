@@ -265,7 +265,7 @@ class _Calls:
       self._names[name] = None  # A name with several values has none that the text tells.
 
   def given(self) -> Iterator[Given]:
-    """Yields the arguments of configurations, adapters and trainers."""
+    """Yields the arguments of the calls that create configurations, adapters and trainers."""
     for call in self._calls:
       name = _called(call)
       if name in _CONFIGS or name in ('ModelConfig', 'ScriptArguments', 'TrainingArguments'):

@@ -69,8 +69,8 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
 
 
 def _known(keys: Import, key: str, names: Mapping[str, str], otherwise: str) -> str:
-  """Returns our name for the value of a key. If there is none, reports the key as not supported and
-  returns `otherwise`.
+  """Returns our name for the value of a key, from `names`. If `names` lacks the value, reports the
+  key as not supported and returns `otherwise`.
   """
   value = str(keys.get(key))
   if value not in names:

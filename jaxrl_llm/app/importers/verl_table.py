@@ -114,7 +114,7 @@ _NO_FILTER = NotSupported('training samples from the whole distribution')
 
 
 def _if_used(row: Row) -> Choice:
-  """Returns the row of a key that has an effect only if the reward model is enabled."""
+  """Returns the table row of a key that has an effect, as in `row`, only with a reward model."""
   return Choice({True: row}, NotNeeded('reward_model.enable is off'), of='reward_model.enable')
 
 
@@ -123,8 +123,8 @@ def _for_critic(row: Row) -> Choice:
 
 
 def _off(row: Row, why: str = 'the same here') -> Choice:
-  """Returns the row of a key that is not needed if its value is false. Other values are treated as
-  `row` says.
+  """Returns the table row of a key that is not needed if its value is false; `why` is the reason.
+  Other values are treated as `row` says.
   """
   return Choice({False: NotNeeded(why)}, row)
 

@@ -200,8 +200,9 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Experience]:
-  """Returns the scored rollouts of a plan as the run's loop had them, keyed by uid, in the order of
-  the plan.
+  """Returns the scored rollouts that a plan lists, keyed by uid, in the order of the plan.
+
+  They equal those on which the run itself trained.
   """
   if recorded is not None:
     return recorded.recall(plan.rows)

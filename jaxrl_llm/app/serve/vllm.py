@@ -160,8 +160,8 @@ _STEADY_S = 60.0
 
 
 Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
-"""Function of a server's number and address that returns a context manager. The server is
-registered during the context manager's block.
+"""Function that is given a server's number and address. It returns a context manager, during whose
+block the server is registered.
 """
 
 

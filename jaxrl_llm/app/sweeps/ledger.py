@@ -341,7 +341,7 @@ class Ledger:
     ]
 
   def stopping(self, number: int) -> None:
-    """Records that early stopping ends a trial. It is called before the process gets SIGTERM."""
+    """Records that early stopping ends a trial. Call this before its process gets SIGTERM."""
     with self._transaction():
       self._set(number, state=TrialState.STOPPING)
 
