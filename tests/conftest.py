@@ -19,6 +19,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 import job
+import psutil
 import pytest
 import times
 from jaxtyping import install_import_hook
@@ -117,17 +118,25 @@ def certificate(tmp_path_factory):
   return cert, key, locked
 
 
-_MANY_MAPS = 10_000
-"""Memory maps of a process; the kernel grants it 65,530."""
+_MAPS, _BYTES = 10_000, 512 << 20
+"""Memory maps of a process, of which the kernel grants it 65,530, and growth of its memory: from
+there on, programs are freed.
+"""
+
+
+@pytest.fixture(scope='session')
+def _freed_at():
+  """The process's memory when programs were freed last."""
+  return {'bytes': psutil.Process().memory_info().rss}
 
 
 @pytest.fixture(scope='module', autouse=True)
-def _forget_programs():
-  """Frees compiled programs after a file, once there are many: each holds memory maps. It takes
-  0.7 s.
-  """
+def _forget_programs(_freed_at):
+  """Frees compiled programs after a file if there are many: doing so takes 0.7 s."""
   yield
-  maps = pathlib.Path('/proc/self/maps')
-  if not maps.exists() or maps.read_bytes().count(b'\n') > _MANY_MAPS:
+  maps, memory = pathlib.Path('/proc/self/maps'), psutil.Process().memory_info().rss
+  many = maps.exists() and maps.read_bytes().count(b'\n') > _MAPS
+  if many or memory > _freed_at['bytes'] + _BYTES:
     jax.clear_caches()
     gc.collect()
+    _freed_at['bytes'] = psutil.Process().memory_info().rss
