@@ -438,8 +438,9 @@ class Explorer:
     return parked, max(0, min(admitted - len(parked), room))
 
   def _next_wave(self, waves: Waves) -> tuple[list[int], int]:
-    """Returns what `_next_groups` does, at bound 0. A wave starts once all groups of the one before
-    have finished or been parked, if the batch still lacks groups.
+    """Chooses the groups of the next wave (see `waves`), and returns them as `_next_groups` does. A
+    wave starts once all groups of the previous wave have finished or been parked, if the batch
+    still lacks groups.
     """
     groups = self._groups.values()
     needed = self._config.groups_per_batch - sum(g.chosen is not None for g in groups)
@@ -455,8 +456,9 @@ class Explorer:
     return parked, new
 
   async def _place(self, number: int) -> bool:
-    """Waits until it is certain whether the batch takes a group of this wave that has finished. It
-    takes the first `groups_per_batch` of them in order of start, whichever finishes first.
+    """Waits until it is certain whether the batch takes this finished group of the current wave,
+    and returns whether it does. Of all groups that finish, the batch takes the first
+    `groups_per_batch` in order of start, no matter which of them finishes first.
     """
     group = self._groups[number]
     group.is_waiting = True
@@ -625,8 +627,8 @@ class Explorer:
     self._admit(number, judged.members)
 
   async def _spans(self, task: Task, visit: int) -> list[list[Span]]:
-    """Returns the spans that earlier batches generated for each sample of a group. Empty without
-    partial rollouts.
+    """Returns the spans (runs of tokens) that earlier batches generated for each sample of a group.
+    The result is empty without partial rollouts.
     """
     if self._config.partial is None:
       return []

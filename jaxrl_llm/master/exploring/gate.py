@@ -33,8 +33,8 @@ class Gate:
         stands for `bound` in the limit. If it is less than the bound, a group may join a later
         batch than the one that its place in the order of start gives it. If None, it is `bound`.
       batches: number of batches in the stage. If None, the number is unlimited.
-      spare: number of further groups that may be generated, of which the caller parks those that
-        the batch does not need.
+      spare: number of groups that may be started in addition to those that the batches need. The
+        caller parks the groups that the current batch turns out not to need.
     """
     self._ahead = bound if ahead is None else ahead
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches

@@ -82,8 +82,9 @@ class GroupRunner:
 
     Args:
       spans: with partial rollouts, the spans of earlier iterations for each sample.
-      placed: waits until it is known whether the batch takes the group, once its samples are
-        finished. If None, the group is scored in any case.
+      placed: called once the group's samples are finished. It waits until it is known whether the
+        batch takes the group, and returns whether it does. If None, the group is scored in any
+        case.
 
     Raises:
       GroupCut: a sample has spent its budget, or the batch does not take the group. A later
