@@ -38,7 +38,9 @@ class AuditReport:
   states: dict[str, int]
   """Number of samples in each state; the numbers add up to `issued`."""
   partitions: dict[str, int]
-  """Number of samples in each partition; the numbers add up to `issued`."""
+  """Number of samples in each partition: 'usual' for samples of the policy, 'expert' for rows of
+  static data. The numbers add up to `issued`.
+  """
   reasons: dict[str, int]
   """Number of samples, keyed by state and reason, for example 'dropped(timeout)'."""
   uses: dict[int, int]

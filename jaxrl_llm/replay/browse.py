@@ -104,7 +104,9 @@ class Holdings:
   """Summary of a store's content. Sizes are in bytes."""
 
   samples: Mapping[str, Mapping[str, int]]
-  """Number of samples, keyed by partition and state."""
+  """Number of samples, keyed by partition ('usual' for samples of the policy, 'expert' for rows of
+  static data), then by state.
+  """
   tasks: Mapping[str, int]
   """Number of tasks attempted, keyed by taskset."""
   waiting: tuple[tuple[int, int], ...]
@@ -124,7 +126,7 @@ class Holdings:
   open_samples: int
   open_bytes: int
   partial_spans: int
-  """Number of spans of unfinished samples."""
+  """Number of spans of unfinished samples. A span is a run of tokens that one batch generated."""
   partial_bytes: int
   scores: tuple[tuple[str, str, int, float | None, int], ...]
   """(scorer, status, number of samples, mean score, number of replaced scores) for each scorer and

@@ -102,7 +102,11 @@ class StepWriter:
       self._insert(new, 'expert', State.ADMITTED)
 
   def extend(self, spans: Mapping[str, Span]) -> None:
-    """Stores one more span for each of these partial samples, keyed by uid."""
+    """Stores one more span (run of generated tokens) for each of these partial samples.
+
+    Args:
+      spans: new span of each sample, keyed by uid.
+    """
     with self._connection.transaction():
       entries = self._connection.entries(spans)
       self._db.executemany(
