@@ -57,8 +57,8 @@ class Attempt:
   response_len: int
   """Number of tokens that the policy generated."""
   transcript: tuple[Message, ...] = ()
-  """The whole conversation, from the task's prompt to the policy's last turn. Between turns of the
-  policy, what it read has the role 'tool', whatever role it had in the chat template.
+  """The whole conversation, from the task's prompt to the policy's last turn. Whatever the
+  policy read between its turns has the role 'tool', even if the chat template gave it another role.
   """
   environment: Verdict | None = None
   """Reward that the workflow's environment gave; None if it gave none."""
@@ -178,7 +178,7 @@ class AwaitedGroup:
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
   discovers: Discovers | None = None
-  """See `Awaited.discovers`."""
+  """Services in the run's registry that the scorer calls; see `Awaited.discovers`."""
 
 
 AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup
@@ -194,8 +194,8 @@ class ScorerConfig:
   """Name of the implementation. If None, it is the same as `name`."""
   weight: float = 1.0
   combine: Literal['sum', 'product', 'gate'] = 'sum'
-  """How the value enters the reward. sum: times `weight`, it is added. product: times `weight`, the
-  sum is multiplied by it. gate: the reward is 0 unless the value is at least 1.
+  """How the scorer's value enters the reward. sum: weight · value is added; product: the sum is
+  multiplied by weight · value; gate: the reward is 0 unless the value is at least 1.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""

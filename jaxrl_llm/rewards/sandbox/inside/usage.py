@@ -24,7 +24,7 @@ processors for at least `_LEAST_WAIT` of the limit and slept for at most `_MOST_
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-  """Snapshot of a process; times in seconds."""
+  """Processor times of one process, as read at one moment. All values are in seconds."""
 
   used_s: float
   children_s: float
