@@ -123,13 +123,13 @@ class Request:
       raise ValueError(f'request {self.uid}: key {self.key} is not made of uint32 words')
 
   def repetition_end(self, tokens: Int32[np.ndarray, 'time'], *, start: int = 0) -> int | None:
-    """Returns the number of tokens after which repetition ends a completion of this request, or
-    None. Tokens that earlier requests sampled for the completion count as part of it, but not
-    towards the number.
+    """Returns the number of this request's tokens after which repetition ends a completion, or None
+    if it goes on. Tokens that earlier requests sampled for the completion are examined too, but not
+    counted.
 
     Args:
-      tokens: the tokens so far, without the prompt.
-      start: number of tokens that were examined before, after which the completion did not end.
+      tokens: the tokens that this request has sampled for the completion so far.
+      start: number of these tokens that an earlier call has examined without finding an end.
     """
     detection = self.sampling.repetition_detection
     if detection is None:

@@ -180,8 +180,8 @@ class Episode:
     self._evidence.update(evidence or {})
 
   def count(self, name: str, amount: float = 1.0) -> None:
-    """Adds to a count of the episode, such as its tool calls. Counts are parts of the environment's
-    reward in scores and metrics, and do not change its value.
+    """Adds `amount` to the count `name` of the episode, such as its number of tool calls. In scores
+    and metrics, counts are parts of the environment's reward, and do not change the reward's value.
     """
     self._check_open('count')
     self._counts[name] = self._counts.get(name, 0.0) + amount

@@ -40,7 +40,9 @@ def hermes_calls(text: str) -> list[ToolCall]:
 
 
 def qwen3_calls(text: str) -> list[ToolCall]:
-  """Reads the calls of `hermes_calls` after the reasoning; calls within it do not count."""
+  """Reads calls in the form of `hermes_calls` from the text after the reasoning
+  (`<think>…</think>`). Calls within the reasoning do not count.
+  """
   after = _REASONING.sub('', text)
   return [] if after == text and '<think>' in text else hermes_calls(after)
 
@@ -53,7 +55,7 @@ def llama3_calls(text: str) -> list[ToolCall]:
   if not body.startswith('{'):
     return []
   calls = [_read(part, 'parameters') for part in re.split(r'(?<=\})\s*;\s*(?=\{)', body)]
-  # An answer may begin with a brace too. It is a call if the tag or a name says so.
+  # An answer that is no call may begin with a brace too. The tag or a name shows that it is a call.
   return calls if _PYTHON_TAG in text or '"name"' in body else []
 
 

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy may call, and the workflow in which it does."""
+"""Tools: Python functions that the policy may call, and the workflow in which it calls them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 class ToolFailed(Exception):
-  """A call failed. The policy reads the message."""
+  """A call of a tool failed. The policy reads the exception's message as the result of the call."""
 
 
 class Tool:
@@ -66,7 +66,7 @@ class Tool:
 
   async def __call__(self, arguments: Mapping[str, Json]) -> str:
     """Calls the function and returns its result as text. Raises ToolFailed if the arguments do not
-    fit, or if the function raises an exception or exceeds its deadline.
+    fit the function, or if the function raises an exception or exceeds its deadline.
     """
     self._check(arguments)
     try:
@@ -101,10 +101,11 @@ class Tool:
 
 
 class ToolUse(Episodes):
-  """Workflow in which the policy may call tools. An episode ends with a turn without a call.
+  """Workflow in which the policy may call tools. An episode ends with the first turn that contains
+  no call, or after `max_turns` turns.
 
-  The results are messages of the role 'tool'. Numbers of calls and of failed calls are the parts
-  `tool_calls` and `tool_failures` of the environment's reward, which is 0.
+  The policy reads the results of calls as messages of the role 'tool'. The environment's reward has
+  the value 0 and the parts `tool_calls` and `tool_failures`, the numbers of calls and failed calls.
   """
 
   def __init__(
@@ -124,11 +125,14 @@ class ToolUse(Episodes):
     Args:
       tools: 'module:attribute' of each tool, a function or a `Tool`; 'python' is a Python
         interpreter in the sandbox.
-      parser: reads the calls in a turn's text: 'hermes', 'llama3', 'qwen3', 'module:attribute' of a
-        function from text to a list of `ToolCall`, or 'auto' for the one of the chat template.
+      parser: reads the calls in a turn's text. It is a built-in parser ('hermes', 'llama3',
+        'qwen3'), 'module:attribute' of a function from text to a list of `ToolCall`, or 'auto' for
+        the built-in parser that fits the chat template.
       max_turns: maximum number of turns of an episode.
-      turn_tokens: maximum number of tokens of a turn. If None, all that the episode has left.
-      stop: texts of one token each that end a turn, in addition to the tokenizer's end tokens.
+      turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
+        episode has left.
+      stop: texts that end a turn, in addition to the tokenizer's end tokens. Each must be a single
+        token.
       deadline_s: maximum seconds for a call of a tool that is given as a function.
     """
     given = [_tool(name, deadline_s) for name in tools]

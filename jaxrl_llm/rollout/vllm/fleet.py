@@ -493,6 +493,9 @@ class Fleet:
   def _begin(self, replica: Replica, *, joins: bool) -> None:
     """Starts a task that brings the server into service. If the task fails, the server is closed
     and given up.
+
+    Args:
+      joins: whether the server has just registered. If False, it is one that failed before.
     """
     task = asyncio.create_task(
       self._bring_in_or_end(replica, joins=joins),
