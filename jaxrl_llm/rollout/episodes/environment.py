@@ -120,10 +120,14 @@ class EnvironmentWorkflow(Episodes):
       for _ in range(self._max_turns):
         turn = await episode.act(self._turn_tokens, stop=self._stop)
         try:
-          step = Step(*await self._call('step', environment.step(turn.text)))
+          step = await self._call('step', environment.step(turn.text))
         except EnvironmentFailed as failed:
           episode.fail(str(failed))
           return
+        if not isinstance(step, Step):
+          raise RunError(
+            f'environment {self._name}: step returned a {type(step).__name__}, wanted a Step'
+          )
         episode.reward(step.reward, step.evidence)
         if step.done:
           return

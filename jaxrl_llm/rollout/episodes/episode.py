@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.errors import RunError, one_line
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
 from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.core.types import Json
@@ -139,13 +140,15 @@ class Episode:
 
     Raises:
       OutOfTokens: the observations leave no tokens for a turn.
-      RunError: there was no observation since the last turn.
+      RunError: there was no observation since the last turn, or it has no token.
     """
     self._check_open('act')
     if not self._pending:
       raise RunError(f'{self._name}: act() follows no observation; call observe() first')
     stop_ids = (*self.tokenizer.stop_ids, *map(self._stop_id, stop))
     observed, text = await self._rendered()
+    if not observed:
+      raise RunError(f'{self._name}: the observation has no token, wanted at least one')
     room = self.room - (len(observed) if self._recording else 0)
     most = room if max_tokens is None else min(room, max_tokens)
     if most < 1:
@@ -165,8 +168,8 @@ class Episode:
 
     Args:
       value: finite reward.
-      evidence: details that explain the reward. They are stored with the score, and later entries
-        replace earlier ones of the same name.
+      evidence: JSON details that explain the reward. They are stored with the score, and later
+        entries replace earlier ones of the same name.
     """
     self._check_open('reward')
     if not self.turns:
@@ -175,6 +178,11 @@ class Episode:
       raise RunError(
         f'{self._name}: reward is {value}, wanted a number from -{MAX_REWARD:g} to {MAX_REWARD:g}'
       )
+    try:
+      json.dumps(dict(evidence or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+      line = one_line(f'{self._name}: the evidence of a reward is not JSON: {error}')
+      raise RunError(line) from None
     self._rewards += [0.0] * (self.turns - len(self._rewards))
     self._rewards[-1] += float(value)
     self._evidence.update(evidence or {})

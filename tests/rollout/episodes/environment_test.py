@@ -40,6 +40,8 @@ class Counting:
       await asyncio.sleep(3600)
     if self._trouble == 'step':
       raise OSError('the game\nfell over')
+    if self._trouble == 'tuple':
+      return 'h', 1.0, True
     return Step('h', float(self._turn), self._turn == self._turns, {'turn': self._turn})
 
   async def close(self):
@@ -98,6 +100,11 @@ def test_an_environment_that_does_not_begin_ends_the_run_with_one_line(tokenizer
   with pytest.raises(RunError, match=rf'reset: OSError: no such game \(task {TASK.uid}\); correct'):
     simulated(rollouts(counting(tokenizer, trouble='reset')))
   assert not OPEN
+
+
+def test_an_environment_that_returns_no_step_ends_the_run_with_one_line(tokenizer):
+  with pytest.raises(RunError, match='Counting: step returned a tuple, wanted a Step'):
+    simulated(rollouts(counting(tokenizer, trouble='tuple')))
 
 
 def test_an_environment_that_does_not_close_is_left_after_its_deadline(tokenizer):

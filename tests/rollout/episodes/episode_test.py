@@ -151,6 +151,11 @@ def _twice(episode):
   [
     (lambda e: e.act(), 'act() follows no observation; call observe() first'),
     (lambda e: e.reward(float('nan')), 'reward is nan, wanted a number from -1e+06 to 1e+06'),
+    (
+      lambda e: e.reward(1.0, {'at': {1}}),
+      'the evidence of a reward is not JSON: Object of type set',
+    ),
+    (lambda e: [e.observe(''), e.act()][1], 'the observation has no token, wanted at least one'),
     (_twice, 'end() follows end(); an episode ends once'),
     (lambda e: [e.observe('a'), e.act(stop=['ab'])][1], "stop 'ab' has 2 tokens, wanted one"),
     (
