@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scripted import GROUP, TASK, Scripted
 
+from jaxrl_llm.advantages.tokens import masked_gae, place_rewards
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Finish, Role, encode
 from jaxrl_llm.rewards.api import Verdict
@@ -31,7 +32,8 @@ def begun(tokenizer, *texts, max_tokens=64):
   return hub, Episode(hub, tokenizer, place, sampling=Sampling(), max_tokens=max_tokens)
 
 
-def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokenizer):
+def three_turns(tokenizer):
+  """Rollout of the turns 'ab', 'c' and 'de', with rewards after the first and the last."""
   hub, episode = begun(tokenizer, 'ab$', 'c', 'de$')
 
   async def play():
@@ -47,7 +49,21 @@ def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokeni
     assert turn == ('de', Finish.STOP)
     return episode.end()
 
-  sample, text, verdict, _ = asyncio.run(play())
+  return hub, asyncio.run(play())
+
+
+def test_advantages_of_three_turns_pass_over_what_the_policy_only_read(tokenizer):
+  """γ = 0.5 per token of the policy, λ = 1 and a critic of zeros; by hand."""
+  _, (sample, _, verdict, _) = three_turns(tokenizer)
+  rewards = place_rewards(sample.loss_mask, verdict.value, verdict.turn_values)
+  zeros = np.zeros(len(sample.tokens))
+  found, _ = masked_gae(rewards, zeros, sample.loss_mask, gamma=0.5, lam=1.0)
+  wanted = {2: 0.140625, 3: 0.28125, 4: 0.5 + 0.0625, 6: 0.125, 9: 0.25, 10: 0.5, 11: 1.0}
+  assert {i: value for i, value in enumerate(found) if value} == wanted
+
+
+def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokenizer):
+  hub, (sample, text, verdict, _) = three_turns(tokenizer)
   eos = tokenizer.eos_id
   a, b, c, d, e, f, g, h = (tokenizer.encode(letter)[0] for letter in 'abcdefgh')
   assert sample.tokens.tolist() == [g, h, a, b, eos, f, c, f, g, d, e, eos]

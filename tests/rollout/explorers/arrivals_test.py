@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.core.records.sample import Finish, Segment, encode
 from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rewards.api import Attempt
+from jaxrl_llm.rewards.api import Attempt, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import (
@@ -23,6 +23,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_request,
   read_sample,
   read_sender,
+  read_verdict,
 )
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
@@ -375,3 +376,38 @@ def test_a_message_of_nobody_is_refused(body):
 def test_what_a_workflow_raised_is_told_on_one_line():
   assert read_error({'error': 'first\nsecond\x1b[2J'}) == 'first second\N{REPLACEMENT CHARACTER}[2J'
   assert len(one_line('long ' * 10_000)) == 400
+
+
+VERDICT = wire.verdict_row(
+  Verdict(value=1.0, parts={'calls': 2.0}, turn_values=(0.5,), evidence={'large': 10**30})
+)
+
+
+def test_a_reward_of_the_environment_passes_the_way_to_the_master():
+  body = wire.unpack(wire.pack({'verdict': VERDICT}))
+  read = read_verdict(body, sample())
+  assert read == wire.read_verdict(VERDICT) and read.evidence == {'large': 10**30}
+  assert read_verdict({'verdict': None}, sample()) is read_verdict({}, sample()) is None
+
+
+@pytest.mark.parametrize(
+  ('change', 'line'),
+  [
+    ({'value': float('nan')}, 'verdict has nan, wanted a number within'),
+    ({'value': 1e7}, 'verdict has 10000000.0, wanted a number within'),
+    ({'value': True}, 'verdict has True, wanted a number within'),
+    ({'turn_values': [0.5] * 99}, 'verdict has 99 turn values'),
+    ({'turn_values': ['1']}, "verdict has '1', wanted a number within"),
+    ({'parts': {'a\nb': 1.0}}, 'name of a part has 3 characters'),
+    ({'parts': {'a': float('inf')}}, 'verdict has inf, wanted a number within'),
+    ({'evidence': '[]'}, 'evidence is no JSON object'),
+    ({'evidence': '{"a": NaN}'}, 'JSON has NaN'),
+    ({'evidence': '{'}, 'verdict: '),
+    ({'evidence': f'{{"a": "{"a" * (1 << 16)}"}}'}, 'evidence is no JSON object of at most'),
+    ({'other': 1}, 'verdict: TypeError'),
+  ],
+)
+def test_a_hostile_reward_is_one_line(change, line):
+  with pytest.raises(Misbehaved) as caught:
+    read_verdict({'verdict': {**VERDICT, **change}}, sample())
+  assert line in str(caught.value) and '\n' not in str(caught.value)
