@@ -1,5 +1,7 @@
 """Memory that each role keeps, by where it is kept."""
 
+import pytest
+
 from jaxrl_llm.api import load_config
 from jaxrl_llm.app.composition.stages import build_stages, policy_options
 from jaxrl_llm.app.composition.state import critic_model
