@@ -118,7 +118,8 @@ class CriticConfig:
 
   init_from: str | None = None
   """Initial weights of the critic: a reward model or critic, given as directory, hub id or run
-  directory. If None, the previous stage's critic, or else the policy with a new head.
+  directory. If None, those of the previous stage's critic, or if there is none, those of the policy
+  with a new head.
   """
   optimizer: OptimizerConfig | None = None
   """Optimizer of the critic. If None, the policy's optimizer settings are used."""
@@ -192,8 +193,8 @@ class Rollouts:
   limits: TaskLimits = TaskLimits()
   """Time limits for generating and scoring a group."""
   max_dropped_groups: int = 100
-  """Maximum number of groups that may be dropped while one batch is collected, because they have no
-  scorable sample or no selected one. The run ends if more are dropped.
+  """Maximum number of groups that may be dropped while one batch is collected. A group is dropped
+  if none of its samples can be scored, or if none is selected. The run ends if more are dropped.
   """
   processors: tuple[ProcessorConfig, ...] = ()
   """Processors applied in order to a finished group before selection; see
@@ -202,8 +203,8 @@ class Rollouts:
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects the samples of a finished group to train on."""
   experts: ExpertsConfig | None = None
-  """Expert demonstrations that join the rollouts of each batch. Only for algorithm mix. If None,
-  there are none.
+  """Expert demonstrations that join the rollouts of each batch. Only for the algorithm `mix`. If
+  None, there are none.
   """
   past: PastConfig | None = None
   """Replay of groups from earlier batches. If None, batches consist of new groups only."""
@@ -215,12 +216,12 @@ class Rollouts:
   """Rule that decides which groups form a batch.
 
   'in_order': those that started first; the batch waits for them, so long answers are not at a
-  disadvantage. 'complete_first': those that have finished, groups that earlier batches passed over
-  ahead of newer ones. It starts groups for fewer batches ahead, half of `bound` (rounded up), so
-  that no group becomes older than `bound` permits. Early batches contain more short answers, and
-  long answers are older when they are trained on. With 'complete_first', timing decides which
-  groups form a batch, so it is refused at bound 0. At bound 1 no group could be passed over, so it
-  needs at least 2.
+  disadvantage. 'complete_first': those that have finished, in the order in which they started;
+  unfinished groups are passed over and join a later batch. Groups are then started for fewer
+  batches ahead, half of `bound` (rounded up), so that no group becomes older than `bound` permits.
+  Early batches contain more short answers, and long answers are older when they are trained on.
+  Timing decides which groups form a batch, so 'complete_first' is refused if `bound` is 0. With
+  bound 1 no group could be passed over, so it needs at least 2.
   """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
@@ -514,8 +515,8 @@ class RolloutConfig:
   evaluation.
   """
   mismatch: MismatchConfig = MismatchConfig()
-  """Limits on the differences between the trainer's and the sampler's logprobs. A step that exceeds
-  one logs a warning.
+  """Limits on the differences between the trainer's and the sampler's logprobs. A warning is
+  logged for each step that exceeds a limit.
   """
   workflow: WorkflowConfig = WorkflowConfig()
   """Workflow that turns a task into samples."""
@@ -630,7 +631,7 @@ class Config:
   coordination: CoordinationConfig = CoordinationConfig()
   registry: RegistryConfig | None = None
   """Registry through which the trainer, servers, scorer hosts and explorers of the job find each
-  other. `{}` puts it in the run directory. If None, addresses are configured instead.
+  other. If this is `{}`, it is in the run directory. If None, addresses are configured instead.
   """
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache. If None, there is no cache."""
