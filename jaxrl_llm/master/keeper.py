@@ -62,7 +62,9 @@ class Logs:
   """Other writers, such as Weights & Biases, that get a copy of each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
   repeats_until: int = 0
-  """Steps up to this one were completed before, by attempts whose work a crash undid."""
+  """Number of the last step that earlier attempts (starts of the run) had completed, before a crash
+  undid part of their work. Steps up to this one are repetitions.
+  """
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
   run directory.

@@ -474,9 +474,9 @@ class Explorer:
     return True
 
   def _unknown(self) -> list[_Group]:
-    """Returns the unfinished groups without unfinished samples in the store. Their samples were
-    lost when a process was killed, or the run is a branch with a new store. They start again from
-    their prompts.
+    """Returns the unfinished groups whose samples are not in the store, because the samples were
+    lost when a process was killed, or because the run is a branch with a new store. These groups
+    start again from their prompts.
     """
     unfinished = [group for group in self._groups.values() if group.chosen is None]
     stored = {entry.group_id for entry in self._store.live()} if unfinished else set()
@@ -525,12 +525,12 @@ class Explorer:
     return seconds
 
   def take_tokens(self) -> dict[str, int]:
-    """Returns the ledger of sampled tokens since the previous call. A token is counted when its
-    sample is stored.
+    """Returns what became of the sampled tokens since the previous call, as numbers of tokens. A
+    token is counted when its sample is stored.
 
-    'sampled' is the number of stored tokens, 'trained' that of tokens in batches, and 'dropped'
-    that of tokens that no batch will contain. 'waiting' is the number of tokens in finished groups
-    that wait for a batch now. Over all calls, sampled = trained + dropped + waiting.
+    sampled: tokens that were stored; trained: tokens that joined batches; dropped: tokens that no
+    batch will contain; waiting: tokens in finished groups that wait for a batch now. Summed over
+    all calls, sampled = trained + dropped, plus the newest value of waiting.
     """
     waiting = [group.chosen for group in self._groups.values() if group.chosen is not None]
     tokens, self._tokens = self._tokens, collections.Counter()
@@ -591,8 +591,8 @@ class Explorer:
         task=task,
         visit=visit,
         chosen=chosen,
-        # Commits of older program versions lack these keys. They have no parked groups, and their
-        # groups are taken in order of start.
+        # Commits of older program versions lack these keys. Such commits have no parked groups, and
+        # batches take their groups in order of start.
         is_parked=group.get('parked', False),
         last_batch=group.get('last_batch', 0),
       )

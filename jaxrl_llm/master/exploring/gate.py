@@ -29,9 +29,10 @@ class Gate:
       bound: maximum staleness in batches: the number of batches between the weights that generate a
         group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
-      ahead: number of batches, at most `bound`, for which groups may start ahead: the number that
-        stands for `bound` in the limit. If it is less than the bound, a group may join a later
-        batch than the one that its place in the order of start gives it. If None, it is `bound`.
+      ahead: number that stands for `bound` in the limit on started groups, at most `bound`. Groups
+        may thus start for this many batches after the current one. If it is less than `bound`, a
+        group may join a batch that comes later, within the bound, than its place in the order of
+        start suggests. If None, it is `bound`.
       batches: number of batches in the stage. If None, the number is unlimited.
       spare: number of groups that may be started in addition to those that the batches need. The
         caller parks the groups that the current batch turns out not to need.
