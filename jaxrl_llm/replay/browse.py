@@ -51,7 +51,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
     raise UserError(
       f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)'
     )
-  # Without a write-ahead log (WAL), no process has the index open. It can then be opened as
+  # Without a write-ahead log (WAL), no process has the index open. The index can then be opened as
   # immutable, which creates no files.
   log = path.with_name(f'{INDEX}-wal')
 

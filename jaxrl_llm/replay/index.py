@@ -127,7 +127,7 @@ class ReplayStore:
     expired samples.
 
     Bytes are deleted only if the change happened before a commit, because recovery may undo later
-    ones.
+    changes.
 
     Args:
       commit_step: step of the oldest commit from which the run may still be resumed.
@@ -180,8 +180,8 @@ class ReplayStore:
     they were issued.
 
     A group is a candidate if each of its samples is dropped, expired, void or admitted, or was
-    trained on in fewer than `max_uses` batches and not in this one. `Group.uids` lists only the
-    admitted and trained samples. Expert rows are no candidates.
+    trained on in fewer than `max_uses` batches, none of which is the batch of this step.
+    `Group.uids` lists only the admitted and trained samples. Expert rows are no candidates.
 
     Args:
       step: number of batches completed before this one.

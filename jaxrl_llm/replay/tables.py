@@ -191,7 +191,7 @@ class Issue:
 
 class Entry(NamedTuple):
   """Index row of a sample. If several attempts (starts of the run) have issued the sample, this is
-  the newest row. It is a tuple because one is created for every change, which must be fast.
+  the newest row. Entries are tuples, because every change creates an entry, which must be fast.
   """
 
   uid: str
