@@ -225,8 +225,8 @@ class ScorerConfig:
 MAX_REWARD = 1e6
 """Maximum magnitude of a reward that comes from another process or from an environment."""
 _MAX_WEIGHT = 1e6
-"""Maximum magnitude of a weight. It keeps rewards, which are weighted sums of scores, and their
-squares finite in float32.
+"""Maximum magnitude of a weight. It keeps weighted sums of scores, and the squares of such sums,
+finite in float32.
 """
 
 

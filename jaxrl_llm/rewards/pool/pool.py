@@ -174,8 +174,8 @@ class ScorerPool:
     """Runs the group scorers on a group.
 
     Returns all scores of each attempt, including those in `scores`, in configuration order. Group
-    scorers see all attempts, including attempts to which other scorers gave no value. They are
-    skipped if the failure of a per-sample scorer drops the group.
+    scorers see all attempts, including attempts to which other scorers gave no value. Group
+    scorers are skipped if the failure of a per-sample scorer drops the group.
 
     Args:
       attempts: the attempts of the group, all at the same task.

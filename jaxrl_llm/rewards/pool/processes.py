@@ -40,7 +40,7 @@ from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
 
 START_DEADLINE_S = 120.0
 """Time limit in seconds for the fork server and the workers to start, including their imports, or
-to end. It allows for a busy machine.
+to end. The limit is long enough for a busy machine.
 """
 _TO_START = 'scorer workers to start (do their modules import?)'
 

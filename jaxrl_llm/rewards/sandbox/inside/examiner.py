@@ -36,8 +36,8 @@ _ALIASED = frozenset({
 the program imports them (`import datetime as dt`).
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exception classes that cannot be constructed from a text. Their built-in base class is raised
-instead.
+"""Exception classes that cannot be constructed from a text. If the program raises one of them, the
+tests get an exception of the next built-in class in its MRO instead, such as `Exception`.
 """
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 """Exception classes that cannot be constructed from a text, unless a subclass overrides

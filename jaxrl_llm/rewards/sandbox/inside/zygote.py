@@ -57,8 +57,8 @@ MODULES = (
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID of sandboxes on the host if this process is root. They must not remain root, for
-whom the kernel does not limit the number of processes.
+"""User ID of sandboxes on the host if this process is root. Sandboxes must not run as
+root, since the kernel does not limit the number of root's processes.
 """
 _NAMESPACES = (
   kernel.CLONE_NEWNS
