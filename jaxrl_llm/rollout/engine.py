@@ -75,9 +75,9 @@ class EngineSpec:
   """
   addresses: tuple[str, ...] = ()
   """Addresses of running servers to which the engine attaches, or a description if the servers are
-  found in a registry. It is empty if the engine starts its own servers or needs none. Another
-  program that opens the run must not load weights into these servers, because the run controls
-  them.
+  found in a registry. The tuple is empty if the engine starts its own servers or needs none.
+  Another program that opens the run must not load weights into these servers, because the run
+  controls them.
   """
   may_change: tuple[str, ...] = ()
   """Names of the engine's options that may differ when a run is resumed, because they do not affect

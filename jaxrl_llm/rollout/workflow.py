@@ -61,8 +61,8 @@ class Workflow(Protocol):
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[Rollout | tuple[Sample, str]]:
-    """Yields each sample with its decoded response as soon as the sample finishes. It must yield
-    each sample index below `samples` once.
+    """Yields each sample with its decoded response as soon as the sample finishes. The
+    workflow must yield each sample index below `samples` once.
 
     Closing the iterator cancels the samples in flight.
 

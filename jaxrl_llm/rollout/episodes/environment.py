@@ -32,7 +32,7 @@ class Step(NamedTuple):
   done: bool = False
   """Whether the episode ends with this step. The policy then does not read the observation."""
   evidence: Mapping[str, Json] = {}
-  """Details that explain the reward. They are stored with it."""
+  """Details that explain the reward. They are stored with the reward."""
 
 
 @runtime_checkable

@@ -78,7 +78,7 @@ class Publication:
 
 
 class PublicationFolder:
-  """Folder of published versions. It contains the newest version, and the previous one until that
+  """Folder of published versions. It contains the newest version, and the previous version until it
   is released.
 
   A new version overwrites the file of a released version, because writing to existing pages of

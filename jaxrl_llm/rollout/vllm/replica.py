@@ -89,8 +89,8 @@ class Replica:
     """Set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no update is in progress. It is then known of each version that has sampled tokens
-    whether it is proven.
+    """Set while no update is in progress. At such times, it is known for each version that has
+    sampled tokens whether the version is proven.
     """
     self.settled.set()
     self.paused_s = 0.0
@@ -120,8 +120,8 @@ class Replica:
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the server does not report the label of `version`. It was then restarted from
-    outside the run and must be checked again.
+    """Raises Lost if the server does not report the label of `version`. Such a server was restarted
+    from outside the run and must be checked again.
     """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(

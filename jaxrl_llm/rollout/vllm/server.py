@@ -128,8 +128,8 @@ class VllmConfig:
   `transfer` is 'nccl'.
   """
   publish_dir: str | None = None
-  """Directory of published weights. If None, shared memory of this host is used. It must be on a
-  shared file system if servers run on other hosts.
+  """Directory of published weights. If None, shared memory of this host is used. If servers run on
+  other hosts, the directory must be set and be on a shared file system.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
