@@ -148,9 +148,12 @@ def write_step(
 def _goodput(
   row: Mapping[str, float], elapsed_s: float, *, samples: bool, is_repeated: bool
 ) -> dict[str, float]:
-  """Returns the ledger of the seconds since the previous row, from this row's other metrics.
+  """Returns metrics that say for what the trainer and the servers used the time since the previous
+  row of metrics.
 
   Args:
+    row: the other metrics of this row.
+    elapsed_s: seconds since the previous row.
     samples: whether the batch consists of rollouts.
     is_repeated: whether an earlier attempt had completed the step, and a crash undid it.
   """

@@ -65,11 +65,12 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
 
 
 def batches_ahead(policy: BatchPolicyName, bound: int) -> int:
-  """Returns the number of batches for which groups may start ahead.
+  """Returns the number of batches after the current one for which groups may start already.
 
-  With complete_first it is half of the bound, rounded up. The other half is the number of batches
-  that may pass a group over: if groups started as far ahead as the bound permits, each batch would
-  have to take those that started first.
+  With 'in_order', this number is `bound`, the stage's staleness bound. With 'complete_first', it is
+  half of the bound, rounded up. The other half is the number of batches that may pass over a group:
+  if groups started as far ahead as the bound permits, each batch would have to take the groups that
+  started first.
   """
   return bound if policy == 'in_order' else (bound + 1) // 2
 

@@ -154,7 +154,7 @@ class Explorer:
     self._scoring_s = 0.0
     self._passed_over = 0
     self._tokens: collections.Counter[str] = collections.Counter()
-    """Sampled tokens since they were last taken: 'sampled', 'trained' and 'dropped'."""
+    """Counts of tokens since the last call of `take_tokens`, under the keys of its result."""
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
