@@ -373,7 +373,9 @@ def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
 
 
 def _factor(config: ScorerConfig, value: float) -> float:
-  """Returns the factor by which a score multiplies the reward's sum."""
+  """Returns the factor by which a score multiplies the sum of the scores whose scorers have
+  `combine='sum'`. The factor of these scores themselves is 1.
+  """
   if config.combine == 'product':
     return config.weight * value
   return float(value >= 1.0) if config.combine == 'gate' else 1.0

@@ -103,7 +103,7 @@ _START = (
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
   """Returns the command that starts a zygote, and the bytes to send to its standard input first.
 
-  These bytes are the options as JSON. The options are not on the command line because they name
+  These bytes are the options as JSON. The options are not on the command line, because they name
   host directories, and programs in a sandbox can read the command line of the process that they
   descend from.
   """

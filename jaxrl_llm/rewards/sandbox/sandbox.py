@@ -172,7 +172,7 @@ class Sandboxes:
     preload: libraries available to programs.
 
   Raises:
-    NoIsolation: if this machine cannot isolate as requested.
+    NoIsolation: this machine cannot isolate programs as requested.
   """
 
   def __init__(

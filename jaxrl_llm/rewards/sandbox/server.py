@@ -63,7 +63,7 @@ class SandboxServer:
   wait.
 
   Raises:
-    NoIsolation: if this machine cannot isolate as requested.
+    NoIsolation: this machine cannot isolate programs as requested.
   """
 
   def __init__(self, *, isolation: Isolation = 'auto', at_once: int):

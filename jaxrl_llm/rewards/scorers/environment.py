@@ -12,8 +12,8 @@ from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict, read_options
 
 
 async def read_environment(attempt: Attempt) -> Verdict:
-  """Returns the environment's reward. Without one, an episode that ran out of tokens gets the value
-  0, and any other attempt cannot be scored.
+  """Returns the environment's reward. If the environment gave none, an episode that ran out of
+  tokens gets the value 0, and any other attempt cannot be scored.
   """
   if attempt.environment is not None:
     return attempt.environment

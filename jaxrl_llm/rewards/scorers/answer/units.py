@@ -1,9 +1,8 @@
 """Parses numbers with units, converts units exactly, and compares such quantities.
 
 A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other
-words name what is counted (`42 red apples`). Tons and bytes are not converted since they are
-ambiguous, temperatures since their scales have different zeros, and months are not converted to
-days since their lengths differ.
+words name what is counted (`42 red apples`). Some units are not converted: tons and bytes are
+ambiguous, temperature scales have different zeros, and months have different numbers of days.
 """
 
 from __future__ import annotations
