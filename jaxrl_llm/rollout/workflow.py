@@ -51,7 +51,9 @@ class Rollout(NamedTuple):
   verdict: Verdict | None = None
   """Reward of the environment; None if the workflow gives none."""
   turns: tuple[Message, ...] = ()
-  """Conversation after the prompt (`turns_of`); empty if it is the response alone."""
+  """Conversation after the prompt, as `turns_of` returns it. It may be left empty if `text` is the
+  whole conversation.
+  """
 
 
 @runtime_checkable
