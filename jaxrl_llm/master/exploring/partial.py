@@ -80,7 +80,8 @@ class PartialConfig:
 
 
 class GroupCut(Exception):
-  """An unfinished sample of a group has used up its token budget for this iteration.
+  """A later iteration must continue a group, because an unfinished sample has used up its token
+  budget for this iteration, or because the batch is full.
 
   Attributes:
     spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
