@@ -303,8 +303,8 @@ class _Audit:
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 
   def _sealed(self) -> Iterator[str]:
-    """Checks that every row of a sealed segment in the index exists and contains the expected
-    sample.
+    """Checks that every row of a sealed segment that the index lists exists in the segment's file,
+    and contains the sample that the index names.
     """
     for name, rows in self._db.execute(
       'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r '

@@ -217,7 +217,9 @@ class _Exporter:
         yield _line(row, sample, used[row.seq], scores[row.seq], derived[row.seq])
 
   def _read(self, rows: Sequence[_Row]) -> dict[int, Sample]:
-    """Reads the samples that have bytes, keyed by `seq`. Counts the others."""
+    """Reads the samples whose bytes are in the store, keyed by the sample's number `seq`. Counts
+    the samples that cannot be read.
+    """
     sealed: dict[int, Ref] = {row.seq: (row.name, row.row) for row in rows if row.name is not None}
     found: dict[int, Sample | SegmentError] = dict(
       zip(sealed, self._reader.read_each([*sealed.values()]))
@@ -312,7 +314,9 @@ def _parsed(text: str) -> Any:
 
 
 def _shortest(values: Float32[np.ndarray, 'time']) -> list[float]:
-  """Returns the numbers whose shortest decimal form restores the float32 values bit for bit."""
+  """Converts float32 values to floats that JSON writes with the fewest digits from which the values
+  can be restored bit for bit: 0.1 instead of 0.10000000149011612.
+  """
   return values.astype(str).astype(float).tolist()
 
 
