@@ -87,12 +87,12 @@ class Episode:
     self._text = ''
     """Text of all tokens so far: rendered by the chat template, and continued by the policy."""
     self._is_raw = False
-    """Whether an observation was raw text or tokens. The chat template cannot continue after
-    those.
+    """Whether an observation was raw text or tokens. After such an observation, the chat template
+    cannot render further messages.
     """
     self._pending: list[Observation] = []
     self._rewards: list[float] = []
-    """Sum of the rewards for each turn."""
+    """For each turn, the sum of its rewards."""
     self._evidence: dict[str, Json] = {}
     self._counts: dict[str, float] = {}
     self._failure: str | None = None

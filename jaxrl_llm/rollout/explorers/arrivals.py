@@ -109,7 +109,7 @@ def read_error(body: Mapping[str, Any]) -> str:
 
 def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
   """Returns the sample in a message. Raises Misbehaved if the sample is invalid, does not belong to
-  the group, or has sampled tokens that the engine did not generate for the group's lease.
+  the group, or marks tokens as sampled that the engine did not generate for the group's lease.
   """
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length

@@ -65,8 +65,8 @@ class EngineServer(Protocol):
     seconds, or when this call is cancelled.
 
     The random numbers depend only on `seed`, the request's key, `index` and the position of each
-    token in the completion, where tokens that earlier requests sampled count. Each segment names
-    the published version that sampled its tokens.
+    token in the completion, which includes the tokens of earlier requests. Each segment names the
+    published version that sampled its tokens.
     """
     ...
 

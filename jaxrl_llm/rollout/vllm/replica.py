@@ -63,7 +63,7 @@ class Replica:
     self.transfer: Transfer = transfer or FileTransfer()
     self.state = ReplicaState.DOWN
     self.version: Version | None = None
-    """Newest proven version."""
+    """Newest version that the server was proven to have loaded."""
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
