@@ -1,12 +1,13 @@
 """A policy learns to use a calculator from the rewards of its environment.
 
-By hand (acceptance): a minute each. What each reached is in docs/develop/acceptance.md.
+By hand (acceptance): minutes each. What was reached is in docs/develop/acceptance.md.
 """
 
 import json
 import os
 import pathlib
 import random
+import statistics
 import subprocess
 import sys
 
@@ -29,7 +30,7 @@ def write_tasks(file: pathlib.Path, seed: int) -> None:
 
 
 def learn(workdir, *flags, seed=0, control=None):
-  """Accuracy (greedy) after SFT, and at each evaluation of GRPO."""
+  """Mean reward of the first ten and of the last ten batches of GRPO."""
   tasks = workdir.parent / 'sums.jsonl'
   write_tasks(tasks, seed)
   config = (f'--config={FIXTURES / "calculator.py"}:{tasks}', job.SMALL[0])
@@ -45,19 +46,18 @@ def learn(workdir, *flags, seed=0, control=None):
     timeout=3000,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  found = job.accuracies(workdir)
-  return [value for stage, _, value in found if stage == 'sft'][-1:] + [
-    value for stage, _, value in found if stage == 'grpo'
-  ]
+  key = 'rewards/environment/mean'
+  rewards = [row[key] for row in job.rows(workdir) if key in row]
+  return statistics.fmean(rewards[:10]), statistics.fmean(rewards[-10:])
 
 
 @pytest.mark.parametrize('seed', range(3))
 def test_the_calculator_is_learnt_from_rewards_of_the_environment(tmp_path, seed):
-  start, *_, end = learn(tmp_path / 'run', seed=seed)
-  assert start < 0.7 and end >= 0.9
+  start, end = learn(tmp_path / 'run', seed=seed)
+  assert end >= 1.5 * start
 
 
 @pytest.mark.parametrize('seed', range(3))
 def test_shuffled_advantages_teach_no_calculator(tmp_path, seed):
-  start, *after = learn(tmp_path / 'run', seed=seed, control='shuffled')
-  assert max(after) <= start + 0.1
+  start, end = learn(tmp_path / 'run', seed=seed, control='shuffled')
+  assert end <= 1.2 * start
