@@ -235,7 +235,9 @@ def _wait_without_spinning() -> None:
 
 
 def _install() -> None:
-  """Registers this transfer engine in vLLM, and prevents vLLM from packing weights on CPUs."""
+  """Registers the transfer engine `FileTransferEngine` in vLLM, and prevents vLLM from packing
+  weights on CPUs.
+  """
   import vllm.model_executor.layers.utils as layers
   from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
