@@ -56,7 +56,7 @@ class Learned(NamedTuple):
   reference_step: int = 0
   """Number of batches that the run had completed when the reference was last updated."""
   algorithm_state: Json = None
-  """State that the algorithm's annotation passes on from batch to batch."""
+  """State that the algorithm keeps from batch to batch, such as an adapted KL coefficient."""
   base: Params | None = None
   """Frozen base parameters, to which the adapters of policy and reference are added. They are never
   updated, donated or committed. None if there are no adapters.

@@ -73,8 +73,9 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # Pass one object as both places if queries and keys belong to the same tokens, since this is
-    # how `attention` recognises them. On a device, they do so only if time is not sharded.
+    # If queries and keys belong to the same tokens, `attention` expects one and the same object as
+    # `of_queries` and `of_keys`. With a sharded time axis, the keys on a device are not those of
+    # its queries.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 

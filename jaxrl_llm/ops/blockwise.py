@@ -196,12 +196,14 @@ def _placed(places: Places, block: int) -> Places:
 def _ranges(
   of_queries: Places, of_keys: Places, window: int | None
 ) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
-  """Returns `_Rows.first` and `_Rows.end`. Both are 0 for a block of queries that may see no keys.
+  """Returns, for each block of queries, the range of blocks of keys that it has to visit: the
+  index of the first (`_Rows.first`) and one past that of the last (`_Rows.end`). Both are 0 for a
+  block of queries to which all keys are masked.
 
-  Tokens are ordered by segment, then by position. A block of keys is skipped if all its keys come
-  after the last query of the block of queries, or before the first key that the first of these
-  queries sees. No visible key is skipped, whatever the order of the tokens. For packed tokens, the
-  range is exact except for padding.
+  Tokens are ordered by segment, then by position. The range leaves out blocks of keys that all come
+  later than the block's last query, or earlier than every key that its first query may attend to.
+  Whatever the order of the tokens, no key that a query may attend to is left out. For packed
+  tokens, the range is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))

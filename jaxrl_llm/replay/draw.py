@@ -47,7 +47,9 @@ class DrawConfig:
   cooldown: int = 1
   """Number of batches for which a group is not drawn again after a batch has trained on it."""
   max_age: int | None = None
-  """Maximum age of a group, in batches completed since its version. If None, there is no limit."""
+  """Maximum age of a group: the number of batches completed since the policy version that sampled
+  it. If None, there is no limit.
+  """
 
   def __post_init__(self):
     if not 0 <= self.decay < math.inf:

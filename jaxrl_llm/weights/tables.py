@@ -135,8 +135,8 @@ def _sizes(spec: ModelSpec) -> Mapping[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-  """One tensor of a model: a row of the table or, for a parameter of the layers, the row for one
-  layer.
+  """One tensor of a model file, and the parameter that it becomes. A parameter that is stacked over
+  the layers has one entry for each layer.
   """
 
   hf: str

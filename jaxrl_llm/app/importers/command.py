@@ -17,7 +17,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """Registers the flags of both commands."""
+  """Registers the flags that `jaxrl import-verl` and `jaxrl import-trl` have in common."""
   flags.DEFINE_string(
     'output', None, 'Configuration file to write; by default NAME.py here.', flag_values=values
   )

@@ -287,7 +287,9 @@ class Import:
 
 
 def final_rows(row: Row) -> Sequence[End]:
-  """Returns all possible treatments of a key, over all its choices."""
+  """Returns everything that may become of an imported key: the row itself or, if the row is a
+  `Choice`, the rows of all values of the key on which the choice depends.
+  """
   if not isinstance(row, Choice):
     return [row]
   return [end for inner in (*row.rows.values(), row.otherwise) for end in final_rows(inner)]

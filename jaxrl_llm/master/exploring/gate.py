@@ -65,8 +65,8 @@ class Gate:
 
   @property
   def is_full(self) -> bool:
-    """Whether the stage has started all groups that its batches need, not counting parked
-    groups.
+    """Whether the stage has started as many groups as its batches need. Parked groups do not count
+    as started.
     """
     return self._batches is not None and self._counted >= self._batches * self._groups_per_batch
 

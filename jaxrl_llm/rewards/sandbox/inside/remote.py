@@ -103,12 +103,13 @@ class ProgramConnection(Protocol):
   def pack(self, value: Any) -> Any: ...
 
   def is_of_named_class(self, remote: Remote) -> bool:
-    """Whether the tests name the object's class."""
+    """Whether the source of the tests mentions the class of the object `remote` by its name."""
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
     """Whether the program's own operators, such as `==`, may compare two of its objects. This
-    requires that the tests name the classes of both objects and have created at least one of them.
+    requires that the source of the tests mentions the classes of both objects, and that the tests
+    have created at least one of the two.
     """
     ...
 
