@@ -279,9 +279,9 @@ class Episode:
     self._messages = messages
     return self.tokenizer.encode(added), added
 
-  def _render(self, messages: Sequence[ChatMessage], *, answer: bool = True) -> str:
+  def _render(self, messages: Sequence[ChatMessage]) -> str:
     return self.tokenizer.render_chat(
-      messages, add_generation_prompt=answer, tools=self._tools or None
+      messages, add_generation_prompt=True, tools=self._tools or None
     ).text
 
   def _rendered_alone(self, observed: Sequence[ChatMessage]) -> str:
@@ -289,17 +289,16 @@ class Episode:
     the messages are rendered after a placeholder conversation of a question and an answer.
     """
     exchange = [{'role': 'user', 'content': _MARK}, {'role': 'assistant', 'content': _MARK}]
-    before, after = self._render(exchange, answer=False), self._render([*exchange, *observed])
-    if not after.startswith(before):
+    parts = self._render([*exchange, *observed]).split(_MARK, 2)
+    if len(parts) != 3:
       raise RunError(
-        f'{self._name}: turn {self.turns + 1}: the chat template rewrites the turn before an '
+        f'{self._name}: turn {self.turns + 1}: the chat template omits the turn before an '
         'observation; observe text or tokens instead of messages'
       )
-    # `end` begins with the end of the answer, such as '<|im_end|>\n'. If the policy has sampled its
-    # stop token, that token is removed from `end`.
-    end = after[before.rindex(_MARK) + len(_MARK) :]
-    last = self._recording.tokens[-1]
-    is_ended = self._recording.finish == Finish.STOP
+    # `end` begins with the end of the answer, such as '<|im_end|>\n'. If the policy has sampled
+    # this end token, it is removed from `end`.
+    end, last = parts[2], self._recording.tokens[-1]
+    is_ended = last in self.tokenizer.stop_ids
     return end.removeprefix(self.tokenizer.token_text(last)) if is_ended else end
 
   def _encoded(self, observation: str | Sequence[int]) -> Sequence[int]:

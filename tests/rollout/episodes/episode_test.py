@@ -26,6 +26,15 @@ def chat(tmp_path_factory):
   )
 
 
+@pytest.fixture(scope='module')
+def reasoning(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('reasoning')
+  (folder / 'chat.jinja').write_text(REASONING)
+  texts = ['abcdefgh<think></think>']
+  built = build_character_tokenizer(texts, folder / 'tokenizer', template='chatml')
+  return built.with_template(folder / 'chat.jinja')
+
+
 def begun(tokenizer, *texts, max_tokens=64):
   hub = Scripted(tokenizer, *texts)
   place = Place(task=TASK, visit=0, group=GROUP, index=1)
@@ -135,6 +144,64 @@ def test_a_turn_cut_by_its_limit_is_ended_as_the_template_ends_it(chat):
   sample = asyncio.run(play())
   read = chat.decode(sample.tokens[sample.role == Role.TOOL].tolist(), skip_special=False)
   assert read.startswith('<|im_end|>\n<|im_start|>user\n')
+
+
+REASONING = """
+{%- set last = namespace(user=-1) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'assistant' and loop.index0 > last.user -%}
+    {{- '<think>\\n\\n</think>\\n\\n' -}}
+  {%- endif -%}
+  {{- message.content.split('</think>')[-1] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Chat template that removes the reasoning of answers, and adds an empty one to those after the
+last user, as Qwen3's does.
+"""
+
+
+@pytest.mark.parametrize(
+  ('role', 'said', 'stop', 'end'),
+  [
+    ('user', '<think>b</think>a$', (), ''),
+    ('tool', 'ab$', (), ''),
+    ('user', '</think>a<', '<', '<|im_end|>'),
+  ],
+)
+def test_a_template_that_treats_the_last_turn_otherwise_adds_only_what_was_observed(
+  reasoning, role, said, stop, end
+):
+  _, episode = begun(reasoning, said, 'c$', max_tokens=128)
+
+  async def play():
+    episode.observe([{'role': 'user', 'content': 'h'}])
+    await episode.act(stop=stop)
+    episode.observe([{'role': role, 'content': 'g'}])
+    await episode.act()
+    return episode.end().sample
+
+  sample = asyncio.run(play())
+  read = reasoning.decode(sample.tokens[sample.role == Role.TOOL].tolist(), skip_special=False)
+  assert read == f'{end}\n<|im_start|>{role}\ng<|im_end|>\n<|im_start|>assistant\n'
+
+
+def test_a_template_that_omits_earlier_turns_is_one_line(chat, tmp_path):
+  (tmp_path / 'last.jinja').write_text('{{ messages[-1].content }}')
+  _, episode = begun(chat.with_template(tmp_path / 'last.jinja'), 'ab$', 'c$')
+
+  async def play():
+    for _ in range(2):
+      episode.observe([{'role': 'user', 'content': 'h'}])
+      await episode.act()
+
+  with pytest.raises(RunError, match='turn 2: the chat template omits the turn before') as caught:
+    asyncio.run(play())
+  assert '\n' not in str(caught.value)
 
 
 def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
