@@ -41,7 +41,9 @@ class SuiteConfig:
   top_k: int = -1
   """Number of most probable tokens among which to sample; -1 for no such limit."""
   correct_at: float = 1.0
-  """Minimum score of a completion that counts as correct."""
+  """Minimum score of a completion that counts as correct. The score is the reward of the whole
+  sample, including the rewards of its turns.
+  """
 
   def __post_init__(self):
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
@@ -198,8 +200,8 @@ class Evaluator:
         'truth': task.truth,
         'mode': mode,
         'sample_index': member.sample.sample_index,
-        'score': member.reward.value,
-        'correct': member.reward.value is not None and member.reward.value >= suite.correct_at,
+        'score': (score := member.reward.worth),
+        'correct': score is not None and score >= suite.correct_at,
         'finish_reason': str(member.sample.finish_reason),
         'response_len': member.sample.response_len,
       }

@@ -11,6 +11,7 @@ import pytest
 from clocks import simulated
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.master.evaluation import (
   Evaluator,
@@ -178,6 +179,19 @@ def test_an_evaluation_does_not_depend_on_what_ends_first(tokenizer):
     evaluate(tokenizer, suite(samples=4), tasks, judge, delays=d)[1] for d in range(4)
   ]
   assert all(other == first for other in others)
+
+
+def test_a_score_of_several_turns_is_the_reward_of_the_whole_sample(tokenizer, monkeypatch):
+  """The last turn alone, at 0.25, would not be correct."""
+  scored = Score(uid='u', scorer='judge', value=0.25, turn_values=(0.5, 0.25))
+  monkeypatch.setattr(exploring.FakeScorers, 'score', lambda self, attempt: _soon((scored,)))
+  _, (metrics, rows) = evaluate(tokenizer, suite(), exploring.make_tasks(1, 'eval'), judge)
+  assert [(row['score'], row['correct']) for row in rows] == [(1.0, True)]
+  assert metrics['val-core/eval/acc/greedy'] == metrics['val-aux/eval/score/mean'] == 1.0
+
+
+async def _soon(value):
+  return value
 
 
 def test_greedy_only_asks_for_nothing_else(tokenizer):
