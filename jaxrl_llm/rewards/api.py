@@ -195,7 +195,8 @@ class ScorerConfig:
   weight: float = 1.0
   combine: Literal['sum', 'product', 'gate'] = 'sum'
   """How the scorer's value enters the reward. sum: weight · value is added; product: the sum is
-  multiplied by weight · value; gate: the reward is 0 unless the value is at least 1.
+  multiplied by weight · value; gate: the reward is 0 unless the value is at least 1. For product
+  and gate, the values of turns count in the value.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""
@@ -238,8 +239,8 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If None,
-  the first scorer that applies to the task decides.
+  """Name of the scorer that decides correctness: a value of at least 1, including the values of
+  turns, counts as correct. If None, the first scorer that applies to the task decides.
   """
   memory_limit_mib: int = 4096
   """Address-space limit of a worker in MiB, in case a completion makes a scorer allocate memory
@@ -318,9 +319,9 @@ class Reward:
   value: float | None
   """Combination of the scores; None if any applicable scorer returned no value."""
   parts: dict[str, float]
-  """Unweighted values of the scorers, keyed by scorer name (`judge`), and of the parts of their
-  scores, which are the named numbers in `Verdict.parts` (`judge/quality`). A scorer that returned
-  no value has only entries for its parts.
+  """Unweighted values of the scorers, including the values of turns, keyed by scorer name
+  (`judge`), and of the parts of their scores, which are the named numbers in `Verdict.parts`
+  (`judge/quality`). A scorer that returned no value has only entries for its parts.
   """
   correct: bool | None = None
   """Whether the completion is correct, as decided by the scorer `RewardsConfig.correct_by`. None if
@@ -342,24 +343,25 @@ class Reward:
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   """Combines the scores of one sample into a reward.
 
-  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · valueₚ over the scores s of scorers
-  with combine 'sum' and the scores p of those with 'product'. It is 0 if the score of a 'gate' is
-  below 1. An empty sum counts as 1. The values of turns are combined in the same way, with the
-  factors of the whole sample. The value is None if `scores` is empty or any of the scores has no
-  value.
+  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · worthₚ over the scores s of scorers
+  with combine 'sum' and the scores p of those with 'product'. The worth of a score is its value
+  plus the values of its turns. The reward is 0 if the worth of a 'gate' is below 1. An empty sum
+  counts as 1. The values of turns are combined in the same way, with the factors of the whole
+  sample. The value is None if `scores` is empty or any of the scores has no value.
   """
   by_name = {c.name: c for c in config.scorers}
   parts: dict[str, float] = {}
-  for score in scores:
-    if score.value is not None:
-      parts[score.scorer] = score.value
+  worths = [worth(score.value, score.turn_values) for score in scores]
+  for score, whole in zip(scores, worths):
+    if whole is not None:
+      parts[score.scorer] = whole
     parts.update({f'{score.scorer}/{name}': value for name, value in score.parts.items()})
   if not scores or any(s.value is None for s in scores):
     return Reward(value=None, parts=parts)
   added = [s for s in scores if by_name[s.scorer].combine == 'sum']
-  factor = math.prod(_factor(by_name[s.scorer], s.value) for s in scores)
+  factor = math.prod(_factor(by_name[s.scorer], whole) for s, whole in zip(scores, worths))
   decisive = config.correct_by or scores[0].scorer
-  decisions = [s.value for s in scores if s.scorer == decisive]
+  decisions = [whole for s, whole in zip(scores, worths) if s.scorer == decisive]
   turns = [[by_name[s.scorer].weight * value for value in s.turn_values] for s in added]
   total = math.fsum(by_name[s.scorer].weight * s.value for s in added) if added else 1.0
   return Reward(
@@ -372,13 +374,13 @@ def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   )
 
 
-def _factor(config: ScorerConfig, value: float) -> float:
-  """Returns the factor by which a score multiplies the sum of the scores whose scorers have
-  `combine='sum'`. The factor of these scores themselves is 1.
+def _factor(config: ScorerConfig, whole: float) -> float:
+  """Returns the factor by which a score of worth `whole` multiplies the sum of the scores whose
+  scorers have `combine='sum'`. The factor of these scores themselves is 1.
   """
   if config.combine == 'product':
-    return config.weight * value
-  return float(value >= 1.0) if config.combine == 'gate' else 1.0
+    return config.weight * whole
+  return float(whole >= 1.0) if config.combine == 'gate' else 1.0
 
 
 OptionsT = TypeVar('OptionsT')

@@ -246,7 +246,8 @@ METRICS: dict[str, str] = {
     'no better than a constant.'
   ),
   'rewards/<scorer>/mean': (
-    "Mean of one scorer's value before its weight. Shows which part of the reward moves."
+    "Mean of one scorer's value before its weight, with the values of turns. Shows which part of "
+    'the reward moves.'
   ),
   'rewards/<scorer>/<part>': "Mean of one named part of a scorer's value.",
   'frac_reward_zero_std': (

@@ -70,6 +70,9 @@ def test_no_scores_are_no_reward():
     # Named: neither its place nor its weight counts.
     ('judge', [score('answer', 0.0), score('judge', 1.0)], True),
     ('judge', [score('answer', 1.0), score('judge', 0.5)], False),
+    # Turns count, in either direction.
+    ('judge', [score('judge', 0.0, 0.5, 0.5)], True),
+    ('judge', [score('judge', 1.0, -0.5)], False),
     # It does not judge this domain; or nobody can say what the attempt is worth.
     ('judge', [score('answer', 1.0)], None),
     (None, [score('answer', 1.0), score('judge', None)], None),

@@ -203,17 +203,20 @@ def test_scorers_see_the_whole_conversation(tokenizer, store):
     assert attempt.transcript[-1]['content'] == attempt.completion
 
 
-VALUES = {'a': 0.5, 'b': 2.0, 'c': 1.0}
+VALUES = {'a': -0.5, 'b': 0.8, 'c': 1.5}
+WORTHS = {'a': 0.5, 'b': 1.1, 'c': 1.5}
 
 
 @pytest.mark.parametrize(
   ('combines', 'value', 'turns'),
   [
-    (('sum', 'sum', 'sum'), 0.5 * 2 + 2.0 * 3 + 1.0, (2.0 + 0.3, 0.6)),
-    (('sum', 'product', 'sum'), (0.5 * 2 + 1.0) * (2.0 * 3), (2.0 * 6,)),
-    (('sum', 'sum', 'gate'), 0.5 * 2 + 2.0 * 3, (2.0 + 0.3, 0.6)),
+    (('sum', 'sum', 'sum'), -0.5 * 2 + 0.8 * 3 + 1.5, (2.0 + 0.3, 0.6)),
+    (('sum', 'product', 'sum'), (-0.5 * 2 + 1.5) * (1.1 * 3), (2.0 * 3.3,)),
+    (('product', 'sum', 'sum'), 0.5 * 2 * (0.8 * 3 + 1.5), (0.3, 0.6)),
+    (('sum', 'sum', 'gate'), -0.5 * 2 + 0.8 * 3, (2.0 + 0.3, 0.6)),
+    (('sum', 'gate', 'sum'), -0.5 * 2 + 1.5, (2.0,)),
     (('gate', 'sum', 'sum'), 0.0, (0.0, 0.0)),
-    (('product', 'product', 'gate'), 0.5 * 2 * 2.0 * 3, ()),
+    (('product', 'product', 'gate'), 0.5 * 2 * 1.1 * 3, ()),
   ],
 )
 def test_scores_are_added_multiplied_or_gate_the_rest(combines, value, turns):
@@ -231,4 +234,5 @@ def test_scores_are_added_multiplied_or_gate_the_rest(combines, value, turns):
   reward = combine(scores, config)
   assert reward.value == pytest.approx(value)
   assert reward.turn_values == pytest.approx(turns)
-  assert reward.parts == VALUES
+  assert reward.parts == pytest.approx(WORTHS)
+  assert reward.correct is False, 'the first scorer decides, and its worth is below 1'
