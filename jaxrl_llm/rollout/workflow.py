@@ -296,8 +296,12 @@ def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:
 
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
-  """Decodes the policy's response without its stop token."""
-  return tokenizer.decode([int(t) for t in (tokens[:-1] if finish == Finish.STOP else tokens)])
+  """Decodes the policy's response without the end token at which it stopped. A custom stop token,
+  which is not among `tokenizer.stop_ids`, stays.
+  """
+  ids = [int(token) for token in tokens]
+  is_ended = finish == Finish.STOP and ids[-1:] and ids[-1] in tokenizer.stop_ids
+  return tokenizer.decode(ids[:-1] if is_ended else ids)
 
 
 def turns_of(tokenizer: Tokenizer, sample: Sample) -> tuple[Message, ...]:

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
   """A completion of the policy within an episode."""
 
   text: str
-  """Decoded completion, without the end token."""
+  """Decoded completion, without the end token. The text of a custom `stop` is part of it."""
   finish: Finish
 
 
@@ -319,19 +319,21 @@ class Episode:
     return completion
 
   def _turn(self, added: str, completion: Completion) -> Turn:
-    tokens = [int(token) for token in completion.tokens]
-    stopped = completion.finish == Finish.STOP and tokens[-1] in self.tokenizer.stop_ids
-    turn = Turn(self.tokenizer.decode(tokens[:-1] if stopped else tokens), completion.finish)
+    text = completion_text(self.tokenizer, completion.tokens, completion.finish)
+    turn = Turn(text, completion.finish)
     if not self._is_raw:
+      tokens = completion.tokens.tolist()
       self._text += added + self.tokenizer.decode(tokens, skip_special=False)
       self._messages.append({'role': 'assistant', 'content': turn.text})
     return turn
 
 
 def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
-  """Decodes the policy's last turn in a sample, without its stop token."""
+  """Decodes the policy's last turn in a sample, as `Turn.text` does."""
   others = np.flatnonzero(sample.role != Role.POLICY)
-  return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], sample.finish_reason)
+  # The last turn of an episode that ran out of tokens may have ended with its end token, although
+  # the episode's finish reason is 'length'.
+  return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], Finish.STOP)
 
 
 def _is_conversation(observation: Observation) -> bool:

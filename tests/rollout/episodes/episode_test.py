@@ -204,6 +204,19 @@ def test_a_template_that_omits_earlier_turns_is_one_line(chat, tmp_path):
   assert '\n' not in str(caught.value)
 
 
+def test_a_custom_stop_is_part_of_the_text_that_environments_and_scorers_see(tokenizer):
+  _, episode = begun(tokenizer, 'abf')
+
+  async def play():
+    episode.observe('h')
+    turn = await episode.act(stop=['f'])
+    return turn, episode.end()
+
+  turn, rollout = asyncio.run(play())
+  assert turn == ('abf', Finish.STOP) and rollout.text == 'abf'
+  assert rollout.turns == ({'role': 'assistant', 'content': 'abf'},)
+
+
 def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
   class TwoTurns(Episodes):
     async def play(self, episode):
