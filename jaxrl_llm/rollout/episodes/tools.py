@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError, one_line
@@ -75,11 +78,11 @@ class Tool:
           result = await self._function(**arguments)
         else:
           result = await asyncio.to_thread(self._function, **arguments)
+      return str(result)[: self._max_characters]
     except Exception as error:
       if isinstance(error, TimeoutError) and limit.expired():
         raise ToolFailed(f'{self.name}: no result within {self._deadline_s:g} s') from None
       raise ToolFailed(one_line(f'{self.name}: {type(error).__name__}: {error}')) from None
-    return str(result)[: self._max_characters]
 
   def _check(self, arguments: Mapping[str, Json]) -> None:
     parameters = self.schema['function']['parameters']
@@ -106,6 +109,8 @@ class ToolUse(Episodes):
 
   The policy reads the results of calls as messages of the role 'tool'. The environment's reward has
   the value 0 and the parts `tool_calls` and `tool_failures`, the numbers of calls and failed calls.
+  If the tokenizer cannot encode a result, the policy reads an error message instead. If it cannot
+  encode this message either, the episode ends.
   """
 
   def __init__(
@@ -155,10 +160,14 @@ class ToolUse(Episodes):
       if not calls:
         return
       results = await asyncio.gather(*(self._result(episode, call) for call in calls))
+      readable = [self._readable(result) for result in results]
+      if None in readable:
+        return
+      names = [call.name if call.name in self._tools else 'unknown' for call in calls]
       episode.observe(
         [
-          {'role': 'tool', 'name': call.name, 'content': result}
-          for call, result in zip(calls, results)
+          {'role': 'tool', 'name': name, 'content': result}
+          for name, result in zip(names, readable)
         ]
       )
 
@@ -175,6 +184,24 @@ class ToolUse(Episodes):
     except ToolFailed as failed:
       episode.count('tool_failures')
       return f'error: {failed}'
+
+  def _readable(self, result: str) -> str | None:
+    """Returns the result of a call as a text that the policy's tokenizer can encode: `result`
+    itself, without lone surrogates, or an error message in its place. Returns None if the tokenizer
+    cannot encode this error message either.
+    """
+    error = 'error: the result has characters that the tokenizer lacks'
+    for text in (result.encode(errors='replace').decode(), error):
+      with contextlib.suppress(UserError):
+        self.tokenizer.encode(text)
+        return text
+    logging.log_first_n(
+      logging.WARNING,
+      'rollout.workflow: an episode ends early, because the tokenizer lacks characters of %r',
+      5,
+      one_line(result, 200),
+    )
+    return None
 
 
 def _tool(name: str, deadline_s: float) -> Tool:

@@ -21,6 +21,7 @@ from jaxrl_llm.rollout.episodes.tool_calls import (
 )
 from jaxrl_llm.rollout.episodes.tools import Tool, ToolFailed
 from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
+from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
 
 def repeat(letter: str, times: int = 2) -> str:
@@ -159,10 +160,10 @@ def test_a_call_returns_text_or_says_in_one_line_what_is_wrong():
   asyncio.run(check())
 
 
-def played(tokenizer, *texts, **options):
+def played(tokenizer, *texts, max_tokens=40, **options):
   given = {'tools': ['tools_test:repeat'], 'parser': 'tools_test:letters', **options}
   hub = Scripted(tokenizer, *texts)
-  workflow = build_workflow(WorkflowConfig(kind='tools', options=given), hub, tokenizer, 40)
+  workflow = build_workflow(WorkflowConfig(kind='tools', options=given), hub, tokenizer, max_tokens)
 
   async def one():
     runs = checked_run(workflow, TASK, 0, stage='grpo', samples=1, sampling=Sampling())
@@ -177,6 +178,44 @@ def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_on
   assert (sample.uid, text) == (f'{GROUP}/0', 'd')
   assert tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist()) == 'cc'
   assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 0.0})
+
+
+def given(text):
+  """Parser of calls that are hostile: lone surrogates, a name of any length."""
+  return {
+    'a': [ToolCall('repeat', {'letter': '\ud800'})],
+    'b': [ToolCall('\ud800' * 9999, {})],
+    'c': [ToolCall('repeat', {'letter': 'é'})],
+  }.get(text, [])
+
+
+HOSTILE = {
+  'a': 'repeat??',
+  'b': 'unknownerror: no tool',
+  'c': 'repeaterror: the result has characters that the tokenizer lacks',
+}
+
+
+@pytest.mark.parametrize('call', HOSTILE)
+def test_whatever_a_call_echoes_the_policy_reads_a_text_that_can_be_encoded(call, tmp_path):
+  table = [*map(chr, range(32, 127)), '…']
+  tokenizer = build_character_tokenizer(table, tmp_path / 'tokenizer', template='chatml')
+  (tmp_path / 'chat.jinja').write_text(
+    '{% for message in messages %}{{ message.name ~ message.content }}{% endfor %}'
+  )
+  tokenizer = tokenizer.with_template(tmp_path / 'chat.jinja')
+  sample, text, _, _ = played(
+    tokenizer, f'{call}$', 'd$', parser='tools_test:given', max_tokens=2000
+  )
+  read = tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
+  assert read.startswith(HOSTILE[call]) and len(read) < 300
+  assert text == 'd'
+
+
+def test_an_episode_ends_if_the_tokenizer_has_not_even_the_characters_of_an_error(tokenizer):
+  sample, text, verdict, _ = played(tokenizer, 'bb$', 'd$')
+  assert text == 'bb' and len(sample.segments) == 1
+  assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 1.0})
 
 
 def test_an_episode_of_calls_alone_ends_at_its_limit(tokenizer):
