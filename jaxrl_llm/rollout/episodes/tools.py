@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import logging
@@ -30,6 +33,20 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Maximum number of tools that run in threads at a time, in this process."""
+_THREADS = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix='tool')
+"""Threads of tools. They are not those of the event loop, which the process needs itself."""
+
+
+@functools.lru_cache(maxsize=1)
+def _free_threads(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+  """Returns the semaphore of the process's event loop that calls of tools hold while they run in a
+  thread.
+  """
+  return asyncio.Semaphore(MAX_THREADS)
+
+
 class ToolFailed(Exception):
   """A call of a tool failed. The policy reads the exception's message as the result of the call."""
 
@@ -48,9 +65,11 @@ class Tool:
     """
     Args:
       function: function, or coroutine function, with annotations and a docstring that describes
-        each parameter under `Args:`. A plain function runs in a thread. Python cannot end a thread,
-        so a function that may hang must start a process of its own.
-      deadline_s: maximum seconds for a call.
+        each parameter under `Args:`. A plain function runs in one of the process's threads for
+        tools. Python cannot end a thread, so a function that may hang must start a process of its
+        own.
+      deadline_s: maximum seconds for a call. The wait for a free thread does not count. A thread
+        whose call exceeds its deadline stays occupied until the function returns.
       max_characters: maximum length of a result. The rest is cut off.
 
     Raises:
@@ -72,13 +91,17 @@ class Tool:
     fit the function, or if the function raises an exception or exceeds its deadline.
     """
     self._check(arguments)
+    if inspect.iscoroutinefunction(self._function):
+      return await self._result(lambda: self._function(**arguments))
+    loop = asyncio.get_running_loop()
+    call = functools.partial(self._function, **arguments)
+    async with _free_threads(loop):
+      return await self._result(lambda: loop.run_in_executor(_THREADS, call))
+
+  async def _result(self, call: Callable[[], Awaitable[Any]]) -> str:
     try:
       async with asyncio.timeout(self._deadline_s) as limit:
-        if inspect.iscoroutinefunction(self._function):
-          result = await self._function(**arguments)
-        else:
-          result = await asyncio.to_thread(self._function, **arguments)
-      return str(result)[: self._max_characters]
+        return str(await call())[: self._max_characters]
     except Exception as error:
       if isinstance(error, TimeoutError) and limit.expired():
         raise ToolFailed(f'{self.name}: no result within {self._deadline_s:g} s') from None

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from jaxrl_llm.rollout.episodes.tool_calls import (
   llama3_calls,
   qwen3_calls,
 )
-from jaxrl_llm.rollout.episodes.tools import Tool, ToolFailed
+from jaxrl_llm.rollout.episodes.tools import MAX_THREADS, Tool, ToolFailed
 from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
@@ -156,6 +157,43 @@ def test_a_call_returns_text_or_says_in_one_line_what_is_wrong():
     for function in (wait, block):
       with pytest.raises(ToolFailed, match=f'{function.__name__}: no result within 0.05 s'):
         await Tool(function, deadline_s=0.05)({})
+
+  asyncio.run(check())
+
+
+@pytest.fixture
+def held():
+  """A function that waits for `held.gate` and returns the name of its thread."""
+
+  def hold() -> str:
+    """Waits for the test."""
+    hold.gate.wait(60)
+    return threading.current_thread().name
+
+  hold.gate = threading.Event()
+  yield hold
+  hold.gate.set()
+
+
+def test_the_deadline_of_a_call_begins_when_a_thread_is_free(held):
+  async def check():
+    busy = [asyncio.ensure_future(Tool(held, deadline_s=60)({})) for _ in range(MAX_THREADS)]
+    late = asyncio.ensure_future(Tool(held, deadline_s=0.02)({}))
+    await asyncio.sleep(0.1)
+    assert not late.done()
+    assert await asyncio.to_thread(threading.current_thread), 'other threads are free meanwhile'
+    held.gate.set()
+    assert all(name.startswith('tool') for name in await asyncio.gather(*busy))
+    await asyncio.gather(late, return_exceptions=True)
+
+  asyncio.run(check())
+
+
+def test_calls_fail_at_their_deadline_while_all_threads_hang(held):
+  async def check():
+    calls = [Tool(held, deadline_s=0.02)({}) for _ in range(2 * MAX_THREADS)]
+    failed = await asyncio.gather(*calls, return_exceptions=True)
+    assert {str(error) for error in failed} == {'hold: no result within 0.02 s'}
 
   asyncio.run(check())
 
