@@ -145,6 +145,7 @@ class ToolUse(Episodes):
     tools: Sequence[str],
     parser: str = 'auto',
     max_turns: int = 8,
+    max_calls: int = 16,
     turn_tokens: int | None = None,
     stop: Sequence[str] = (),
     deadline_s: float = 30.0,
@@ -157,6 +158,8 @@ class ToolUse(Episodes):
         'qwen3'), 'module:attribute' of a function from text to a list of `ToolCall`, or 'auto' for
         the built-in parser that fits the chat template.
       max_turns: maximum number of turns of an episode.
+      max_calls: maximum number of calls in a turn that are carried out. The result of any further
+        call is an error message.
       turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
         episode has left.
       stop: texts that end a turn, in addition to the tokenizer's end tokens. Each must be a single
@@ -167,11 +170,13 @@ class ToolUse(Episodes):
     self._tools = {tool.name: tool for tool in given}
     if not given or len(self._tools) < len(given):
       raise UserError(f'rollout.workflow.options.tools: got {list(tools)}, wanted names, each once')
-    if max_turns < 1:
-      raise UserError(f'rollout.workflow.options.max_turns: got {max_turns}, wanted at least 1')
+    for name, value in (('max_turns', max_turns), ('max_calls', max_calls)):
+      if value < 1:
+        raise UserError(f'rollout.workflow.options.{name}: got {value}, wanted at least 1')
     super().__init__(hub, tokenizer, max_tokens=max_tokens, schemas=[tool.schema for tool in given])
     self._calls = choose_parser(parser, tokenizer.template)
-    self._max_turns, self._turn_tokens, self._stop = max_turns, turn_tokens, tuple(stop)
+    self._max_turns, self._max_calls = max_turns, max_calls
+    self._turn_tokens, self._stop = turn_tokens, tuple(stop)
 
   async def play(self, episode: Episode) -> None:
     episode.observe(episode.task.prompt)
@@ -182,31 +187,32 @@ class ToolUse(Episodes):
       calls = self._calls(turn.text)
       if not calls:
         return
-      results = await asyncio.gather(*(self._result(episode, call) for call in calls))
-      readable = [self._readable(result) for result in results]
-      if None in readable:
+      results = await asyncio.gather(*(self._result(episode, *one) for one in enumerate(calls)))
+      if None in results:
         return
       names = [call.name if call.name in self._tools else 'unknown' for call in calls]
       episode.observe(
-        [
-          {'role': 'tool', 'name': name, 'content': result}
-          for name, result in zip(names, readable)
-        ]
+        [{'role': 'tool', 'name': name, 'content': text} for name, text in zip(names, results)]
       )
 
-  async def _result(self, episode: Episode, call: ToolCall) -> str:
+  async def _result(self, episode: Episode, index: int, call: ToolCall) -> str | None:
+    """Returns what the policy reads as the result of the call with this index in its turn; None if
+    the tokenizer cannot encode it.
+    """
     episode.count('tool_calls')
     try:
+      if index >= self._max_calls:
+        raise ToolFailed(f'too many calls; at most {self._max_calls} in a turn are carried out')
       if call.error:
         raise ToolFailed(call.error)
       if call.name not in self._tools:
         raise ToolFailed(
           one_line(f'no tool {call.name!r}; there are {", ".join(self._tools)}', 200)
         )
-      return await self._tools[call.name](call.arguments)
+      return self._readable(await self._tools[call.name](call.arguments))
     except ToolFailed as failed:
       episode.count('tool_failures')
-      return f'error: {failed}'
+      return self._readable(f'error: {failed}')
 
   def _readable(self, result: str) -> str | None:
     """Returns the result of a call as a text that the policy's tokenizer can encode: `result`

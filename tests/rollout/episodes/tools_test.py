@@ -198,6 +198,18 @@ def test_calls_fail_at_their_deadline_while_all_threads_hang(held):
   asyncio.run(check())
 
 
+@pytest.fixture(scope='module')
+def ascii_tokenizer(tmp_path_factory):
+  """Tokenizer of ASCII characters; its chat template shows names and contents of messages."""
+  folder = tmp_path_factory.mktemp('ascii')
+  (folder / 'chat.jinja').write_text(
+    '{% for message in messages %}{{ message.name ~ message.content }}{% endfor %}'
+  )
+  table = [*map(chr, range(32, 127)), '…']
+  built = build_character_tokenizer(table, folder / 'tokenizer', template='chatml')
+  return built.with_template(folder / 'chat.jinja')
+
+
 def played(tokenizer, *texts, max_tokens=40, **options):
   given = {'tools': ['tools_test:repeat'], 'parser': 'tools_test:letters', **options}
   hub = Scripted(tokenizer, *texts)
@@ -218,6 +230,22 @@ def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_on
   assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 0.0})
 
 
+def test_calls_beyond_the_limit_of_a_turn_are_not_carried_out(ascii_tokenizer):
+  sample, _, verdict, _ = played(
+    ascii_tokenizer, 'aa$', 'd$', parser='tools_test:many', max_calls=2, max_tokens=2000
+  )
+  read = ascii_tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
+  assert read == 'repeatcc' * 2 + (
+    'repeaterror: too many calls; at most 2 in a turn are carried out' * 2
+  )
+  assert verdict.parts == {'tool_calls': 4.0, 'tool_failures': 2.0}
+
+
+def many(text):
+  """Parser to which each 'a' is two calls."""
+  return (ToolCall('repeat', {'letter': 'c'}),) * (2 * text.count('a'))
+
+
 def given(text):
   """Parser of calls that are hostile: lone surrogates, a name of any length."""
   return {
@@ -235,17 +263,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize('call', HOSTILE)
-def test_whatever_a_call_echoes_the_policy_reads_a_text_that_can_be_encoded(call, tmp_path):
-  table = [*map(chr, range(32, 127)), '…']
-  tokenizer = build_character_tokenizer(table, tmp_path / 'tokenizer', template='chatml')
-  (tmp_path / 'chat.jinja').write_text(
-    '{% for message in messages %}{{ message.name ~ message.content }}{% endfor %}'
-  )
-  tokenizer = tokenizer.with_template(tmp_path / 'chat.jinja')
+def test_whatever_a_call_echoes_the_policy_reads_a_text_that_can_be_encoded(ascii_tokenizer, call):
   sample, text, _, _ = played(
-    tokenizer, f'{call}$', 'd$', parser='tools_test:given', max_tokens=2000
+    ascii_tokenizer, f'{call}$', 'd$', parser='tools_test:given', max_tokens=2000
   )
-  read = tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
+  read = ascii_tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
   assert read.startswith(HOSTILE[call]) and len(read) < 300
   assert text == 'd'
 
@@ -267,6 +289,7 @@ def test_an_episode_of_calls_alone_ends_at_its_limit(tokenizer):
     ({'tools': []}, 'options.tools: got [], wanted names, each once'),
     ({'tools': ['tools_test:repeat'] * 2}, 'wanted names, each once'),
     ({'max_turns': 0}, 'options.max_turns: got 0, wanted at least 1'),
+    ({'max_calls': 0}, 'options.max_calls: got 0, wanted at least 1'),
   ],
 )
 def test_an_impossible_option_is_one_line(tokenizer, options, line):
