@@ -225,6 +225,10 @@ class ScorerConfig:
 
 MAX_REWARD = 1e6
 """Maximum magnitude of a reward that comes from another process or from an environment."""
+MAX_PARTS, MAX_PART_NAME, MAX_EVIDENCE = 256, 1024, 1 << 16
+"""Limits of a reward that an environment gives: maximum number of its parts, maximum number of
+characters of a part's name, and maximum number of characters of its evidence as JSON.
+"""
 _MAX_WEIGHT = 1e6
 """Maximum magnitude of a weight. It keeps weighted sums of scores, and the squares of such sums,
 finite in float32.

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,10 +20,11 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.errors import RunError, one_line
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import Finish, Role, Sample, Source, media_of
 from jaxrl_llm.core.records.task import Message, Task
-from jaxrl_llm.rewards.api import MAX_REWARD, Verdict
+from jaxrl_llm.rewards.api import MAX_EVIDENCE, MAX_PART_NAME, MAX_PARTS, MAX_REWARD, Verdict
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
 from jaxrl_llm.rollout.recording import Place, Recording
 from jaxrl_llm.tasks.tokenizer import Tokenizer
@@ -125,19 +127,48 @@ class Roster:
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
 
+def check_limits(verdict: Verdict, name: str) -> None:
+  """Raises ValueError if an environment's reward exceeds the limits that the master sets for the
+  rewards of explorers: those of its numbers, of its parts, and of its evidence, which is JSON.
+
+  Args:
+    name: name of the sample for messages.
+  """
+  numbers = [*verdict.turn_values, *verdict.parts.values()]
+  for number in numbers if verdict.value is None else [verdict.value, *numbers]:
+    if not abs(number) <= MAX_REWARD:
+      raise ValueError(f'{name}: has reward {number}, wanted a number within ±{MAX_REWARD:g}')
+  if len(verdict.parts) > MAX_PARTS:
+    raise ValueError(
+      f'{name}: has a reward of {len(verdict.parts)} counts, wanted at most {MAX_PARTS}'
+    )
+  for part in verdict.parts:
+    if not (isinstance(part, str) and len(part) <= MAX_PART_NAME and part.isprintable()):
+      raise ValueError(
+        f'{name}: has a count {one_line(repr(part), 100)}, wanted a name of at most {MAX_PART_NAME} '
+        'characters, all printable'
+      )
+  try:
+    evidence = json.dumps(dict(verdict.evidence), allow_nan=False)
+    if len(evidence) <= MAX_EVIDENCE:
+      parse_json(evidence)
+  except (TypeError, ValueError, RecursionError) as error:
+    raise ValueError(one_line(f'{name}: the evidence of a reward is not JSON: {error}')) from None
+  if len(evidence) > MAX_EVIDENCE:
+    raise ValueError(
+      f'{name}: the evidence of a reward has {len(evidence)} characters as JSON, wanted at most '
+      f'{MAX_EVIDENCE}'
+    )
+
+
 def check_verdict(rollout: Rollout) -> None:
-  """Raises ValueError if the environment's reward of a rollout is not finite, or has more turn
-  values than the sample has turns (runs of tokens in the loss).
+  """Raises ValueError if the environment's reward of a rollout exceeds `check_limits`, or has more
+  turn values than the sample has turns (runs of tokens in the loss).
   """
   sample, verdict = rollout.sample, rollout.verdict
   if verdict is None:
     return
-  numbers = [*verdict.turn_values, *verdict.parts.values()]
-  for number in numbers if verdict.value is None else [verdict.value, *numbers]:
-    if not abs(number) <= MAX_REWARD:
-      raise ValueError(
-        f'sample {sample.uid} has reward {number}, wanted a number within ±{MAX_REWARD:g}'
-      )
+  check_limits(verdict, f'sample {sample.uid}')
   turns = np.count_nonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0) == 1)
   if len(verdict.turn_values) > turns:
     raise ValueError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -26,11 +25,14 @@ from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.recording import Place, Recording
-from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key, turns_of
+from jaxrl_llm.rollout.workflow import Rollout, check_limits, completion_text, request_key, turns_of
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _MARK = '\ue000'
 """Placeholder that no chat template contains."""
+
+_MAX_FAILURE = 2000
+"""Maximum number of characters of the error that makes an episode unscorable."""
 
 Observation = str | Sequence[int] | Sequence[ChatMessage]
 """Observation of the policy: text or tokens that are appended unchanged, or messages that the chat
@@ -169,35 +171,36 @@ class Episode:
     Args:
       value: finite reward.
       evidence: JSON details that explain the reward. They are stored with the score, and later
-        entries replace earlier ones of the same name.
+        entries replace earlier ones of the same name. Together, those of an episode may have up to
+        65536 characters as JSON.
     """
     self._check_open('reward')
     if not self.turns:
       raise RunError(f'{self._name}: reward() precedes the first act(), so it belongs to no turn')
-    if not (math.isfinite(value) and abs(value) <= MAX_REWARD):
+    if not (evidence is None or isinstance(evidence, Mapping)):
       raise RunError(
-        f'{self._name}: reward is {value}, wanted a number from -{MAX_REWARD:g} to {MAX_REWARD:g}'
+        f'{self._name}: the evidence of a reward is a {type(evidence).__name__}, wanted a mapping'
       )
-    try:
-      json.dumps(dict(evidence or {}), allow_nan=False)
-    except (TypeError, ValueError) as error:
-      line = one_line(f'{self._name}: the evidence of a reward is not JSON: {error}')
-      raise RunError(line) from None
+    number = self._number('reward', value)
     self._rewards += [0.0] * (self.turns - len(self._rewards))
-    self._rewards[-1] += float(value)
+    self._rewards[-1] += number
     self._evidence.update(evidence or {})
+    self._check_limits()
 
   def count(self, name: str, amount: float = 1.0) -> None:
     """Adds `amount` to the count `name` of the episode, such as its number of tool calls. In scores
     and metrics, counts are parts of the environment's reward, and do not change the reward's value.
+    An episode may have up to 256 counts.
     """
     self._check_open('count')
-    self._counts[name] = self._counts.get(name, 0.0) + amount
+    self._counts[name] = self._counts.get(name, 0.0) + self._number(f'count {name!r}', amount)
+    self._check_limits()
 
   def fail(self, error: str) -> None:
     """Makes the sample unscorable, because of an error that is not the policy's fault."""
     self._check_open('fail')
-    self._failure = error
+    self._failure = one_line(error, _MAX_FAILURE)
+    self._check_limits()
 
   async def score(self) -> Reward:
     """Scores the last turn with the run's scorers. The reward is returned and not stored."""
@@ -242,6 +245,24 @@ class Episode:
   def _check_open(self, method: str) -> None:
     if self._ended:
       raise RunError(f'{self._name}: {method}() follows end(); an episode ends once')
+
+  def _number(self, kind: str, value: float) -> float:
+    try:
+      number = float(value) if abs(value) <= MAX_REWARD else math.nan
+    except (TypeError, ValueError):
+      number = math.nan
+    if math.isnan(number):
+      raise RunError(
+        f'{self._name}: {kind} is {one_line(repr(value), 100)}, wanted a number from '
+        f'-{MAX_REWARD:g} to {MAX_REWARD:g}'
+      )
+    return number
+
+  def _check_limits(self) -> None:
+    try:
+      check_limits(self.verdict, self._name)
+    except ValueError as error:
+      raise RunError(str(error)) from None
 
   def _sample(self) -> Sample:
     if self._recording is None or not self._recording.turns:

@@ -20,7 +20,14 @@ import numpy as np
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import Role, Sample, Source, decode
 from jaxrl_llm.core.records.task import Message
-from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Verdict
+from jaxrl_llm.rewards.api import (
+  MAX_EVIDENCE,
+  MAX_PART_NAME,
+  MAX_PARTS,
+  MAX_REWARD,
+  Attempt,
+  Verdict,
+)
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
@@ -40,10 +47,6 @@ key.
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
 """The maximum size of an encoded sample in bytes is the first number, for names, plus the second
 number for each token of the longest sequence.
-"""
-_MAX_PARTS, _MAX_EVIDENCE = 256, 1 << 16
-"""Maximum number of parts (named numbers) of a verdict, and maximum number of characters of its
-evidence.
 """
 _ROUNDING = 1e-3
 """Amount by which a logprob may exceed 0 because of rounding."""
@@ -225,20 +228,20 @@ def _verdict(row: Any, *, turns: int) -> Verdict | None:
     return None
   _check_type(row, 'verdict', dict)
   values, parts = _field(row, 'turn_values', list), _field(row, 'parts', dict)
-  if len(values) > turns or len(parts) > _MAX_PARTS:
+  if len(values) > turns or len(parts) > MAX_PARTS:
     raise ValueError(
       f'verdict has {len(values)} turn values and {len(parts)} parts, wanted at most {turns} and '
-      f'{_MAX_PARTS}'
+      f'{MAX_PARTS}'
     )
   for name in parts:
-    _check_text({'name of a part': name}, 'name of a part')
+    _check_text({'name of a part': name}, 'name of a part', MAX_PART_NAME)
   numbers = [row.get('value'), *values, *parts.values()]
   for value in numbers[1:] if numbers[0] is None else numbers:
     if type(value) not in (int, float) or not abs(value) <= MAX_REWARD:
       raise ValueError(f'verdict has {value!r}, wanted a number within ±{MAX_REWARD:g}')
   evidence = _field(row, 'evidence', str)
-  if len(evidence) > _MAX_EVIDENCE or type(_strict_json(evidence)) is not dict:
-    raise ValueError(f'evidence is no JSON object of at most {_MAX_EVIDENCE} characters')
+  if len(evidence) > MAX_EVIDENCE or type(_strict_json(evidence)) is not dict:
+    raise ValueError(f'evidence is no JSON object of at most {MAX_EVIDENCE} characters')
   return wire.read_verdict(row)
 
 
@@ -354,10 +357,10 @@ def _all(values: Any, name: str, kind: type[T]) -> list[T]:
   return [_check_type(value, f'{name}[{i}]', kind) for i, value in enumerate(values)]
 
 
-def _check_text(row: Mapping[str, Any], name: str) -> None:
+def _check_text(row: Mapping[str, Any], name: str, most: int = _MAX_UID) -> None:
   text = _field(row, name, str)
-  if len(text) > _MAX_UID or not text.isprintable():
-    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID}, all printable')
+  if len(text) > most or not text.isprintable():
+    raise ValueError(f'{name} has {len(text)} characters, wanted at most {most}, all printable')
 
 
 def _check_integer(row: Mapping[str, Any], name: str, least: int, most: int) -> None:

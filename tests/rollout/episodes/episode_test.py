@@ -14,6 +14,8 @@ from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.episodes.episode import Episode
 from jaxrl_llm.rollout.episodes.workflow import Episodes
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.arrivals import read_verdict
 from jaxrl_llm.rollout.recording import Place
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
@@ -237,6 +239,27 @@ def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
   asyncio.run(check())
 
 
+def nested(levels):
+  return [nested(levels - 1)] if levels else 0
+
+
+def test_a_reward_at_the_limits_of_an_episode_is_one_that_the_master_takes_from_explorers(
+  tokenizer,
+):
+  _, episode = begun(tokenizer, 'ab$')
+
+  async def play():
+    episode.observe('h')
+    await episode.act()
+    for i in range(256):
+      episode.count(f'{i:01024}')
+    episode.reward(1e6, {'log': 'x' * 64_000, 'at': nested(99)})
+    return episode.end()
+
+  sample, _, verdict, _ = asyncio.run(play())
+  assert read_verdict({'verdict': wire.verdict_row(verdict)}, sample) == verdict
+
+
 def _twice(episode):
   episode.end()
   episode.end()
@@ -251,6 +274,17 @@ def _twice(episode):
       lambda e: e.reward(1.0, {'at': {1}}),
       'the evidence of a reward is not JSON: Object of type set',
     ),
+    (lambda e: e.reward(None), 'reward is None, wanted a number from -1e+06 to 1e+06'),
+    (lambda e: [e.reward(1e6), e.reward(1.0)], 'has reward 1000001.0, wanted a number within'),
+    (lambda e: e.reward(1.0, [1]), 'the evidence of a reward is a list, wanted a mapping'),
+    (
+      lambda e: e.reward(1.0, {'log': 'x' * 65536}),
+      'the evidence of a reward has 65547 characters as JSON, wanted at most 65536',
+    ),
+    (lambda e: e.reward(1.0, {'at': nested(100)}), 'nested in more than 100 levels'),
+    (lambda e: [e.count(str(i)) for i in range(257)], 'a reward of 257 counts, wanted at most 256'),
+    (lambda e: e.count('a\nb'), "has a count 'a\\nb', wanted a name of at most 1024 characters"),
+    (lambda e: e.count('a', 'b'), "count 'a' is 'b', wanted a number from"),
     (lambda e: [e.observe(''), e.act()][1], 'the observation has no token, wanted at least one'),
     (_twice, 'end() follows end(); an episode ends once'),
     (lambda e: [e.observe('a'), e.act(stop=['ab'])][1], "stop 'ab' has 2 tokens, wanted one"),
