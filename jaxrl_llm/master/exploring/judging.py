@@ -30,7 +30,7 @@ async def judge(
 
   Raises:
     RunError: the workflow gives no reward of an environment although a scorer reads it, or gives
-      one although no scorer reads it.
+      one, or fails an episode, although no scorer reads it.
   """
   _check_verdict(rollout, rewards)
   sample, completion, verdict, turns = rollout
@@ -54,7 +54,15 @@ def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
       f'rollout.workflow: sample {sample.uid} has no reward, and rewards.scorers has '
       f'{ENVIRONMENT!r}; call episode.reward in the workflow, or remove the scorer'
     )
-  if verdict is not None and not is_read and worth(verdict.value, verdict.turn_values) != 0:
+  if verdict is None or is_read:
+    return
+  if verdict.value is None:
+    raise RunError(
+      f'rollout.workflow: sample {sample.uid} cannot be scored, because its episode failed: '
+      f'{verdict.evidence.get("error", "no reason given")}; only the scorer {ENVIRONMENT!r} records '
+      f'this; add ScorerConfig(name={ENVIRONMENT!r}, weight=0) to rewards.scorers'
+    )
+  if worth(verdict.value, verdict.turn_values) != 0:
     raise RunError(
       f'rollout.workflow: sample {sample.uid} has a reward of the environment, which no scorer of '
       f'its taskset reads; add ScorerConfig(name={ENVIRONMENT!r}) to rewards.scorers'

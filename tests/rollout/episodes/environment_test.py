@@ -174,6 +174,16 @@ def test_a_reward_that_no_scorer_reads_is_one_line(tokenizer, store):
     simulated(exploration.batches(1))
 
 
+def test_an_episode_that_fails_without_a_scorer_to_record_it_is_one_line(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+  exploration.runner.workflow = counting(tokenizer, trouble='step')
+  with pytest.raises(RunError) as caught:
+    simulated(exploration.batches(1))
+  assert 'its episode failed: environment environment_test:Counting: step: OSE' in str(caught.value)
+  assert "add ScorerConfig(name='environment', weight=0) to rewards.scorers" in str(caught.value)
+  assert '\n' not in str(caught.value)
+
+
 def test_a_scorer_of_the_environment_wants_a_workflow_with_one(tokenizer, store):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
   with pytest.raises(RunError, match=r"has no reward, and rewards\.scorers has 'environment'"):
