@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from absl import logging
@@ -120,7 +120,7 @@ class EnvironmentWorkflow(Episodes):
       for _ in range(self._max_turns):
         turn = await episode.act(self._turn_tokens, stop=self._stop)
         try:
-          step = await self._call('step', environment.step(turn.text))
+          step = await self._call('step', environment.step, turn.text)
         except EnvironmentFailed as failed:
           episode.fail(str(failed))
           return
@@ -161,17 +161,17 @@ class EnvironmentWorkflow(Episodes):
     self, environment: Environment, task: Task
   ) -> str | Sequence[ChatMessage] | None:
     try:
-      return await self._call('reset', environment.reset(task))
+      return await self._call('reset', environment.reset, task)
     except EnvironmentFailed as failed:
       raise RunError(
         f'{failed} (task {task.uid}); correct the environment, or raise '
         'rollout.workflow.options.deadline_s'
       ) from None
 
-  async def _call(self, method: str, call: Awaitable[T]) -> T:
+  async def _call(self, method: str, call: Callable[..., Awaitable[T]], argument: Any) -> T:
     try:
       async with asyncio.timeout(self._deadline_s) as limit:
-        return await call
+        return await call(argument)
     except Exception as error:
       if isinstance(error, TimeoutError) and limit.expired():
         why = f'no answer within {self._deadline_s:g} s'

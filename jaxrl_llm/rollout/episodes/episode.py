@@ -148,7 +148,7 @@ class Episode:
     if not self._pending:
       raise RunError(f'{self._name}: act() follows no observation; call observe() first')
     stop_ids = (*self.tokenizer.stop_ids, *map(self._stop_id, stop))
-    observed, text = await self._rendered()
+    observed, text, messages = await self._rendered()
     if not observed:
       raise RunError(f'{self._name}: the observation has no token, wanted at least one')
     room = self.room - (len(observed) if self._recording else 0)
@@ -160,6 +160,7 @@ class Episode:
     else:
       self._recording.observe(observed)
     self._pending.clear()
+    self._messages = messages
     completion = await self._completion(most, stop_ids)
     self._recording.act(completion)
     self.turns += 1
@@ -275,8 +276,8 @@ class Episode:
       raise RunError(f'{self._name}: stop {text!r} has {len(ids)} tokens, wanted one')
     return ids[0]
 
-  async def _rendered(self) -> tuple[list[int], str]:
-    """Returns the tokens of the pending observations, and their text."""
+  async def _rendered(self) -> tuple[list[int], str, list[ChatMessage]]:
+    """Returns (tokens of the pending observations, their text, all messages including them)."""
     conversations = [_is_conversation(observation) for observation in self._pending]
     if any(conversations) and (self._is_raw or not all(conversations)):
       raise RunError(
@@ -285,7 +286,8 @@ class Episode:
       )
     if not all(conversations):
       self._is_raw = True
-      return [token for part in self._pending for token in self._encoded(part)], ''
+      tokens = [token for part in self._pending for token in self._encoded(part)]
+      return tokens, '', self._messages
     messages = [*self._messages, *(message for part in self._pending for message in part)]
     # If another process renders the template, that process may be slow or hang, so a thread waits
     # for it.
@@ -297,8 +299,7 @@ class Episode:
       added = whole[len(self._text) :]
     else:
       added = self._rendered_alone(messages[len(self._messages) :])
-    self._messages = messages
-    return self.tokenizer.encode(added), added
+    return self.tokenizer.encode(added), added, messages
 
   def _render(self, messages: Sequence[ChatMessage]) -> str:
     return self.tokenizer.render_chat(

@@ -84,6 +84,20 @@ def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
     assert len(sample.segments) == 2 and verdict.value == 2.0
 
 
+class Plain(Counting):
+  """Its `step` is not a coroutine function, and raises when it is called."""
+
+  def step(self, action):
+    raise OSError('not even awaited')
+
+
+def test_a_step_that_raises_before_it_is_awaited_makes_the_sample_unscorable(tokenizer):
+  workflow = counting(tokenizer, environment='environment_test:Plain')
+  for _, _, verdict, _ in simulated(rollouts(workflow)):
+    line = 'environment environment_test:Plain: step: OSError: not even awaited'
+    assert verdict == Verdict(value=None, evidence={'error': line})
+
+
 @pytest.mark.parametrize(
   ('trouble', 'line'),
   [

@@ -12,7 +12,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Finish, Role, encode
 from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.episodes.episode import Episode
+from jaxrl_llm.rollout.episodes.episode import Episode, OutOfTokens
 from jaxrl_llm.rollout.episodes.workflow import Episodes
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import read_verdict
@@ -217,6 +217,24 @@ def test_a_custom_stop_is_part_of_the_text_that_environments_and_scorers_see(tok
   turn, rollout = asyncio.run(play())
   assert turn == ('abf', Finish.STOP) and rollout.text == 'abf'
   assert rollout.turns == ({'role': 'assistant', 'content': 'abf'},)
+
+
+def test_a_turn_that_found_no_room_has_observed_nothing(chat):
+  """`act` with a budget of 0 tokens raises `OutOfTokens`, and the next one reads each message once.
+  """
+  _, episode = begun(chat, 'ab$', 'c$')
+
+  async def play():
+    for content in ('h', 'g'):
+      episode.observe([{'role': 'user', 'content': content}])
+      with pytest.raises(OutOfTokens):
+        await episode.act(0)
+      await episode.act()
+    return episode.end().sample
+
+  sample = asyncio.run(play())
+  whole = chat.decode(sample.tokens.tolist(), skip_special=False)
+  assert [whole.count(f'user\n{content}<') for content in 'hg'] == [1, 1]
 
 
 def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
