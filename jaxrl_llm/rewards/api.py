@@ -59,6 +59,7 @@ class Attempt:
   transcript: tuple[Message, ...] = ()
   """The whole conversation, from the task's prompt to the policy's last turn. Whatever the
   policy read between its turns has the role 'tool', even if the chat template gave it another role.
+  Empty for scorers of whole groups.
   """
   environment: Verdict | None = None
   """Reward that the workflow's environment gave; None if it gave none."""

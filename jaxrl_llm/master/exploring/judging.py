@@ -59,8 +59,8 @@ def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
   if verdict.value is None:
     raise RunError(
       f'rollout.workflow: sample {sample.uid} cannot be scored, because its episode failed: '
-      f'{verdict.evidence.get("error", "no reason given")}; only the scorer {ENVIRONMENT!r} records '
-      f'this; add ScorerConfig(name={ENVIRONMENT!r}, weight=0) to rewards.scorers'
+      f'{verdict.evidence.get("error", "no reason given")}; only the scorer {ENVIRONMENT!r} '
+      f'records this; add ScorerConfig(name={ENVIRONMENT!r}, weight=0) to rewards.scorers'
     )
   if worth(verdict.value, verdict.turn_values) != 0:
     raise RunError(

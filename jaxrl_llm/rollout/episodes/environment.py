@@ -44,7 +44,8 @@ class Environment(Protocol):
 
   async def reset(self, task: Task) -> str | Sequence[ChatMessage] | None:
     """Begins an episode. Returns the first observation, or None if the task's prompt is the first
-    observation.
+    observation. Its tokens count in `rollout.max_prompt_length`. The tasks were selected by the
+    length of their own prompt, so an observation that is longer than this maximum ends the run.
     """
     ...
 
@@ -94,7 +95,8 @@ class EnvironmentWorkflow(Episodes):
       stop: texts that end a turn, in addition to the tokenizer's end tokens. Each must be a single
         token.
       deadline_s: maximum seconds for each call of an environment.
-      concurrency: maximum number of environments that are open at a time in this process.
+      concurrency: maximum number of environments of this workflow that are open at a time. The
+        master's process has one workflow; an explorer process has one for each group that it holds.
     """
     super().__init__(hub, tokenizer, max_tokens=max_tokens)
     for name, value in (

@@ -134,6 +134,9 @@ class ToolUse(Episodes):
   the value 0 and the parts `tool_calls` and `tool_failures`, the numbers of calls and failed calls.
   If the tokenizer cannot encode a result, the policy reads an error message instead. If it cannot
   encode this message either, the episode ends.
+
+  The schemas of the tools are part of the first prompt and count in `rollout.max_prompt_length`,
+  although tasks are selected by the length of their prompt without schemas.
   """
 
   def __init__(
