@@ -145,8 +145,8 @@ def check_limits(verdict: Verdict, name: str) -> None:
   for part in verdict.parts:
     if not (isinstance(part, str) and len(part) <= MAX_PART_NAME and part.isprintable()):
       raise ValueError(
-        f'{name}: has a count {one_line(repr(part), 100)}, wanted a name of at most {MAX_PART_NAME} '
-        'characters, all printable'
+        f'{name}: has a count {one_line(repr(part), 100)}, wanted a name of at most '
+        f'{MAX_PART_NAME} characters, all printable'
       )
   try:
     evidence = json.dumps(dict(verdict.evidence), allow_nan=False)

@@ -220,8 +220,7 @@ def test_a_custom_stop_is_part_of_the_text_that_environments_and_scorers_see(tok
 
 
 def test_a_turn_that_found_no_room_has_observed_nothing(chat):
-  """`act` with a budget of 0 tokens raises `OutOfTokens`, and the next one reads each message once.
-  """
+  """`act` with a budget of 0 tokens raises OutOfTokens; the next one reads each message once."""
   _, episode = begun(chat, 'ab$', 'c$')
 
   async def play():
