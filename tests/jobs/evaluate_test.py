@@ -39,7 +39,9 @@ def test_every_commit_is_measured_as_the_run_measured_it_and_nothing_is_written(
   for step in kept & set(recorded):
     row = recorded[step]
     assert found[step] == {
-      key: f'{value:.4g}' for key, value in row.items() if key.startswith('val-')
+      key: f'{value:.4g}'
+      for key, value in row.items()
+      if key.startswith(('val-', 'goodput/tokens/evaluated'))
     }
   assert len({told['val-aux/eval/score/mean'] for told in found.values()}) > 1, (
     'else any commit would do'

