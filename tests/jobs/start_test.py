@@ -4,15 +4,12 @@ acceptance. (chat_sft.py: chat_sft_test.py.)
 
 import json
 import re
-import sys
 
 import job
 import pytest
 from paths import ROOT
 
 from jaxrl_llm.runtime import history
-
-sys.path.insert(0, str(ROOT / 'docs' / 'start'))
 
 pytestmark = pytest.mark.full
 
@@ -55,7 +52,8 @@ def test_adapters_are_exported_both_ways(tmp_path):
 
 
 @pytest.mark.acceptance
-def test_grpo_is_rewarded_by_the_function_in_the_script(tmp_path):
+def test_grpo_is_rewarded_by_the_function_in_the_script(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(ROOT / 'docs' / 'start')
   from grpo import compute_score
 
   changes = ('stages.grpo.steps=4', 'stages.grpo.evaluate_every=2', 'checkpoint.every_steps=2')
