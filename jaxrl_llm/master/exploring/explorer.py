@@ -95,9 +95,6 @@ class _Group:
   batch.
   """
 
-  is_waiting: bool = False
-  """Whether the group has finished and waits for a place in the batch, before it is scored."""
-
   @property
   def is_running(self) -> bool:
     return self.chosen is None and not self.is_parked
@@ -460,18 +457,17 @@ class Explorer:
     and returns whether it does. Of all groups that finish, the batch takes the first
     `groups_per_batch` in order of start, no matter which of them finishes first.
     """
-    group = self._groups[number]
-    group.is_waiting = True
     self._waves.finish()
-    self._progress.set()
-    while number not in [c.number for c in self._candidates()[: self._config.groups_per_batch]]:
-      if not any(g.is_running and not g.is_waiting for g in self._groups.values()):
+    while True:
+      places = self._candidates()[: self._config.groups_per_batch]
+      if number in [place.number for place in places]:
+        return True
+      # A scored group keeps its place. Any other may still be parked or dropped.
+      if all(place.is_finished for place in places):
         return False
       self._progress.clear()
       # The wait 'collect' is bounded by the loop, which cancels this task.
       await self._progress.wait()
-    group.is_waiting = False
-    return True
 
   def _unknown(self) -> list[_Group]:
     """Returns the unfinished groups whose samples are not in the store, because the samples were
@@ -641,8 +637,7 @@ class Explorer:
     """
     issued = self._issued(task, visit)
     self._writer.extend({issued[index].uid: span for index, span in spans.items()})
-    group = self._groups[number]
-    group.is_parked, group.is_waiting = True, False
+    self._groups[number].is_parked = True
     self._counts['partial/cut' if spans else 'partial/returned'] += 1
     self._gate.park()
     self._progress.set()

@@ -246,6 +246,41 @@ def test_waiting_for_a_place_does_not_count_towards_a_groups_time_limit():
     simulated(main(4.0))
 
 
+@pytest.mark.parametrize('groups_per_batch', [1, 2])
+def test_which_groups_a_batch_takes_does_not_depend_on_which_of_them_finishes_first(
+  tokenizer, tmp_path, groups_per_batch
+):
+  """Waves of four groups. Tasks 0 and 1 cannot be scored, which becomes known when all of them have
+  finished, in any order.
+  """
+
+  class Unscorable(Run):
+    def judge(self, attempt):
+      number = self.exploration.number(attempt)
+      return None if number < 2 else super().judge(attempt)
+
+  found = []
+  for order in ((0, 1, 2, 3), (1, 2, 3, 0), (2, 1, 3, 0), (3, 1, 2, 0), (3, 2, 1, 0)):
+    store = exploring.new_store(tmp_path / ''.join(map(str, order)))
+    run = Unscorable(
+      tokenizer,
+      store,
+      lambda number, index: 2,
+      groups_per_batch=groups_per_batch,
+      partial=PartialConfig(budget=3, groups=4),
+    )
+    due = {f'grpo/{run.exploration.tasks[n].uid}/0': 0.1 * (i + 1) for i, n in enumerate(order)}
+    run.engine.hold = lambda request, due=due: (
+      asyncio.get_running_loop().time() < due.get(request.uid, 0.0)
+    )
+    run.explorer._waves.restore({'groups_per_finished': 4.0 / groups_per_batch})
+    batches = run.batches(0, 3)
+    assert [number for number, _ in names(run, batches[0][0])][::2] == [2, 3][:groups_per_batch]
+    found.append((content(batches), [counts for _, counts in batches], run.states))
+    store.close()
+  assert all(other == found[0] for other in found)
+
+
 def test_waves_are_as_large_as_the_last_batch_suggests():
   waves = Waves(max_groups=10)
   assert waves.size(4) == 4
