@@ -445,7 +445,8 @@ class Explorer:
       return [], 0
     size = waves.size(needed)
     parked = [self._round.popleft() for _ in range(min(size, len(self._round)))]
-    new = min(size - len(parked), self._max_groups - len(self._groups))
+    # A branch may start with more groups than rollout.partial.groups now permits.
+    new = max(0, min(size - len(parked), self._max_groups - len(self._groups)))
     if size > len(parked) + new:  # Then all groups of earlier batches continue already.
       cut = sorted(n for n, g in self._groups.items() if g.is_parked and n not in parked)
       parked += cut[: size - len(parked) - new]

@@ -281,6 +281,33 @@ def test_which_groups_a_batch_takes_does_not_depend_on_which_of_them_finishes_fi
   assert all(other == found[0] for other in found)
 
 
+def test_with_more_groups_than_a_branch_permits_the_waiting_ones_go_first(tokenizer, tmp_path):
+  """Four groups are parked, and the branch permits three."""
+  partial = PartialConfig(budget=3, max_spans=9, groups=6)
+
+  def length(number, index):
+    return 1 if number in (4, 5) else 7
+
+  store = exploring.new_store(tmp_path / 'parent')
+  run = Run(tokenizer, store, length, partial=partial)
+  run.batches(0, 1)
+  store.close()
+  store = exploring.new_store(tmp_path / 'branch')
+  fewer = dataclasses.replace(partial, groups=3)
+  branch = Run(tokenizer, store, length, partial=fewer, batches=4)
+  branch.explorer.restore(json.loads(run.states[1]))
+  batches = branch.batches(1, 4)
+  started = [json.loads(branch.states[step])['explorer']['started'] for step in (2, 3, 4)]
+  assert started[0] == json.loads(run.states[1])['explorer']['started'] == 6, 'no new group'
+  assert started == sorted(started)
+  assert sorted({number for batch, _ in batches[:2] for number, _ in names(branch, batch)}) == [
+    *range(4)
+  ]
+  report = audit(store)
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+  store.close()
+
+
 def test_waves_are_as_large_as_the_last_batch_suggests():
   waves = Waves(max_groups=10)
   assert waves.size(4) == 4
