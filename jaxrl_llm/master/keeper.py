@@ -135,7 +135,8 @@ def write_step(
     # rollouts were generated before, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
-  row |= _goodput(row, elapsed_s, samples=bool(taken), is_repeated=step <= logs.repeats_until)
+  is_repeated = step <= logs.repeats_until
+  row |= _goodput(row, elapsed_s, explores=batches.explores, is_repeated=is_repeated)
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
   if taken:
     logs.rollouts.write(stage.name, step, rollout_rows(batch, updated, taken, logs.token_text))
@@ -146,7 +147,7 @@ def write_step(
 
 
 def _goodput(
-  row: Mapping[str, float], elapsed_s: float, *, samples: bool, is_repeated: bool
+  row: Mapping[str, float], elapsed_s: float, *, explores: bool, is_repeated: bool
 ) -> dict[str, float]:
   """Returns metrics that say for what the trainer and the servers used the time since the previous
   row of metrics.
@@ -154,23 +155,25 @@ def _goodput(
   Args:
     row: the other metrics of this row.
     elapsed_s: seconds since the previous row.
-    samples: whether the batch consists of rollouts.
+    explores: whether the batches of the stage consist of the policy's own rollouts. If not, servers
+      are idle except for publications and evaluations.
     is_repeated: whether an earlier attempt had completed the step, and a crash undid it.
   """
   parts = {
     name.removeprefix('timing_s/'): value for name, value in row.items() if 'timing_s/' in name
   }
-  servers = int(row.get('run/engines_serving', 0))
+  # Only an engine with servers reports their number, which is 0 while none serves.
+  samples_itself = explores and 'run/engines_serving' not in row
   ledgers = {
     'trainer': goodput.trainer_seconds(
-      parts, elapsed_s, samples_itself=samples and not servers, is_repeated=is_repeated
+      parts, elapsed_s, samples_itself=samples_itself, is_repeated=is_repeated
     )
   }
-  if servers:
+  if servers := int(row.get('run/engines_serving', 0)):
     ledgers['servers'] = goodput.server_seconds(
       servers,
       elapsed_s,
-      idle_s=row['perf/rollout_idle_s'],
+      idle_s=row['perf/rollout_idle_s'] if explores else elapsed_s,
       pause_s=row.get('perf/publish_pause_s', 0.0),
       evaluate_s=parts.get('testing', 0.0),
     )

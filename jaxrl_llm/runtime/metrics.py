@@ -445,7 +445,8 @@ METRICS: dict[str, str] = {
   ),
   'goodput/seconds/servers/<class>': (
     'Seconds of all serving servers together: `generate`, `publish` (pauses), `evaluate` or '
-    '`idle` (no group in progress). They add up to the time between the rows times the servers.'
+    '`idle` (no group in progress). They add up to the time between the rows times the servers. '
+    'Absent if no server serves.'
   ),
   'goodput/tokens/sampled': (
     'Tokens of the samples stored since the previous row. Over all rows up to one, it is trained + '
