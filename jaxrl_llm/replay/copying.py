@@ -26,6 +26,7 @@ SELECT name FROM segments g WHERE step < :commit OR EXISTS (
 def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
   """Copies a store under a new name, possibly while a run writes to it. Sealed segments become hard
   links where possible. When a run starts with the copy, it undoes the changes after the commit.
+  The plans of later batches, and the counts of what the parent's starts undid, are not copied.
 
   Args:
     source: directory of the store.
@@ -57,6 +58,10 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
         'INSERT OR REPLACE INTO meta VALUES (?,?)',
         [('store', json.dumps(secrets.token_hex(8))), ('max_uses', json.dumps(max_uses))],
       )
+      # The batches that the parent completed after the commit, or repeated after its own crashes,
+      # are no work of the branch that a crash undid (`ReplayStore.undone_until`).
+      copied.execute('DELETE FROM plans WHERE step >= ?', (commit,))
+      copied.execute('UPDATE attempts SET counts = NULL')
       copied.commit()
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
       if pathlib.PurePath(name).name != name:

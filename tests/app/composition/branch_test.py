@@ -261,6 +261,21 @@ def test_a_run_whose_name_ends_like_a_half_made_branch_is_kept(parent, config, t
   assert (run / 'events.jsonl').read_text() == '{}'
 
 
+def test_only_what_a_crash_undid_in_the_branch_itself_is_repeated_work(parent, config, tmp_path):
+  """The parent completed four batches, resumed from its commit at 3 and did the fourth again."""
+  store = recovered(parent, 3)
+  assert store.undone_until() == 4
+  store.at(3).record_plan({'step': 3})
+  store.close()
+  path = make(f'{parent}:2', config, tmp_path / 'branch')
+  for undone_until, more in ((0, 1), (3, 0)):
+    store = recovered(path, 2)
+    assert store.undone_until() == undone_until
+    for step in range(2, 2 + more):
+      store.at(step).record_plan({'step': step})
+    store.close()
+
+
 def test_a_running_parent_can_be_branched_from(parent, config, tmp_path):
   held, store = Workdir(parent), recovered(parent, 3)
   store_group(store, ['g9/0'], 3)
