@@ -47,6 +47,9 @@ def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   durable copy instead if no hard link can be made, or if `source` is a symbolic link, because the
   file that a symbolic link leads to may belong to somebody who does change it.
 
+  If the copy fails, `target` does not exist; a kill may leave a part of it. The caller syncs the
+  directory of `target`, once for all of its files, to make the name durable.
+
   Raises FileExistsError if `target` exists.
   """
   target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +62,13 @@ def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   except OSError:
     pass
   with source.open('rb') as old, target.open('xb') as new:
-    shutil.copyfileobj(old, new)
-  sync(target)
+    try:
+      shutil.copyfileobj(old, new)
+      new.flush()
+      os.fsync(new.fileno())
+    except BaseException:
+      target.unlink()
+      raise
 
 
 @contextlib.contextmanager

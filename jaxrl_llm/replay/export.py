@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from jaxtyping import Float32
 
-from jaxrl_llm.core.disk import link_or_copy
+from jaxrl_llm.core.disk import link_or_copy, sync
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.types import Json
@@ -142,6 +142,7 @@ def _new_file(path: pathlib.Path) -> Iterator[TextIO]:
       output.flush()
       os.fsync(output.fileno())
     link_or_copy(temporary, path)
+    sync(path.parent)
   except FileExistsError:
     raise exists from None
   except OSError as error:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,32 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_the_name_befo
   disk.write_durably(path, '7')
   assert path.read_text() == '7' and [child.name for child in tmp_path.iterdir()] == ['attempt']
   assert done == [('sync', 'attempt.tmp'), ('replace', 'attempt'), ('sync', tmp_path.name)]
+
+
+def test_a_copy_that_fails_leaves_nothing_and_no_copy_replaces_a_file(tmp_path, monkeypatch):
+  source, target = tmp_path / 'source', tmp_path / 'folder' / 'target'
+  source.write_text('whole')
+  copy = shutil.copyfileobj
+
+  def refuse(*_):
+    raise OSError(errno.EPERM, 'no hard links')
+
+  def fill(old, new):
+    new.write(old.read(3))
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr('os.link', refuse)
+  monkeypatch.setattr('shutil.copyfileobj', fill)
+  with pytest.raises(OSError, match='No space left'):
+    disk.link_or_copy(source, target)
+  assert not target.exists() and source.read_text() == 'whole'
+  monkeypatch.setattr('shutil.copyfileobj', copy)
+  disk.link_or_copy(source, target)
+  assert target.read_text() == 'whole' and target.stat().st_nlink == 1
+  target.write_text('another')
+  with pytest.raises(FileExistsError):
+    disk.link_or_copy(source, target)
+  assert target.read_text() == 'another'
 
 
 def test_a_directory_goes_with_its_block(temporary):
