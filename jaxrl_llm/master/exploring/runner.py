@@ -96,8 +96,9 @@ class GroupRunner:
       (reason, seconds), begun = self._limit(), time.monotonic()
       try:
         async with asyncio.timeout(seconds) as limit:
-          hold = None if placed is None else functools.partial(_untimed, limit, placed)
-          judged = await self._run(name, task, visit, spans, hold)
+          hold = _Hold(limit)
+          untimed = None if placed is None else functools.partial(hold.wait, placed)
+          judged = await self._run(name, task, visit, spans, untimed)
       except TimeoutError:
         if not limit.expired():
           raise
@@ -105,7 +106,7 @@ class GroupRunner:
         if reason == _STRAGGLER or tried == limits.retries:
           raise GroupExpired(reason) from None
       else:
-        self._durations.append(time.monotonic() - begun)
+        self._durations.append(time.monotonic() - begun - hold.waited_s)
         return judged
 
   def _limit(self) -> tuple[str, float | None]:
@@ -174,17 +175,26 @@ class GroupRunner:
     return Judged(members, rolled_out, scored)
 
 
-async def _untimed(limit: asyncio.Timeout, placed: Placed) -> bool:
-  """Returns the result of `placed`, and extends the time limit by the time that this took."""
-  loop, deadline = asyncio.get_running_loop(), limit.when()
-  if deadline is None:
-    return await placed()
-  left = deadline - loop.time()
-  limit.reschedule(None)
-  try:
-    return await placed()
-  finally:
-    limit.reschedule(loop.time() + left)
+@dataclasses.dataclass
+class _Hold:
+  """A try's wait for the group's place in the batch. It counts neither towards the time limit of
+  the try nor in its duration.
+  """
+
+  limit: asyncio.Timeout
+  waited_s: float = 0.0
+
+  async def wait(self, placed: Placed) -> bool:
+    """Returns the result of `placed`, and extends the time limit by the time that this took."""
+    loop, deadline = asyncio.get_running_loop(), self.limit.when()
+    begun = loop.time()
+    self.limit.reschedule(None)
+    try:
+      return await placed()
+    finally:
+      self.waited_s = loop.time() - begun
+      if deadline is not None:
+        self.limit.reschedule(deadline + self.waited_s)
 
 
 async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[Rollout]:

@@ -14,7 +14,7 @@ import exploring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clocks import simulated
+from clocks import LOOP_CLOCK, simulated
 from stored import make_sample
 
 from jaxrl_llm.app.schema import Config, PastConfig
@@ -26,8 +26,9 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring import partial as partials
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
-from jaxrl_llm.master.exploring.runner import _untimed
+from jaxrl_llm.master.exploring.runner import _Hold
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.master.records import _partial_metrics
@@ -238,12 +239,31 @@ def test_waiting_for_a_place_does_not_count_towards_a_groups_time_limit():
 
     async with asyncio.timeout(5.0) as limit:
       await asyncio.sleep(2.0)
-      assert await _untimed(limit, placed)
+      assert await _Hold(limit).wait(placed)
       await asyncio.sleep(after_s)
 
   simulated(main(2.0))
   with pytest.raises(TimeoutError):
     simulated(main(4.0))
+
+
+def test_waiting_for_a_place_does_not_raise_the_straggler_limit(tokenizer, store, monkeypatch):
+  """A group that is generated in one second and waits ten for its place."""
+  monkeypatch.setattr('jaxrl_llm.master.exploring.runner.time', LOOP_CLOCK)
+  run = Run(tokenizer, store, one_long, groups_per_batch=1, limits=TaskLimits(straggler_factor=2.0))
+  runner = run.explorer._runner
+
+  async def main():
+    async def placed():
+      await asyncio.sleep(10.0)
+      return True
+
+    begun = LOOP_CLOCK.monotonic()
+    run.engine.hold = lambda request: LOOP_CLOCK.monotonic() < begun + 1.0
+    await runner.run('grpo/g/0', run.exploration.tasks[1], 0, [[], []], placed=placed)
+
+  simulated(main())
+  assert runner._limit() == ('straggler', pytest.approx(2.0, abs=0.1))
 
 
 @pytest.mark.parametrize('groups_per_batch', [1, 2])
