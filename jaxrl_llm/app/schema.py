@@ -731,6 +731,11 @@ class Config:
             f'{where}.bound 0 and loss {rollout.partial.loss!r}, which trains on tokens of older '
             "weights; wanted loss 'current_only', or a bound above 0"
           )
+        elif not source.bound and rollout.engine == 'vllm' and rollout.vllm.discover is not None:
+          reason = (
+            f'{where}.bound 0 and rollout.vllm.discover, with which servers join and leave; wanted '
+            "rollout.vllm.addresses, the run's own servers, or a bound above 0"
+          )
         elif source.past is not None:
           reason = f'{where}.past; remove it'
         elif rollout.partial.max_groups(source.groups_per_batch, source.bound) < in_hand:

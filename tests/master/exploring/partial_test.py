@@ -40,6 +40,7 @@ from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
+from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig, rollout_sample
 from jaxrl_llm.runtime.metrics import resolve
 
@@ -662,6 +663,11 @@ def test_a_budget_that_means_nothing_is_refused(fields):
     ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
     ({'partial': LAST_2}, {'bound': 0}, "stages.grpo.source.bound 0 and loss 'last_k'"),
     ({'partial': PartialConfig(budget=4, groups=31)}, {'bound': 1}, 'bound + 1 = 32 above rollout'),
+    (
+      {'engine': 'vllm', 'vllm': VllmConfig(discover=2)},
+      {'bound': 0},
+      'bound 0 and rollout.vllm.discover, with which servers join and leave',
+    ),
     ({}, {'past': PastConfig(groups=1, max_uses=2)}, 'stages.grpo.source.past; remove it'),
     (
       {},
