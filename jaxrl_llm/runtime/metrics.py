@@ -449,8 +449,9 @@ METRICS: dict[str, str] = {
     'Absent if no server serves.'
   ),
   'goodput/tokens/sampled': (
-    'Tokens of the samples stored since the previous row. Over all rows up to one, it is trained + '
-    'dropped + the waiting of that row.'
+    'Tokens of the samples that finished and were stored since the previous row. Over all rows up '
+    'to one, it is trained + dropped + the waiting of that row, but not across a branch with '
+    '--reset_store. Discarded tokens and spans of groups that wait to be continued are in no class.'
   ),
   'goodput/tokens/trained': 'Sampled tokens of the new groups of the batch.',
   'goodput/tokens/dropped': 'Sampled tokens of samples that no batch will contain.',
@@ -500,8 +501,9 @@ METRICS: dict[str, str] = {
     'Samples dropped for this reason while the batch was collected; `groups` counts groups.'
   ),
   'run/passed_over': (
-    'Groups that started before one of the batch and are left for later batches, because they had '
-    'not finished. Absent with the batch policy in_order; counted in run/clock_decisions.'
+    'Groups that started before one of the batch and are left for later batches: unfinished ones, '
+    'and finished ones that may wait longer than a group of the batch. Absent with the batch '
+    'policy in_order; counted in run/clock_decisions.'
   ),
   'run/logging/<writer>/lost_rows': (
     'Rows that a log writer refused since the previous step; absent before its first. They remain '

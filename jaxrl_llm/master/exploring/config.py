@@ -48,7 +48,7 @@ class ExplorerConfig:
   """Rule that selects the samples of a group to train on."""
   partial: PartialConfig | None = None
   """Settings of partial rollouts, which generate a group over several batches. If None, each group
-  is generated for one batch. Requires `bound` 0 and the workflow `SingleTurn`.
+  is generated for one batch. Requires the workflow `SingleTurn`.
   """
   past: Past | None = None
   """Rule that adds groups of earlier batches to each batch. If None, none are added."""

@@ -522,12 +522,14 @@ class Explorer:
     return seconds
 
   def take_tokens(self) -> dict[str, int]:
-    """Returns what became of the sampled tokens since the previous call, as numbers of tokens. A
-    token is counted when its sample is stored.
+    """Returns what became of the sampled tokens since the previous call, as numbers of tokens. The
+    tokens of a sample are counted when it has finished and is stored. Tokens that were discarded,
+    and spans of parked groups, are not counted.
 
-    sampled: tokens that were stored; trained: tokens that joined batches; dropped: tokens that no
+    sampled: tokens of stored samples; trained: tokens that joined batches; dropped: tokens that no
     batch will contain; waiting: tokens in finished groups that wait for a batch now. Summed over
-    all calls, sampled = trained + dropped, plus the newest value of waiting.
+    all calls, sampled = trained + dropped, plus the newest value of waiting. The sum begins anew in
+    a branch with an empty store, which generates the parent's waiting groups again.
     """
     waiting = [group.chosen for group in self._groups.values() if group.chosen is not None]
     tokens, self._tokens = self._tokens, collections.Counter()
