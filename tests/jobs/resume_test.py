@@ -20,14 +20,15 @@ def uninterrupted():
 
 def run_with_kills(workdir, kills, seed):
   """Kills at `kills` moments: after a random number of further rows, and a random part of a
-  step.
+  step. The last kill comes after a commit, so that the run resumes from one.
   """
   rng = random.Random(seed)
   done = 0
-  for _ in range(kills):
+  for kill in range(kills):
     process = job.start(workdir)
-    # A whole run has 24 rows: 20 steps and four evaluations.
-    job.wait_for_rows(workdir, min(done + rng.randrange(1, 6), 22), process)
+    # A whole run has 24 rows: 20 steps and four evaluations. Every third step is committed.
+    further = done + rng.randrange(1, 6)
+    job.wait_for_rows(workdir, min(max(further, 8 if kill == kills - 1 else 0), 22), process)
     time.sleep(rng.random() * 0.1)
     job.kill(process)
     done = len(job.rows(workdir))
