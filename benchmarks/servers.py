@@ -32,7 +32,7 @@ def fake_servers(
   latency = [f'--latency_median_s={median_s}', f'--latency_sigma={sigma}']
   command = [
     sys.executable,
-    str(ROOT / 'tests' / 'fake_vllm'),
+    str(ROOT / 'tests' / 'support' / 'fake_vllm'),
     f'--model={folder}',
     '--max_model_len=64',
     *latency,
