@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import logging
@@ -34,9 +35,14 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Maximum number of tools that run in threads at a time, in this process."""
-_THREADS = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix='tool')
-"""Threads of tools. They are not those of the event loop, which the process needs itself."""
+"""Maximum number of calls that run in threads at a time, in this process. A call that has exceeded
+its deadline does not count.
+"""
+MAX_OVERDUE = 64
+"""Maximum number of threads whose calls have exceeded their deadline and still run. If there are
+more, further calls in threads fail at once.
+"""
+_overdue: set[threading.Thread] = set()
 
 
 @functools.lru_cache(maxsize=1)
@@ -45,6 +51,25 @@ def _free_threads(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
   thread.
   """
   return asyncio.Semaphore(MAX_THREADS)
+
+
+def _in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, asyncio.Future[Any]]:
+  """Starts a call in a thread of its own. Returns the thread and the call's result.
+
+  The thread is a daemon, so a call that hangs does not keep the process from ending.
+  """
+  result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+  result.set_running_or_notify_cancel()  # A call that has started cannot be cancelled.
+
+  def run() -> None:
+    try:
+      result.set_result(call())
+    except BaseException as error:  # Whatever the call raises is its result.
+      result.set_exception(error)
+
+  thread = threading.Thread(target=run, name='tool', daemon=True)
+  thread.start()
+  return thread, asyncio.wrap_future(result)
 
 
 class ToolFailed(Exception):
@@ -65,11 +90,10 @@ class Tool:
     """
     Args:
       function: function, or coroutine function, with annotations and a docstring that describes
-        each parameter under `Args:`. A plain function runs in one of the process's threads for
-        tools. Python cannot end a thread, so a function that may hang must start a process of its
-        own.
-      deadline_s: maximum seconds for a call. The wait for a free thread does not count. A thread
-        whose call exceeds its deadline stays occupied until the function returns.
+        each parameter under `Args:`. A plain function runs in a thread. Python cannot end a thread,
+        so a function that may hang should do its work in a process and end this process itself.
+      deadline_s: maximum seconds for a call. The wait until fewer than `MAX_THREADS` calls run in
+        threads does not count.
       max_characters: maximum length of a result. The rest is cut off.
 
     Raises:
@@ -91,12 +115,19 @@ class Tool:
     fit the function, or if the function raises an exception or exceeds its deadline.
     """
     self._check(arguments)
-    if inspect.iscoroutinefunction(self._function):
-      return await self._result(lambda: self._function(**arguments))
-    loop = asyncio.get_running_loop()
     call = functools.partial(self._function, **arguments)
-    async with _free_threads(loop):
-      return await self._result(lambda: loop.run_in_executor(_THREADS, call))
+    if inspect.iscoroutinefunction(self._function):
+      return await self._result(call)
+    async with _free_threads(asyncio.get_running_loop()):
+      _overdue.intersection_update([thread for thread in _overdue if thread.is_alive()])
+      if len(_overdue) > MAX_OVERDUE:
+        raise ToolFailed(f'{self.name}: too many calls of tools hang')
+      thread, result = _in_thread(call)
+      try:
+        return await self._result(lambda: result)
+      finally:
+        if thread.is_alive():
+          _overdue.add(thread)
 
   async def _result(self, call: Callable[[], Awaitable[Any]]) -> str:
     try:

@@ -1,11 +1,13 @@
 """Tools: schemas, calls in the policy's text, errors that the policy reads, episodes of calls."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from paths import ROOT
 from scripted import GROUP, TASK, Scripted
 
 from jaxrl_llm.app.composition.workflows import build_workflow
@@ -20,7 +22,7 @@ from jaxrl_llm.rollout.episodes.tool_calls import (
   llama3_calls,
   qwen3_calls,
 )
-from jaxrl_llm.rollout.episodes.tools import MAX_THREADS, Tool, ToolFailed
+from jaxrl_llm.rollout.episodes.tools import MAX_OVERDUE, MAX_THREADS, Tool, ToolFailed
 from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
@@ -189,13 +191,40 @@ def test_the_deadline_of_a_call_begins_when_a_thread_is_free(held):
   asyncio.run(check())
 
 
-def test_calls_fail_at_their_deadline_while_all_threads_hang(held):
+def test_calls_that_hang_fail_at_their_deadline_and_further_ones_at_once(held):
   async def check():
-    calls = [Tool(held, deadline_s=0.02)({}) for _ in range(2 * MAX_THREADS)]
-    failed = await asyncio.gather(*calls, return_exceptions=True)
-    assert {str(error) for error in failed} == {'hold: no result within 0.02 s'}
+    overdue = MAX_OVERDUE + MAX_THREADS  # Calls that start together are all counted after it.
+    calls = [Tool(held, deadline_s=0.02)({}) for _ in range(overdue + 1)]
+    lines = [str(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
+    assert lines[: MAX_OVERDUE + 1] == ['hold: no result within 0.02 s'] * (MAX_OVERDUE + 1)
+    assert lines[-1] == 'hold: too many calls of tools hang'
+    held.gate.set()
+    while any(thread.name == 'tool' for thread in threading.enumerate()):
+      await asyncio.sleep(0.01)
+    assert await Tool(held)({}) == 'tool'
 
   asyncio.run(check())
+
+
+HANGING = '''
+import asyncio, contextlib, threading
+from jaxrl_llm.rollout.episodes.tools import Tool, ToolFailed
+
+def hang() -> str:
+  """Hangs."""
+  threading.Event().wait()
+
+with contextlib.suppress(ToolFailed):
+  asyncio.run(Tool(hang, deadline_s=0.05)({}))
+print('ended')
+'''
+
+
+@pytest.mark.full
+def test_a_call_that_hangs_does_not_keep_its_process_from_ending():
+  command = [sys.executable, '-c', HANGING]
+  ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+  assert (ended.returncode, ended.stdout) == (0, 'ended\n'), ended.stderr
 
 
 @pytest.fixture(scope='module')
