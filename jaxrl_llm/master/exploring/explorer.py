@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,29 +28,20 @@ from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
-from jaxrl_llm.master.exploring.batch_policy import (
-  POLICIES,
-  Candidate,
-  batches_ahead,
-  passed_over,
-)
+from jaxrl_llm.master.exploring.batch_policy import POLICIES, batches_ahead, passed_over
 from jaxrl_llm.master.exploring.config import ExplorerConfig
+from jaxrl_llm.master.exploring.finished import finish, why_dropped
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.partial import GroupCut
-from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
-from jaxrl_llm.master.exploring.selection import (
-  Experience,
-  choose,
-  experience_rows,
-  sampled_tokens,
-)
+from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler
+from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
+from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups
 from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue, State
-from jaxrl_llm.rewards.api import drops_group
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
@@ -75,31 +65,6 @@ class Drawn(NamedTuple):
   """
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Group:
-  """A started group that is not part of a batch yet."""
-
-  task: Task
-  visit: int
-  chosen: list[Experience] | None = None
-  """Samples selected for training; None until the group has finished."""
-  rolled_out: float = 0.0
-  """Monotonic time at which the group's last sample was generated; 0 if an earlier attempt (start
-  of the run) generated it.
-  """
-  scored: float = 0.0
-  last_batch: int = 0
-  """Index in the stage of the last batch that may train on the group within the gate's bound."""
-  is_parked: bool = False
-  """Whether the group has used up its token budget and waits to be continued, usually for a later
-  batch.
-  """
-
-  @property
-  def is_running(self) -> bool:
-    return self.chosen is None and not self.is_parked
-
-
 class Explorer:
   """Starts groups as the gate admits them, and forms batches of the groups that have finished."""
 
@@ -113,29 +78,32 @@ class Explorer:
     events: Events = SILENT,
   ):
     self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
-    most = config.groups_per_batch
+    self._groups = StartedGroups()
+    self._waves: Waves | None = None
+    """The scheduler if groups start in waves, else None."""
+    self._scheduler: Scheduler = Immediate()
+    spare = 0
     if config.partial is not None:
       most = config.partial.max_groups(config.groups_per_batch, config.bound)
-    in_waves = config.partial is not None and not config.bound
-    self._waves = Waves(max_groups=most) if in_waves else None
-    self._max_groups, self._collecting = most, False
+      if config.bound:
+        self._scheduler = Rounds(self._groups, max_groups=most)
+      else:
+        spare = most - config.groups_per_batch
+        self._scheduler = self._waves = Waves(
+          self._groups, groups_per_batch=config.groups_per_batch, max_groups=most
+        )
     self._gate = Gate(
       bound=config.bound,
       ahead=batches_ahead(config.batch_policy, config.bound),
       groups_per_batch=config.groups_per_batch,
       batches=config.batches,
-      spare=most - config.groups_per_batch if in_waves else 0,
+      spare=spare,
     )
     self._events = events
     self._writer = store.at(0)
     """Writer of the store. It labels each change with the number of batches that the run has
     completed.
     """
-    self._started = 0
-    self._groups: dict[int, _Group] = {}
-    """Started groups that are not part of a batch yet, keyed by their number in order of start."""
-    self._round: collections.deque[int] = collections.deque()
-    """Queue of the parked groups to continue next, by group number."""
     self._visits: dict[str, int] = {}
     """Number of times that earlier stages have drawn each prompt. This stage continues the count,
     which is part of the random keys: a repeated count would repeat the random numbers.
@@ -184,9 +152,7 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      unfinished_groups = {
-        self._name(group.task, group.visit) for group in self._groups.values()
-      } | self._returned
+      unfinished_groups = {group.name for group in self._groups.all} | self._returned
       # Among samples of earlier attempts, only partial ones can be unfinished.
       live = [
         entry
@@ -218,10 +184,8 @@ class Explorer:
       served: number of this stage's batches that the engines' current weights have been trained on.
     """
     self._writer, self._returned = self._store.at(step), set()
-    self._collecting = True
     self._give_up_surplus()
-    self._round.clear()
-    self._form_round()
+    self._scheduler.begin_batch()
     self._progress.set()  # The last batch has made room, and the parked groups are queued.
     self._sampler.advance(served)
     self._gate.advance(served)
@@ -273,27 +237,28 @@ class Explorer:
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
-    numbers = self._next_batch()
+    return self._take_batch(self._next_batch())
+
+  def _take_batch(self, numbers: Sequence[int]) -> tuple[list[Experience], dict[str, int]]:
+    """Takes the groups of a complete batch. Returns what `collect` returns."""
     if self._config.batch_policy != 'in_order':
-      self._counts['passed_over'] = passed_over(self._candidates(), numbers)
+      self._counts['passed_over'] = passed_over(self._groups.candidates, numbers)
       self._passed_over += self._counts['passed_over']
-    groups = [self._groups.pop(number) for number in numbers]
-    self._collecting = False
-    if self._waves is not None:
-      self._waves.close()
+    groups = self._groups.take(numbers)
+    self._scheduler.close_batch()
     self._report_outcomes(numbers[-1])
     batch = [member for group in groups for member in group.chosen]
     self._tokens['trained'] += sampled_tokens(batch)
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
     )
-    self._returned = {self._name(group.task, group.visit) for group in groups}
-    if self._gate.is_full and not any(group.is_running for group in self._groups.values()):
+    self._returned = {group.name for group in groups}
+    if self._gate.is_full and not self._groups.running:
       self._give_up_parked()
     if self._config.partial is not None:
       for name in ('cut', 'continued', 'returned'):  # These keys are always present.
         self._counts[f'partial/{name}'] += 0
-      self._counts['partial/open'] = sum(group.is_parked for group in self._groups.values())
+      self._counts['partial/open'] = len(self._groups.parked)
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
@@ -329,7 +294,7 @@ class Explorer:
 
   def _give_up_parked(self) -> None:
     """Drops the parked groups, because the stage has no later batch to continue them."""
-    if parked := [number for number, group in self._groups.items() if group.is_parked]:
+    if parked := self._groups.parked:
       self._counts['dropped/given_up'] += self._abandon(parked)
 
   def _give_up_surplus(self) -> None:
@@ -337,11 +302,11 @@ class Explorer:
     started. This happens before any group runs, so the choice does not depend on timing.
     """
     if surplus := self._gate.surplus:
-      started = [number for number, group in self._groups.items() if not group.is_parked]
-      for number in started[-surplus:]:
+      newest = [candidate.number for candidate in self._groups.candidates][-surplus:]
+      for number in newest:
         self._outcomes.pop(number, None)  # No batch hands it to the sampler.
         self._gate.drop()
-      self._abandon(started[-surplus:])
+      self._abandon(newest)
 
   def _abandon(self, numbers: Sequence[int]) -> int:
     """Drops groups that no batch will train on. Returns the number of their samples that were
@@ -349,35 +314,23 @@ class Explorer:
     """
     live = {entry.uid for entry in self._store.live()} if numbers else set()
     dropped = 0
-    for number in numbers:
-      group = self._groups.pop(number)
+    for group in self._groups.take(numbers):
       self._tokens['dropped'] += sampled_tokens(group.chosen or [])
-      uids = [row.uid for row in self._issued(group.task, group.visit) if row.uid in live]
+      uids = [uid for uid in group.uids if uid in live]
       self._writer.drop(uids, 'given up')
       dropped += len(uids)
-      name = self._name(group.task, group.visit)
-      self._events.message(Edge.DROP, group=name, reason='given up')
+      self._events.message(Edge.DROP, group=group.name, reason='given up')
     return dropped
-
-  def _candidates(self) -> list[Candidate]:
-    """Returns the groups that may form the next batch, in order of start. Parked groups, which a
-    later batch continues, are not among them.
-    """
-    return [
-      Candidate(number, group.chosen is not None, group.last_batch)
-      for number, group in self._groups.items()
-      if not group.is_parked
-    ]
 
   def _next_batch(self) -> list[int] | None:
     """Returns the numbers of the groups that form the next batch, or None as long as it is not
     complete.
     """
-    if self._waves is not None and any(group.is_running for group in self._groups.values()):
+    if self._waves is not None and self._groups.running:
       return None
     config = self._config
     batch = self._writer.step - config.first_step
-    return POLICIES[config.batch_policy](self._candidates(), batch, config.groups_per_batch)
+    return POLICIES[config.batch_policy](self._groups.candidates, batch, config.groups_per_batch)
 
   async def _batch_ready(self) -> None:
     while self._next_batch() is None:
@@ -389,17 +342,17 @@ class Explorer:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
         self._issue(self._unknown())
-        self._start(groups, [number for number, g in self._groups.items() if g.is_running])
+        self._start(groups, self._groups.running)
         while True:
           admitted = await self._gate.admit()
-          parked, count = self._next_groups(admitted)
+          parked, count = self._scheduler.next(admitted)
           self._gate.unpark(len(parked))
-          self._continue(groups, parked)
-          new = {self._started + i: self._draw() for i in range(count)}
-          self._started += count
-          self._groups |= new
-          self._issue([*new.values()])
-          self._start(groups, [*new])
+          self._start(groups, self._groups.proceed(parked, self._gate.last_batch))
+          if parked:
+            self._counts['partial/continued'] += len(parked)
+          new = self._groups.start(self._draw, count)
+          self._issue(new)
+          self._start(groups, new)
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
@@ -408,111 +361,44 @@ class Explorer:
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 
-  def _draw(self) -> _Group:
+  def _draw(self, number: int) -> StartedGroup:
     task, visit = self._sampler.next()
     visit += self._visits.get(_prompt(task.uid), 0)
-    return _Group(task=task, visit=visit, last_batch=self._gate.last_batch)
+    return self._new_group(number, task, visit, last_batch=self._gate.last_batch)
 
-  def _next_groups(self, admitted: int) -> tuple[list[int], int]:
-    """Returns the numbers of the parked groups to continue, and the number of new groups to start.
+  def _new_group(self, number: int, task: Task, visit: int, **fields: int) -> StartedGroup:
+    stage, size = self._config.stage, self._config.group_size
+    return StartedGroup(stage=stage, number=number, task=task, visit=visit, size=size, **fields)
 
-    Parked groups of earlier batches are continued first, oldest first. If no more groups may start,
-    and all groups of this batch have finished or used up their budget, the parked ones get another
-    budget. The choice does not depend on timing, because parked groups are queued only at the start
-    of a batch and when no group is running.
-
-    Args:
-      admitted: number of groups that the gate has admitted.
+  async def _place(self, waves: Waves, number: int) -> bool:
+    """Waits until it is certain whether the batch takes this group, whose samples are finished.
+    Returns whether it does.
     """
-    if self._config.partial is None:
-      return [], admitted
-    if self._waves is not None:
-      return self._next_wave(self._waves)
-    room = self._max_groups - len(self._groups)
-    if room <= 0 and not self._round and not any(g.is_running for g in self._groups.values()):
-      self._form_round()
-    parked = [self._round.popleft() for _ in range(min(admitted, len(self._round)))]
-    return parked, max(0, min(admitted - len(parked), room))
-
-  def _next_wave(self, waves: Waves) -> tuple[list[int], int]:
-    """Chooses the groups of the next wave (see `waves`), and returns them as `_next_groups` does. A
-    wave starts once all groups of the previous wave have finished or been parked, if the batch
-    still lacks groups.
-    """
-    groups = self._groups.values()
-    needed = self._config.groups_per_batch - sum(g.chosen is not None for g in groups)
-    if not self._collecting or needed <= 0 or any(g.is_running for g in groups):
-      return [], 0
-    size = waves.size(needed)
-    parked = [self._round.popleft() for _ in range(min(size, len(self._round)))]
-    # A branch may start with more groups than rollout.partial.groups now permits.
-    new = max(0, min(size - len(parked), self._max_groups - len(self._groups)))
-    if size > len(parked) + new:  # Then all groups of earlier batches continue already.
-      cut = sorted(n for n, g in self._groups.items() if g.is_parked and n not in parked)
-      parked += cut[: size - len(parked) - new]
-    waves.start(len(parked) + new)
-    return parked, new
-
-  async def _place(self, number: int) -> bool:
-    """Waits until it is certain whether the batch takes this finished group of the current wave,
-    and returns whether it does. Of all groups that finish, the batch takes the first
-    `groups_per_batch` in order of start, no matter which of them finishes first.
-    """
-    self._waves.finish()
-    while True:
-      places = self._candidates()[: self._config.groups_per_batch]
-      if number in [place.number for place in places]:
-        return True
-      # A scored group keeps its place. Any other may still be parked or dropped.
-      if all(place.is_finished for place in places):
-        return False
+    waves.finish()
+    while (taken := waves.takes(number)) is None:
       self._progress.clear()
       # The wait 'collect' is bounded by the loop, which cancels this task.
       await self._progress.wait()
+    return taken
 
-  def _unknown(self) -> list[_Group]:
+  def _unknown(self) -> list[StartedGroup]:
     """Returns the unfinished groups whose samples are not in the store, because the samples were
     lost when a process was killed, or because the run is a branch with a new store. These groups
     start again from their prompts.
     """
-    unfinished = [group for group in self._groups.values() if group.chosen is None]
+    unfinished = [group for group in self._groups.all if not group.is_finished]
     stored = {entry.group_id for entry in self._store.live()} if unfinished else set()
-    return [group for group in unfinished if self._name(group.task, group.visit) not in stored]
+    return [group for group in unfinished if group.name not in stored]
 
-  def _form_round(self) -> None:
-    self._round.extend(sorted(number for number, g in self._groups.items() if g.is_parked))
+  def _start(self, tasks: asyncio.TaskGroup, groups: Sequence[StartedGroup]) -> None:
+    for group in groups:
+      self._events.message(Edge.TASK, group=group.name)
+      tasks.create_task(self._run(group))
 
-  def _continue(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
-    """Continues parked groups. A group is moved to the end of the started groups, as if it started
-    now, so that the batch that takes it keeps the gate's bound.
-    """
-    for number in numbers:
-      group = self._groups[number] = self._groups.pop(number)
-      group.is_parked, group.last_batch = False, self._gate.last_batch
-    self._start(tasks, numbers)
-    if numbers:
-      self._counts['partial/continued'] += len(numbers)
-
-  def _start(self, tasks: asyncio.TaskGroup, numbers: Sequence[int]) -> None:
-    for number in numbers:
-      group = self._groups[number]
-      self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
-      tasks.create_task(self._group(number, group.task, group.visit))
-
-  def _issue(self, groups: Sequence[_Group]) -> None:
+  def _issue(self, groups: Sequence[StartedGroup]) -> None:
     with self._store.transaction():
       self._writer.offer([group.task for group in groups])
-      self._writer.issue([row for group in groups for row in self._issued(group.task, group.visit)])
-
-  def _name(self, task: Task, visit: int) -> str:
-    return f'{self._config.stage}/{task.uid}/{visit}'
-
-  def _issued(self, task: Task, visit: int) -> list[Issue]:
-    group = self._name(task, visit)
-    return [
-      Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit)
-      for i in range(self._config.group_size)
-    ]
+      self._writer.issue([row for group in groups for row in group.issues])
 
   def take_scoring(self) -> float:
     """Returns the seconds from the end of a batch's last rollout to the end of its scoring, summed
@@ -531,7 +417,7 @@ class Explorer:
     all calls, sampled = trained + dropped, plus the newest value of waiting. The sum begins anew in
     a branch with an empty store, which generates the parent's waiting groups again.
     """
-    waiting = [group.chosen for group in self._groups.values() if group.chosen is not None]
+    waiting = [group.chosen for group in self._groups.finished]
     tokens, self._tokens = self._tokens, collections.Counter()
     return {
       **{name: tokens[name] for name in ('sampled', 'trained', 'dropped')},
@@ -552,26 +438,13 @@ class Explorer:
     """Returns the current state, as JSON. If the gate's bound is 0, no group is in progress between
     two batches, so the state then lists only parked groups.
     """
-    groups = [
-      {
-        'number': number,
-        'task': group.task.uid,
-        'visit': group.visit,
-        'ended': group.chosen is not None,
-        'parked': group.is_parked,
-        'last_batch': group.last_batch,
-      }
-      for number, group in self._groups.items()
-    ]
-    outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
     flight = {
-      'started': self._started,
-      'groups': groups,
-      'outcomes': outcomes,
+      **self._groups.state(),
+      'outcomes': [[number, *outcome] for number, outcome in self._outcomes.items()],
       'counts': dict(self._counts),
     }
-    if self._waves is not None:
-      flight['waves'] = self._waves.state()
+    if (waves := self._scheduler.state()) is not None:
+      flight['waves'] = waves
     return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
@@ -581,125 +454,94 @@ class Explorer:
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
     flight = state['explorer']
-    self._started, self._counts = flight['started'], collections.Counter(flight['counts'])
+    self._counts = collections.Counter(flight['counts'])
     self._outcomes = {number: tuple(outcome) for number, *outcome in flight['outcomes']}
-    for group in flight['groups']:
-      task, visit = self._sampler.task(group['task']), group['visit']
-      chosen = self.stored(task, visit) if group['ended'] else None
-      self._groups[group['number']] = _Group(
-        task=task,
-        visit=visit,
-        chosen=chosen,
-        # Commits of older program versions lack these keys. Such commits have no parked groups, and
-        # batches take their groups in order of start.
-        is_parked=group.get('parked', False),
-        last_batch=group.get('last_batch', 0),
-      )
-    if self._waves is not None and 'waves' in flight:
-      self._waves.restore(flight['waves'])
+    self._groups.restore(
+      flight,
+      lambda number, task, visit: self._new_group(number, self._sampler.task(task), visit),
+      self._recall,
+    )
+    if 'waves' in flight:
+      self._scheduler.restore(flight['waves'])
     self._completed = state
-
-  def stored(self, task: Task, visit: int) -> list[Experience]:
-    """Returns the selected samples of a finished group, read from the store."""
-    return self._recall([row.uid for row in self._issued(task, visit)])
 
   def _recall(self, uids: Sequence[str]) -> list[Experience]:
     """Reads samples from the store, and returns those that were selected for training."""
     text, rewards = self._runner.workflow.text, self._runner.scorers.config
     return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
 
-  async def _group(self, number: int, task: Task, visit: int) -> None:
+  async def _run(self, group: StartedGroup) -> None:
     """Runs one group from rollout to admission, or drops it if it exceeds its time limits."""
+    placed = None
+    if self._waves is not None:
+      placed = functools.partial(self._place, self._waves, group.number)
     with self._clock.busy():
       try:
-        spans = await self._spans(task, visit)
-        placed = functools.partial(self._place, number) if self._waves is not None else None
-        judged = await self._runner.run(self._name(task, visit), task, visit, spans, placed=placed)
+        spans = await self._spans(group)
+        judged = await self._runner.run(group.name, group.task, group.visit, spans, placed=placed)
       except GroupCut as cut:
-        self._park(number, task, visit, cut.spans)
+        self._park(group, cut.spans)
         return
       except GroupExpired as expired:
-        self._give_up(number, task, visit, str(expired))
+        self._give_up(group, str(expired))
         return
-    group = self._groups[number]
     group.rolled_out, group.scored = judged.rolled_out, judged.scored
-    self._admit(number, judged.members)
+    self._admit(group, judged.members)
 
-  async def _spans(self, task: Task, visit: int) -> list[list[Span]]:
+  async def _spans(self, group: StartedGroup) -> list[list[Span]]:
     """Returns the spans (runs of tokens) that earlier batches generated for each sample of a group.
     The result is empty without partial rollouts.
     """
     if self._config.partial is None:
       return []
-    uids = [row.uid for row in self._issued(task, visit)]
-    return [*(await asyncio.to_thread(self._store.spans, uids)).values()]
+    return [*(await asyncio.to_thread(self._store.spans, group.uids)).values()]
 
-  def _park(self, number: int, task: Task, visit: int, spans: Mapping[int, Span]) -> None:
+  def _park(self, group: StartedGroup, spans: Mapping[int, Span]) -> None:
     """Stores the spans that a group has generated for this batch, and parks the group until a later
     batch continues it.
     """
-    issued = self._issued(task, visit)
-    self._writer.extend({issued[index].uid: span for index, span in spans.items()})
-    self._groups[number].is_parked = True
+    uids = group.uids
+    self._writer.extend({uids[index]: span for index, span in spans.items()})
+    group.is_parked = True
     self._counts['partial/cut' if spans else 'partial/returned'] += 1
     self._gate.park()
     self._progress.set()
 
-  def _give_up(self, number: int, task: Task, visit: int, reason: str) -> None:
-    issued = self._issued(task, visit)
-    self._writer.drop([row.uid for row in issued], reason)
-    self._counts[f'dropped/{reason}'] += len(issued)
+  def _give_up(self, group: StartedGroup, reason: str) -> None:
+    self._writer.drop(group.uids, reason)
+    self._counts[f'dropped/{reason}'] += group.size
+    limits = self._config.limits
     self._drop_group(
-      number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})'
+      group, reason, f'task {group.task.uid} took too long ({reason}, limits {limits})'
     )
     self._progress.set()
 
-  def _admit(self, number: int, members: list[Experience]) -> None:
-    """Stores a finished group. Drops samples that are unscorable, removed by a processor or not
-    selected, and drops the group if no sample is left.
-    """
-    scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
-    scorable = [m for m in members if m.reward.value is not None]
-    unscorable = [m.sample.uid for m in members if m.reward.value is None]
-    if scorable:
-      correct = sum(bool(m.reward.correct) for m in scorable)
-      self._outcomes[number] = (scorable[0].task.uid, correct, len(scorable))
-    verified = process(self._config.processors, scorable, self._writer.step)
-    chosen = choose(self._config.selection, verified.members) if verified.members else []
-    admitted = dict.fromkeys(c.sample.uid for c in chosen)
-    not_selected = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
-    dropped = {
-      'scorer_failed' if scorer_failed else 'unscorable': unscorable,
-      **verified.dropped,
-      'not_selected': not_selected,
-    }
+  def _admit(self, group: StartedGroup, members: list[Experience]) -> None:
+    """Stores a finished group, and drops it if none of its samples is trained on."""
+    config = self._config
+    finished = finish(config, members, self._runner.scorers.config, step=self._writer.step)
+    if finished.outcome is not None:
+      self._outcomes[group.number] = finished.outcome
     self._tokens['sampled'] += sampled_tokens(members)
-    self._tokens['dropped'] += sampled_tokens(members) - sampled_tokens(chosen)
-    asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
+    self._tokens['dropped'] += sampled_tokens(members) - sampled_tokens(finished.chosen)
+    asked = self._events.request(Edge.STORE, group=group.name, count=len(members))
     with self._store.transaction():
-      self._writer.append([m.sample for m in members])
-      self._writer.score([s for m in members for s in m.scores])
-      self._writer.derive([*verified.lineage, *experience_rows(chosen)])
-      self._writer.admit([*admitted])
-      for reason, uids in dropped.items():
-        if uids:
-          self._writer.drop(uids, reason.replace('_', ' '))
-    self._events.reply(asked, admitted=len(admitted))
-    self._counts.update({f'dropped/{reason}': len(uids) for reason, uids in dropped.items()})
-    self._counts.update({f'processors/{name}': count for name, count in verified.counts.items()})
-    if chosen:
-      self._groups[number].chosen = chosen
+      finished.store(self._writer)
+    self._events.reply(asked, admitted=len(finished.uids))
+    self._counts.update(
+      {f'dropped/{reason}': len(uids) for reason, uids in finished.dropped.items()}
+    )
+    self._counts.update({f'processors/{name}': count for name, count in finished.counts.items()})
+    if finished.chosen:
+      group.chosen = finished.chosen
     else:
-      self._drop_group(
-        number,
-        'scorer failed' if scorer_failed else 'nothing to learn from',
-        self._why(members, verified.members),
-      )
+      reason = 'scorer failed' if finished.scorer_failed else 'nothing to learn from'
+      self._drop_group(group, reason, why_dropped(finished, config))
     self._progress.set()
 
-  def _drop_group(self, number: int, reason: str, why: str) -> None:
-    group = self._groups.pop(number)
-    self._events.message(Edge.DROP, group=self._name(group.task, group.visit), reason=reason)
+  def _drop_group(self, group: StartedGroup, reason: str, why: str) -> None:
+    self._groups.take([group.number])
+    self._events.message(Edge.DROP, group=group.name, reason=reason)
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise NothingToLearn(
@@ -708,34 +550,6 @@ class Explorer:
         f'{self._config.max_dropped_groups}; the last: {why}'
       )
     self._gate.drop()
-
-  def _why(self, members: list[Experience], verified: list[Experience]) -> str:
-    """Returns why no sample of a group is trained on.
-
-    Args:
-      members: all samples of the group.
-      verified: members that remain after the processors.
-    """
-    failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
-    if len({m.reward.value for m in members}) == 1 and failed:
-      first = failed[0]
-      return (
-        f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at '
-        'the scorer'
-      )
-    if verified and all(m.masked for m in verified):
-      earlier = sum(not m.sample.loss_mask.any() for m in verified)
-      return (
-        f'all of its {len(verified)} samples are masked: {earlier} have no token in the loss (with '
-        'rollout.partial: they ended in an earlier batch than the group), '
-        f'{len(verified) - earlier} are masked by a processor '
-        f'({", ".join(name for name, _ in self._config.processors) or "none is configured"})'
-      )
-    rewards = [m.reward.worth for m in members]
-    return (
-      f'rewards {rewards}, of which selection {self._config.selection.kind!r} accepts none; the '
-      'tasks are too easy or too hard for this policy, or the group is too small'
-    )
 
 
 def _prompt(uid: str) -> str:

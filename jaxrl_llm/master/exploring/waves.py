@@ -11,25 +11,28 @@ Invariant: the sizes of waves depend on tokens alone, never on time.
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any
 
+from jaxrl_llm.master.exploring.scheduling import Turn
+from jaxrl_llm.master.exploring.started import StartedGroups
 
-class Waves:
+
+class WaveSize:
   """Decides how many groups form a wave."""
 
   def __init__(self, *, max_groups: int):
     """
     Args:
-      max_groups: maximum number of groups that have started and are in no batch yet. It also
-        limits the size of a wave.
+      max_groups: maximum size of a wave.
     """
     self._max_groups = max_groups
     self._groups_per_finished = 1.0
     """Number of groups in the last batch's waves, divided by the number of those that finished."""
     self._started = self._finished = 0
 
-  def size(self, needed: int) -> int:
+  def for_finished(self, needed: int) -> int:
     """Returns the number of groups that a wave must have so that about `needed` of them finish."""
     return min(math.ceil(needed * self._groups_per_finished), self._max_groups)
 
@@ -51,3 +54,63 @@ class Waves:
 
   def restore(self, state: Any) -> None:
     self._groups_per_finished = state['groups_per_finished']
+
+
+class Waves:
+  """Scheduler at bound 0: starts a wave once all groups of the previous wave have finished or been
+  parked, if the batch still lacks groups.
+  """
+
+  def __init__(self, groups: StartedGroups, *, groups_per_batch: int, max_groups: int):
+    """
+    Args:
+      max_groups: maximum number of groups that have started and are in no batch yet. It also
+        limits the size of a wave.
+    """
+    self._groups, self._groups_per_batch = groups, groups_per_batch
+    self._max_groups, self._size = max_groups, WaveSize(max_groups=max_groups)
+    self._collecting = False
+    self._queue: collections.deque[int] = collections.deque()
+    """Numbers of the groups of earlier batches that no wave of this batch has continued yet."""
+
+  def begin_batch(self) -> None:
+    self._collecting, self._queue = True, collections.deque(self._groups.parked)
+
+  def next(self, admitted: int) -> Turn:
+    needed = self._groups_per_batch - len(self._groups.finished)
+    if not self._collecting or needed <= 0 or self._groups.running:
+      return Turn([], 0)
+    size = self._size.for_finished(needed)
+    parked = [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
+    # A branch may start with more groups than rollout.partial.groups now permits.
+    new = max(0, min(size - len(parked), self._max_groups - len(self._groups)))
+    if size > len(parked) + new:  # Then all groups of earlier batches continue already.
+      cut = [number for number in self._groups.parked if number not in parked]
+      parked += cut[: size - len(parked) - new]
+    self._size.start(len(parked) + new)
+    return Turn(parked, new)
+
+  def finish(self) -> None:
+    """Records that a group has finished within its budget."""
+    self._size.finish()
+
+  def takes(self, number: int) -> bool | None:
+    """Returns whether the batch takes this group of the current wave, whose samples are finished;
+    None as long as that is not certain. Of all groups that finish, the batch takes the first
+    `groups_per_batch` in order of start, no matter which of them finishes first.
+    """
+    places = self._groups.candidates[: self._groups_per_batch]
+    if number in [place.number for place in places]:
+      return True
+    # A scored group keeps its place. Any other may still be parked or dropped.
+    return False if all(place.is_finished for place in places) else None
+
+  def close_batch(self) -> None:
+    self._collecting = False
+    self._size.close()
+
+  def state(self) -> Any:
+    return self._size.state()
+
+  def restore(self, state: Any) -> None:
+    self._size.restore(state)

@@ -30,7 +30,7 @@ from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.runner import _Hold
 from jaxrl_llm.master.exploring.selection import SelectionConfig
-from jaxrl_llm.master.exploring.waves import Waves
+from jaxrl_llm.master.exploring.waves import WaveSize
 from jaxrl_llm.master.records import _partial_metrics
 from jaxrl_llm.objectives.correction import importance_weights
 from jaxrl_llm.replay.audit import audit
@@ -330,19 +330,19 @@ def test_with_more_groups_than_a_branch_permits_the_waiting_ones_go_first(tokeni
 
 
 def test_waves_are_as_large_as_the_last_batch_suggests():
-  waves = Waves(max_groups=10)
-  assert waves.size(4) == 4
+  waves = WaveSize(max_groups=10)
+  assert waves.for_finished(4) == 4
   waves.start(6)
   for _ in range(4):
     waves.finish()
   waves.close()
-  assert [waves.size(needed) for needed in (1, 4, 8)] == [2, 6, 10]
-  again = Waves(max_groups=10)
+  assert [waves.for_finished(needed) for needed in (1, 4, 8)] == [2, 6, 10]
+  again = WaveSize(max_groups=10)
   again.restore(json.loads(json.dumps(waves.state())))
-  assert again.size(4) == 6
+  assert again.for_finished(4) == 6
   waves.start(3)
   waves.close()
-  assert waves.size(4) == 10, 'none finished'
+  assert waves.for_finished(4) == 10, 'none finished'
 
 
 def test_an_answer_in_spans_is_the_answer_in_one_go(tokenizer, tmp_path):

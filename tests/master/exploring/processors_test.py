@@ -18,6 +18,7 @@ from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.processors import PROCESSORS, ProcessorConfig, process
+from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.selection import Experience, SelectionConfig, choose
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.replay import browse
@@ -281,7 +282,13 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
   told = browse.history(tmp_path / 'replay', batch[0].sample.uid)
   assert any('score of judge' in line and ' 0.0,' in line for line in told), told
   assert any(line.endswith('centre: {"reward": [0.0, -0.5]}') for line in told), told
-  again = exploration.explorer.stored(tasks[0], 0)
+  again = recall(
+    store,
+    [f'grpo/{tasks[0].uid}/0/{i}' for i in range(2)],
+    tasks=exploration.sampler.task,
+    text=exploration.runner.workflow.text,
+    rewards=exploring.REWARDS,
+  )
   assert [(c.reward, c.masked, c.completion) for c in again] == [
     (c.reward, c.masked, c.completion) for c in batch[:2]
   ]

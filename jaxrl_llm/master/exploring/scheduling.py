@@ -1,0 +1,95 @@
+"""Schedulers: choose which parked groups continue and how many new groups start.
+
+The gate limits how many groups run. Within this limit, parked groups (partial rollouts that wait to
+be continued) come before new ones. At staleness bound 0, `waves.Waves` is the scheduler.
+
+Invariant: the choice does not depend on timing. Parked groups are therefore queued only at the
+start of a batch, and when no group is running.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple, Protocol
+
+from jaxrl_llm.master.exploring.started import StartedGroups
+
+
+class Turn(NamedTuple):
+  """Groups that run next."""
+
+  parked: list[int]
+  """Numbers of the parked groups to continue."""
+  new: int
+  """Number of new groups to start."""
+
+
+class Scheduler(Protocol):
+  """Chooses the groups that run next."""
+
+  def begin_batch(self) -> None:
+    """Records that a batch begins to be collected."""
+    ...
+
+  def next(self, admitted: int) -> Turn:
+    """Chooses the groups that run next.
+
+    Args:
+      admitted: number of groups that the gate has admitted.
+    """
+    ...
+
+  def close_batch(self) -> None:
+    """Records that the batch has its groups."""
+    ...
+
+  def state(self) -> Any:
+    """Returns the state, as JSON; None if there is none."""
+    ...
+
+  def restore(self, state: Any) -> None: ...
+
+
+class Immediate:
+  """Starts each group that the gate admits. No group is ever parked."""
+
+  def begin_batch(self) -> None:
+    pass
+
+  def next(self, admitted: int) -> Turn:
+    return Turn([], admitted)
+
+  def close_batch(self) -> None:
+    pass
+
+  def state(self) -> Any:
+    return None
+
+  def restore(self, state: Any) -> None:
+    pass
+
+
+class Rounds(Immediate):
+  """Continues the parked groups of earlier batches, oldest first, and then starts new groups. If no
+  more groups may start, and all groups of this batch have finished or used up their budget, the
+  parked ones get another budget.
+  """
+
+  def __init__(self, groups: StartedGroups, *, max_groups: int):
+    """
+    Args:
+      max_groups: maximum number of groups that have started and are in no batch yet.
+    """
+    self._groups, self._max_groups = groups, max_groups
+    self._queue: collections.deque[int] = collections.deque()
+    """Numbers of the parked groups to continue next."""
+
+  def begin_batch(self) -> None:
+    self._queue = collections.deque(self._groups.parked)
+
+  def next(self, admitted: int) -> Turn:
+    room = self._max_groups - len(self._groups)
+    if room <= 0 and not self._queue and not self._groups.running:
+      self._queue.extend(self._groups.parked)
+    parked = [self._queue.popleft() for _ in range(min(admitted, len(self._queue)))]
+    return Turn(parked, max(0, min(admitted - len(parked), room)))
