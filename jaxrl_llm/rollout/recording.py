@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core.records.sample import Finish, Role, Sample, Segment, Source, media_of
 from jaxrl_llm.core.records.task import Task
@@ -96,7 +97,9 @@ class Recording:
       media=media_of(place.task),
     )
 
-  def _append(self, tokens: np.ndarray, logprobs: np.ndarray, role: Role) -> None:
+  def _append(
+    self, tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 'time'], role: Role
+  ) -> None:
     self._tokens.append(tokens)
     self._logprobs.append(logprobs)
     self._roles.append(role)

@@ -17,7 +17,7 @@ from absl import logging
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.sandbox.sandbox import Limits, Sandboxes
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Sandboxes
 from jaxrl_llm.rollout.episodes.episode import Episode
 from jaxrl_llm.rollout.episodes.tool_calls import ToolCall, choose_parser
 from jaxrl_llm.rollout.episodes.workflow import Episodes
@@ -284,6 +284,8 @@ def python_tool(limits: Limits | None = None) -> Tool:
       code: the program.
     """
     outcome, output = sandboxes.output(code, '')
-    return output if not outcome.detail else f'{output}\n{outcome.detail}'.strip()
+    if outcome.ended == Ending.PASSED:
+      return output
+    return f'{output}\n{outcome.detail or f"stopped at a limit: {outcome.ended}"}'.strip()
 
   return Tool(python, deadline_s=allowed.wall_s + 30.0)

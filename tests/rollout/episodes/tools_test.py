@@ -14,6 +14,7 @@ from jaxrl_llm.app.composition.workflows import build_workflow
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Role
 from jaxrl_llm.rewards.api import Verdict
+from jaxrl_llm.rewards.sandbox.sandbox import Limits
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.episodes.tool_calls import (
   ToolCall,
@@ -22,7 +23,13 @@ from jaxrl_llm.rollout.episodes.tool_calls import (
   llama3_calls,
   qwen3_calls,
 )
-from jaxrl_llm.rollout.episodes.tools import MAX_OVERDUE, MAX_THREADS, Tool, ToolFailed
+from jaxrl_llm.rollout.episodes.tools import (
+  MAX_OVERDUE,
+  MAX_THREADS,
+  Tool,
+  ToolFailed,
+  python_tool,
+)
 from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
@@ -250,6 +257,17 @@ def played(tokenizer, *texts, max_tokens=40, **options):
     return rollout
 
   return asyncio.run(one())
+
+
+def test_a_program_runs_in_the_sandbox_and_the_policy_reads_what_it_prints_or_why_it_ended():
+  tool = python_tool(Limits(output_kib=1))
+  for program, result in (
+    ('print(6 * 7)', '42\n'),
+    ('print(1)\n1 / 0', '1\n\nZeroDivisionError: division by zero'),
+    (f'import os\nprint(os.path.exists({__file__!r}))', 'False\n'),
+    ('import sys\nsys.stdout.write("a" * 100_000)', f'{"a" * 1024}\nstopped at a limit: output'),
+  ):
+    assert asyncio.run(tool({'code': program})) == result
 
 
 def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_one(tokenizer):
